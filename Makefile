@@ -1,0 +1,45 @@
+# make train    set up, train the default experiment, or continue it
+# make test     set up, run the whole test suite
+# make check    set up, ruff and mypy
+#
+#   make train CONFIG=configs/debug.toml ARGS="--train.steps=50"    another experiment, other values
+#   make train NPROC=4                                              other than one process per GPU, or 2 on a CPU
+#   make PYTHON=python3.12 train                                    another interpreter (3.11 or newer)
+
+PYTHON ?= python3
+CONFIG ?=
+ARGS ?=
+NPROC ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+OPTIONS = $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
+PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)'))
+
+.PHONY: train test check clean
+.DEFAULT_GOAL := train
+
+# torchrun gives each process one thread unless told otherwise, and warns; train.py then sets [run] threads
+train: $(VENV)/.installed
+	@n=$(PROCESSES); \
+	WORLD_SIZE=$$n $(PY) train.py --check-config $(OPTIONS) >/dev/null && \
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $$n train.py $(OPTIONS)
+
+test: $(VENV)/.installed-dev
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not slow"
+
+check: $(VENV)/.installed-dev
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
+	@PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) ""
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) "[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,214 @@
+"""Cases that run on 4 ranks in one process group: `torchrun -m tests.distributed_cases REPORT.json` (see test_distributed.py).
+
+Every function named case_* is called on all ranks, in order. A case that fails on any rank is reported by name.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.config import FsdpConfig, ModelConfig, OptimConfig, RunConfig
+from torchtitan_lite.distributed import leave, process_group
+from torchtitan_lite.errors import NonFiniteError
+from torchtitan_lite.init import local_rows, materialise
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.optim import FiniteGuard, build_optimizer, clip_gradients
+from torchtitan_lite.parallelize import apply_fsdp, reshard
+
+# 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
+MODEL = ModelConfig(dim=30, n_heads=2, n_layers=2, max_seq_len=3)
+CPU = torch.device("cpu")
+MESHES = {
+    "1": torch.tensor([0]),
+    "2": torch.tensor([0, 1]),
+    "3": torch.tensor([0, 1, 2]),
+    "4": torch.tensor([0, 1, 2, 3]),
+    "2 x 2": torch.tensor([[0, 1], [2, 3]]),
+    "4 copies": torch.tensor([[0], [1], [2], [3]]),
+}
+
+
+def make_mesh(ranks: torch.Tensor) -> DeviceMesh:
+    names = ("dp_shard",) if ranks.ndim == 1 else ("dp_replicate", "dp_shard")
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names)
+
+
+def sharded(mesh: DeviceMesh, config: FsdpConfig | None = None, seed: int = 7) -> Transformer:
+    with torch.device("meta"):
+        model = build(MODEL, 517)
+    apply_fsdp(model, mesh, config or FsdpConfig())
+    materialise(model, CPU, seed)
+    return model
+
+
+def plain(seed: int = 7) -> Transformer:
+    with torch.device("meta"):
+        model = build(MODEL, 517)
+    materialise(model, CPU, seed)
+    return model
+
+
+def case_initial_parameters_are_the_same_on_every_mesh() -> None:
+    reference = dict(plain().named_parameters())
+    for name, ranks in MESHES.items():
+        mesh = make_mesh(ranks)
+        if dist.get_rank() not in ranks:
+            continue
+        for key, parameter in sharded(mesh).named_parameters():
+            assert isinstance(parameter, DTensor)
+            rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
+            assert parameter.to_local().shape[0] <= rows, f"mesh {name}: {key} is not sharded"
+            assert parameter.full_tensor().equal(reference[key]), f"mesh {name}: {key} differs"
+
+
+def case_another_seed_gives_other_parameters() -> None:
+    one, other = dict(plain(7).named_parameters()), dict(plain(8).named_parameters())
+    assert not one["output.weight"].equal(other["output.weight"])
+
+
+def case_a_block_that_is_not_initialised_is_found() -> None:
+    """The public FSDP2 example's reset_parameters never reaches its blocks."""
+
+    class Forgetful(Transformer):
+        def named_parameters(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]
+            skip = sys._getframe(1).f_code.co_name == "reset_parameters"
+            for name, parameter in super().named_parameters(*args, **kwargs):  # type: ignore[arg-type]
+                if not (skip and name.startswith("layers.")):
+                    yield name, parameter
+
+    with torch.device("meta"):
+        model = Forgetful(MODEL, 517)
+    apply_fsdp(model, make_mesh(MESHES["4"]), FsdpConfig())
+    try:
+        materialise(model, CPU, 7)
+    except RuntimeError as error:
+        assert "layers.0.attention.wq.weight holds values that are not finite" in str(error)
+        assert "output.weight" not in str(error)
+    else:
+        raise AssertionError("nothing was noticed")
+
+
+def loss_of(model: Transformer, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(517, (2, 3), generator=generator)
+    return model(tokens, tokens)
+
+
+def case_shards_are_float32_and_computation_is_bfloat16() -> None:
+    model = sharded(make_mesh(MESHES["4"]), FsdpConfig(param_dtype="bfloat16"))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    seen = []
+    model.layers[1].feed_forward.w1.register_forward_hook(
+        lambda module, inputs, output: seen.append((module.weight.dtype, inputs[0].dtype, output.dtype))
+    )
+    loss_of(model).backward()
+    assert seen == [(torch.bfloat16,) * 3]
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def case_only_one_group_and_the_head_are_whole_at_a_time() -> None:
+    model = sharded(make_mesh(MESHES["4"]))
+    whole: dict[str, list[str]] = {}
+
+    def note(name: str):  # type: ignore[no-untyped-def]
+        def hook(*_: object) -> None:
+            whole[name] = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+
+        return hook
+
+    model.layers[0].feed_forward.w1.register_forward_hook(note("layers.0"))
+    model.output.register_forward_hook(note("output"))
+    loss_of(model).backward()
+    assert all(name.startswith("layers.0.") for name in whole["layers.0"]), whole
+    assert set(whole["output"]) == {"norm.weight", "norm.bias", "output.weight"}, whole
+
+
+def case_explicit_prefetching_gathers_ahead() -> None:
+    for depth in (1, 2):
+        config = FsdpConfig(explicit_prefetching=True, forward_prefetch=depth, backward_prefetch=depth)
+        model = sharded(make_mesh(MESHES["4"]), config)
+        pending: list[int] = []
+        groups = [model.tok_embeddings, *model.layers, model.norm]
+
+        def note(*_: object, groups: list[torch.nn.Module] = groups, pending: list[int] = pending) -> None:
+            states = [g._get_fsdp_state()._fsdp_param_group for g in groups]  # type: ignore[operator, union-attr]
+            pending.append(sum(state._all_gather_result is not None for state in states))
+
+        model.dropout.register_forward_hook(note)  # between the embeddings and the first layer
+        loss_of(model).backward()
+        assert pending == [depth], (depth, pending)
+
+
+def case_a_step_with_nan_on_one_rank_changes_nothing() -> None:
+    rank = dist.get_rank()
+    model = sharded(make_mesh(MESHES["4"]))
+    optimizer = build_optimizer(model, OptimConfig())
+    guard = FiniteGuard(optimizer)
+    everything = [*model.parameters()]
+
+    def step(number: int, loss: torch.Tensor, bad: list[float]) -> None:
+        loss.backward()
+        norm = clip_gradients(model, 1.0)
+        guard.judge(number, torch.tensor(bad), norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def snapshot() -> list[torch.Tensor]:
+        moments = [value for p in everything for value in optimizer.state[p].values()]
+        return [local_rows(t)[0].clone() for t in (*everything, *moments)]
+
+    step(1, loss_of(model), [0.0] * 4)
+    guard.raise_if_bad()
+    before = snapshot()
+    poison = float("nan") if rank == 1 else 1.0
+    step(2, loss_of(model) * poison, [0.0, 1.0, 0.0, 0.0])
+    assert all(a.equal(b) for a, b in zip(before, snapshot(), strict=True)), "a NaN reached the parameters"
+    try:
+        guard.raise_if_bad()
+    except NonFiniteError as error:
+        assert "step 2: the loss is not finite on rank 1." in str(error), error
+    else:
+        raise AssertionError("nobody was told")
+    # an infinite loss with finite gradients must not pass either
+    step(3, loss_of(model), [0.0, 0.0, 1.0, 0.0])
+    assert all(a.equal(b) for a, b in zip(before, snapshot(), strict=True))
+    step(4, loss_of(model), [0.0] * 4)
+    assert not all(a.equal(b) for a, b in zip(before, snapshot(), strict=True)), "a good step was withheld"
+
+
+def case_after_a_forward_alone_parameters_are_shards_again() -> None:
+    model = sharded(make_mesh(MESHES["4"]))
+    with torch.no_grad():
+        loss_of(model)
+    assert not all(isinstance(p, DTensor) for p in model.parameters()), "the head should still be whole here"
+    reshard(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def main() -> None:
+    report: dict[str, str] = {}
+    with process_group(RunConfig(device="cpu", threads=1)) as world:
+        for name, case in list(globals().items()):
+            if not name.startswith("case_"):
+                continue
+            try:
+                case()
+                trace = ""
+            except Exception:
+                trace = f"rank {world.rank}:\n{traceback.format_exc()}"
+            traces: list[str] = [""] * world.world_size
+            dist.all_gather_object(traces, trace)
+            report[name] = "\n".join(filter(None, traces))
+        if world.rank == 0:
+            Path(sys.argv[1]).write_text(json.dumps(report))
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Real processes: torchrun with gloo, plain python, and what they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+
+# No size divides evenly: 517 entries, 6 sequences, 37 positions. Every step is logged.
+TINY = {
+    "model.dim": 32,
+    "model.n_layers": 2,
+    "model.n_heads": 2,
+    "model.max_seq_len": 37,
+    "tokenizer.vocab_size": 517,
+    "train.seq_len": 32,
+    "train.micro_batch_size": 1,
+    "train.global_batch_size": 6,
+    "train.steps": 20,
+    "optim.warmup_steps": 2,
+    "eval.every": 10,
+    "eval.samples": 5,
+    "checkpoint.every": 10,
+    "log.every": 1,
+    "run.device": "cpu",
+    "run.threads": 1,
+}
+
+
+def options(values: dict[str, Any]) -> list[str]:
+    """Command-line options for these keys."""
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
+def tiny(text: Path, out_dir: Path, **more: Any) -> list[str]:
+    """Options of a tiny run in `out_dir`; `section__key=value` adds or replaces one."""
+    values = TINY | {"data.path": text, "run.out_dir": out_dir}
+    return options(values | {key.replace("__", "."): value for key, value in more.items()})
+
+
+def start(command: list[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a command from the repository's root, with this interpreter's tools."""
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def torchrun(n: int, *arguments: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc-per-node n script arguments`, on a free port."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    return start([*launcher, script, *arguments])
+
+
+def python(*arguments: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
+    """`python script arguments`: a world of one."""
+    return start([sys.executable, script, *arguments])
+
+
+def succeeded(result: subprocess.CompletedProcess[str]) -> str:
+    """The output of a process that must have exited with 0."""
+    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """All records of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step."""
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in records(run) if "loss" in r}
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint."""
+    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")

@@ -1,0 +1,262 @@
+"""Text, tokens, order and batches; and text that can't be used."""
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from torchtitan_lite.config import DataConfig, TokenizerConfig
+from torchtitan_lite.data import corpus
+from torchtitan_lite.data.loader import Batch, Loader, Samples
+from torchtitan_lite.data.order import permute, sample_index
+from torchtitan_lite.data.prepare import prepare, read_meta
+from torchtitan_lite.data.tokenizer import bytes_per_token
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.evaluate import Validation
+from torchtitan_lite.loss import IGNORE
+
+
+def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: float) -> Path:
+    path = path if isinstance(path, list) else str(path)
+    data = DataConfig(path=path, cache_dir=str(cache), **more)  # type: ignore[arg-type]
+    return prepare(data, TokenizerConfig(vocab_size=vocab_size), lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def prepared(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(text, tmp_path_factory.mktemp("prepared"))
+
+
+# --- order ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 3000), st.binary(max_size=20))
+def test_permutation_visits_each_sample_once(n: int, key: bytes) -> None:
+    assert sorted(permute(i, n, key) for i in range(n)) == list(range(n))
+
+
+def test_epochs_are_whole_and_differ() -> None:
+    epochs = [[sample_index(i, 100, seed=3) for i in range(e * 100, e * 100 + 100)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != list(range(100))
+    assert [sample_index(i, 100, seed=4) for i in range(100)] != epochs[0]
+
+
+def test_order_is_what_it_was() -> None:
+    """These numbers must never change: a run that is resumed by a later version goes on with the same data."""
+    assert [sample_index(i, 1000, seed=0) for i in (0, 1, 2, 999, 1000, 10**15)] == [
+        745, 495, 429, 330, 84, 80,
+    ]  # fmt: skip
+
+
+# --- batches ----------------------------------------------------------------------------------------------------
+
+
+def rows(batch: Batch) -> list[tuple[int, ...]]:
+    """The sequences that count, in no order."""
+    return [
+        tuple(map(int, tokens))
+        for micro in batch.micro_batches
+        for tokens, targets in zip(micro.tokens, micro.targets, strict=True)
+        if (targets != IGNORE).any()
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
+def test_every_world_size_consumes_the_same_global_batch(
+    prepared: Path, world_size: int, micro_batch_size: int
+) -> None:
+    samples = Samples(prepared, "train", 32)
+    reference = Loader(samples, 12, 0, 1, seed=1).batch(24, 12)
+    loaders = [Loader(samples, micro_batch_size, rank, world_size, seed=1) for rank in range(world_size)]
+    batches = [loader.batch(24, 12) for loader in loaders]
+    assert sorted(row for batch in batches for row in rows(batch)) == sorted(rows(reference))
+    assert len({len(batch.micro_batches) for batch in batches}) == 1, "ranks would wait for each other"
+    assert all(micro.tokens.shape == (micro_batch_size, 32) for batch in batches for micro in batch.micro_batches)
+    assert {batch.global_tokens for batch in batches} == {12 * 32}
+    valid = sum(int((micro.targets != IGNORE).sum()) for batch in batches for micro in batch.micro_batches)
+    assert valid == 12 * 32
+
+
+def test_targets_are_the_next_tokens(prepared: Path) -> None:
+    samples = Samples(prepared, "train", 32)
+    micro = Loader(samples, 2, 0, 1, seed=None).batch(0, 2).micro_batches[0]
+    stream = torch.tensor(samples.tokens[:65].astype("int64"))
+    assert micro.tokens.flatten().equal(stream[:64])
+    assert micro.targets.flatten().equal(stream[1:65])
+
+
+# --- text -------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_file_are_its_text(tmp_path: Path) -> None:
+    text = (
+        "".join(f"line {i} häß\u4e2d\U0001f600\r\n" for i in range(20_000)) + "é" * 200_000 + "\n\nend without newline"
+    )
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
+    found = corpus.find(str(tmp_path))
+    blocks = list(corpus.documents(found))
+    assert "".join(blocks) == text
+    assert max(len(block.encode()) for block in blocks) <= corpus.MAX_BLOCK
+    assert len(blocks) >= 16
+
+
+def test_tokens_decode_to_the_text(prepared: Path, text: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    meta = read_meta(prepared)
+    decoded = "".join(
+        tokenizer.decode(Samples(prepared, split, 32).tokens[:].tolist(), skip_special_tokens=True)
+        for split in ("train", "val")
+    )
+    everything = "".join(file.read_text(encoding="utf-8") for file in text.iterdir())
+    assert sorted(decoded) == sorted(everything)
+    assert meta.text_bytes == len(everything.encode())
+    assert meta.val_tokens > 0
+
+
+def test_bytes_of_tokens_are_the_bytes_of_the_text(prepared: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    text = "def häß(\u4e2d\U0001f600):\n\treturn  1"
+    ids = tokenizer.encode(text).ids
+    lengths = bytes_per_token(tokenizer)
+    assert int(lengths[ids].sum()) == len(text.encode())
+    assert lengths[tokenizer.token_to_id("<|endoftext|>")] == 0
+
+
+def test_unigram_entropy(prepared: Path) -> None:
+    samples = Samples(prepared, "val", 16)
+    lengths = bytes_per_token(Tokenizer.from_file(str(prepared / "tokenizer.json")))
+    validation = Validation(Loader(samples, 1, 0, 1, seed=None), 3, lengths)
+    targets = samples.tokens[1:49].tolist()
+    bits = -sum(math.log2(targets.count(token) / 48) for token in targets)
+    n_bytes = sum(int(lengths[token]) for token in targets)
+    assert validation.unigram_bits_per_byte() == pytest.approx(bits / n_bytes)
+
+
+def test_standard_library_is_decoded_by_its_declared_encoding(tmp_path: Path) -> None:
+    found = corpus.find("")
+    assert found.python_source
+    assert len(found.files) > 300
+    assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in found.files)
+    (tmp_path / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'h\u00e4\u00df'\n".encode("latin-1"))
+    blocks = corpus.documents(corpus.Corpus((tmp_path / "latin.py",), python_source=True))
+    assert "h\u00e4\u00df" in "".join(blocks)
+
+
+# --- preparing --------------------------------------------------------------------------------------------------
+
+
+def test_prepared_once_and_again_when_the_text_changes(text: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    copy = tmp_path / "mine.txt"
+    copy.write_text((text / "typing.txt").read_text())
+    data = DataConfig(path=str(copy), cache_dir=str(tmp_path / "cache"))
+    tokenizer = TokenizerConfig(vocab_size=300)
+    folder = prepare(data, tokenizer, said.append)
+    assert len(said) == 2
+    assert prepare(data, tokenizer, said.append) == folder
+    assert len(said) == 2, "it was made a second time"
+    copy.write_text(copy.read_text() + "more\n")
+    assert prepare(data, tokenizer, said.append) != folder
+    assert prepare(data, TokenizerConfig(vocab_size=301), said.append) != folder
+
+
+def test_preparing_is_deterministic_and_ranks_wait_for_each_other(text: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    data = DataConfig(path=str(text), cache_dir=str(tmp_path / "a"))
+    tokenizer = TokenizerConfig(vocab_size=517)
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(lambda _: prepare(data, tokenizer, said.append), range(4)))
+    assert len(folders) == 1
+    assert len(said) == 2, "it was made more than once"
+    again = make(text, tmp_path / "b")
+    for name in ("meta.json", "tokenizer.json", "train.bin", "val.bin"):
+        assert (again / name).read_bytes() == (next(iter(folders)) / name).read_bytes()
+
+
+def test_what_a_killed_process_left_is_not_used(text: Path, tmp_path: Path) -> None:
+    folder = make(text, tmp_path)
+    folder.rename(folder.with_name(f"{folder.name}.tmp-1"))
+    assert make(text, tmp_path) == folder
+    assert read_meta(folder).train_tokens > 0
+
+
+def test_documents_stay_in_their_split_when_others_are_added(tmp_path: Path) -> None:
+    lines = "".join(f"{i} some words to make a line of text\n" for i in range(60_000))
+    (tmp_path / "a.txt").write_text(lines)
+    first = make(tmp_path, tmp_path / "cache", 300, val_fraction=0.2)
+    (tmp_path / "b.txt").write_text(lines[::-1])
+    second = make(tmp_path, tmp_path / "cache", 300, val_fraction=0.2)
+    texts = []
+    for folder in (first, second):
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        decoded = tokenizer.decode(Samples(folder, "val", 8).tokens[:].tolist(), skip_special_tokens=False)
+        texts.append({block for block in decoded.split("<|endoftext|>") if block})
+    assert texts[0] < texts[1]
+
+
+def test_validation_is_never_empty(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("".join(f"a short text, line {i}\n" for i in range(120)))
+    meta = read_meta(make(tmp_path, tmp_path / "cache", 260, val_fraction=1e-9))
+    assert meta.val_documents == 1
+    assert meta.train_tokens > meta.val_tokens > 0
+
+
+# --- text that can't be used ------------------------------------------------------------------------------------
+
+
+def test_text_that_is_not_utf8_is_named(text: Path, tmp_path: Path) -> None:
+    good = tmp_path / "good.txt"
+    good.write_text((text / "typing.txt").read_text())
+    bad = tmp_path / "latin.txt"
+    bad.write_bytes(b"one line\n" * 30_000 + "gr\u00fc\u00dfe\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.txt: line 30001: byte 0xfc is not utf-8") as caught:
+        make(tmp_path, tmp_path / "cache")
+    assert "good.txt" not in str(caught.value)
+    assert not list((tmp_path / "cache").glob("*.tmp*")), "something was left behind"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "the text has 0 blocks"),
+        (b"tiny\n", "the text has 1 blocks"),
+        (b"too little to learn from\n" * 200, "too short for tokenizer.vocab_size = 517: it yields"),
+    ],
+)
+def test_too_little_text(content: bytes, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=expected):
+        make(tmp_path, tmp_path / "cache")
+
+
+def test_text_shorter_than_one_sequence(prepared: Path) -> None:
+    with pytest.raises(DataError, match=r"less than one sequence of train\.seq_len \+ 1 = 1000001; use more text or"):
+        Samples(prepared, "train", 1_000_000)
+
+
+def test_folder_without_text_and_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=r"no \.txt file at .*folder"):
+        corpus.find(str(tmp_path / "folder"))
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    with pytest.raises(DataError, match=r"a\.pdf: only \.txt files"):
+        corpus.find(str(tmp_path / "*.pdf"))
+
+
+def test_damaged_cache_is_noticed(text: Path, tmp_path: Path) -> None:
+    folder = make(text, tmp_path)
+    with (folder / "train.bin").open("r+b") as stream:
+        stream.truncate(100)
+    with pytest.raises(DataError, match=r"train\.bin has 100 bytes instead of .*delete this folder"):
+        read_meta(folder)
+    (folder / "meta.json").write_text(json.dumps({"format_version": 1}))
+    with pytest.raises(DataError, match="damaged"):
+        read_meta(folder)

@@ -1,0 +1,188 @@
+"""Files, `base`, overrides and their origins; and every mistake found at once, before any process group."""
+
+from pathlib import Path
+
+import pytest
+from tests.helpers import python, torchrun
+
+from torchtitan_lite import cli, settings
+from torchtitan_lite.config import Config, derive
+from torchtitan_lite.errors import ConfigError
+
+
+def parse(*argv: str, world_size: int = 1, n_gpus: int = 0) -> settings.Loaded:
+    return cli.parse(argv, world_size=world_size, n_gpus=n_gpus).loaded
+
+
+def mistakes(*argv: str, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv, world_size=world_size)
+    return str(caught.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_without_arguments_everything_is_a_default() -> None:
+    loaded = parse()
+    assert loaded.config.train == Config().train
+    assert loaded.config.model.dim == 128  # of size "1M"
+
+
+def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path) -> None:
+    write(tmp_path / "base.toml", '[model]\nsize = "10M"\n[train]\nsteps = 50\nseq_len = 64\n')
+    file = write(tmp_path / "mine.toml", 'base = "base.toml"\n[model]\nn_heads = 10\n[train]\nsteps = 60\n')
+    loaded = parse("--config", str(file), "--train.micro_batch_size=3", "--mixed-precision")
+    config = loaded.config
+    assert (config.model.dim, config.model.n_layers, config.model.n_heads) == (320, 8, 10)
+    assert (config.train.steps, config.train.seq_len, config.train.micro_batch_size) == (60, 64, 3)
+    assert config.fsdp.param_dtype == "bfloat16"
+    assert config.run.name == "mine"
+    origins = {key: Path(origin).name for key, origin in loaded.origins.items()}
+    assert origins["model.dim"] == 'size "10M"'
+    assert origins["model.n_heads"] == origins["train.steps"] == "mine.toml"
+    assert origins["train.seq_len"] == "base.toml"
+    assert origins["train.micro_batch_size"] == "command line"
+    assert origins["fsdp.param_dtype"] == "--mixed-precision"
+    shown = settings.to_toml_with_origins(loaded)
+    assert "steps = 60 " in shown
+    assert "mine.toml" in shown
+
+
+def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:
+    config = parse("--optim.betas=[0.8, 0.9]", '--data.path=["tests/*.py"]', "--optim.max_norm=inf").config
+    assert config.optim.betas == (0.8, 0.9)
+    for text in (settings.to_toml(config), settings.to_toml_with_origins(settings.Loaded(config, {}))):
+        file = write(tmp_path / "config.toml", text)
+        assert parse("--config", str(file)).config == config
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("--run.name=123", "123"),
+        ("--run.name='quoted'", "quoted"),
+        ("--run.deterministic", True),
+        ("--run.deterministic=False", False),
+        ("--optim.lr=.5", 0.5),
+        ("--optim.lr=1", 1.0),
+        ("--train.steps=1_000", 1000),
+    ],
+)
+def test_values_on_the_command_line(argument: str, value: object) -> None:
+    section, key = argument.removeprefix("--").split("=")[0].split(".")
+    assert getattr(getattr(parse(argument).config, section), key) == value
+
+
+def test_a_value_may_follow_after_a_space() -> None:
+    assert parse("--train.steps", "77").config.train.steps == 77
+
+
+def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path: Path) -> None:
+    write(tmp_path / "base.toml", "[fsdp]\ndp_shard = 7\n")
+    file = write(
+        tmp_path / "bad.toml",
+        'base = "base.toml"\nextra = 1\n[train]\nstep = 10\nsteps = "many"\n[optim]\nlr = -1.0\nbetas = [0.9]\n'
+        "[modell]\ndim = 3\n",
+    )
+    text = mistakes("--config", str(file), "--train.seq_len=4096", "--dcp-apj", "stray", world_size=2)
+    for expected in (
+        "10 problems",
+        "command line: --dcp-apj: unknown option; the nearest known one is --dcp-api",
+        "command line: stray: not understood",
+        "bad.toml: extra = 1: unknown key",
+        "bad.toml: [train] step = 10: unknown key; the nearest known one is train.steps, e.g. train.steps = ",
+        "bad.toml: [modell] dim = 3: unknown key; the nearest known one is model.dim",
+        "bad.toml: [train] steps = 'many': should be a valid integer; e.g. train.steps = ",
+        "bad.toml: [optim] lr = -1.0: should be greater than 0; e.g. optim.lr = ",
+        "bad.toml: [optim] betas = [0.9]",
+        "base.toml: fsdp.dp_replicate = 1 x fsdp.dp_shard = 7 does not give the world size 2",
+        "command line: train.seq_len = 4096 is longer than model.max_seq_len = 1024; model.max_seq_len = 4096 works",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--model.dim=30", "--model.n_heads=4"], "n_heads = 3 works"),
+        (["--optim.warmup_steps=500", "--train.steps=50"], "warmup_steps = 5 works"),
+        (["--optim.betas=[0.9, 1.0]"], "should be in [0, 1)"),
+        (["--fsdp.dp_shard=0"], "should be -1 (all that is left) or at least 1"),
+        (["--fsdp.dp_replicate=3"], "does not give the world size 1; fsdp.dp_replicate = 1 with fsdp.dp_shard = 1"),
+        (["--run.device=cuda"], 'torch sees no GPU here; run.device = "cpu" works'),
+        (["--run.name=a/b"], "should be the plain name of a folder"),
+        (["--data.path=no/such/text"], "nothing found at no/such/text"),
+        (["--data.path=[]"], "names no text"),
+        (["--model.size=9M"], "no such size of gpt; known: 1M"),
+        (["--model.family=lstm"], "should be 'gpt'"),
+        (["--checkpoint.api=pickle"], "should be 'dtensor' or 'dcp'"),
+        (["--train.steps=true"], "should be a valid integer"),
+        (["--config", "configs/no_such.toml"], "no such file"),
+    ],
+)
+def test_message(argv: list[str], expected: str) -> None:
+    assert expected in mistakes(*argv)
+
+
+def test_a_missing_file_suggests_the_one_that_was_meant(tmp_path: Path) -> None:
+    write(tmp_path / "debug.toml", "")
+    assert f"did you mean {tmp_path / 'debug.toml'}?" in mistakes("--config", str(tmp_path / "debgu.toml"))
+
+
+def test_base_that_bites_its_tail(tmp_path: Path) -> None:
+    write(tmp_path / "a.toml", 'base = "b.toml"\n')
+    write(tmp_path / "b.toml", 'base = "c.toml"\n')
+    write(tmp_path / "c.toml", 'base = "b.toml"\n')
+    assert "form a cycle: b.toml -> c.toml -> b.toml" in mistakes("--config", str(tmp_path / "a.toml"))
+
+
+def test_missing_base_is_named_with_the_file_that_wants_it(tmp_path: Path) -> None:
+    write(tmp_path / "a.toml", 'base = "gone.toml"\n')
+    assert "gone.toml: no such file (named as base by a.toml)" in mistakes("--config", str(tmp_path / "a.toml"))
+
+
+def test_broken_toml_says_where(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", "[train]\nsteps = = 3\n")
+    assert "a.toml: can't be read as TOML" in mistakes("--config", str(file))
+    assert "line 2" in mistakes("--config", str(file))
+
+
+def test_derived_numbers() -> None:
+    config = parse("--train.micro_batch_size=4", "--train.global_batch_size=30", "--fsdp.dp_replicate=2", world_size=4)
+    layout = derive(config.config, 4)
+    assert (layout.dp_replicate, layout.dp_shard) == (2, 2)
+    assert (layout.grad_accum_steps, layout.masked_sequences) == (2, 2)
+    assert layout.tokens_per_step == 30 * config.config.train.seq_len
+
+
+def test_plain_python_exits_with_2_and_no_traceback() -> None:
+    result = python("--train.step=5", "--train.steps=x")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "the configuration has 2 problems" in result.stderr
+
+
+def test_under_torchrun_the_message_is_printed_once() -> None:
+    result = torchrun(2, "--train.step=5")
+    assert result.returncode == 1  # torchrun's own
+    assert result.stderr.count("the configuration has 1 problem") == 1
+    assert "did not" not in result.stdout
+    assert "exitcode  : 2" in result.stderr
+
+
+def test_help_lists_every_key_with_meaning_and_default() -> None:
+    result = python("--help")
+    assert result.returncode == 0
+    text = " ".join(result.stdout.split())
+    for key, field in settings.known_keys().items():
+        assert f"--{key}" in text
+        assert field.description, f"{key} has no help"
+        assert f"{field.description} (default: " in text
+
+
+def test_check_and_print_config_exit_with_0() -> None:
+    assert "the configuration is fine" in python("--check-config").stdout
+    assert "steps = 3   " in python("--print-config", "--train.steps=3", "--optim.warmup_steps=0").stdout

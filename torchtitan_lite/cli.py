@@ -1,0 +1,84 @@
+"""The command line of train.py: every key of the config is an option, and `--help` is made from the config itself."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite import settings
+
+SHORTHANDS: dict[str, dict[str, Any]] = {
+    "--explicit-prefetching": {"fsdp.explicit_prefetching": True},
+    "--mixed-precision": {"fsdp.param_dtype": "bfloat16", "fsdp.reduce_dtype": "float32"},
+    "--dcp-api": {"checkpoint.api": "dcp"},
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line asks for."""
+
+    loaded: settings.Loaded
+    print_config: bool
+    check_config: bool
+
+
+def parse(argv: Sequence[str], *, world_size: int, n_gpus: int) -> Command:
+    """The command line, checked against the world size and the GPUs of this machine.
+
+    Raises:
+        ConfigError: everything that is wrong with the file and the options.
+        SystemExit: with 0, after `--help`.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    given = vars(options)
+    overrides: settings.Settings = {}
+    for flag, keys in SHORTHANDS.items():
+        if given[flag]:
+            overrides |= {key: settings.Setting(value, flag) for key, value in keys.items()}
+    problems = []
+    known = settings.known_keys()
+    for text in rest:
+        key, equals, value = text.removeprefix("--").partition("=")
+        if text.startswith("--") and "." in key:
+            overrides[key] = settings.Setting(settings.parse_value(key, value) if equals else True, "command line")
+        elif text.startswith("--"):
+            near = settings.nearest(key, [flag.removeprefix("--") for flag in (*SHORTHANDS, "--config", *known)])
+            problems.append(f"command line: {text}: unknown option; the nearest known one is --{near}")
+        else:
+            problems.append(f"command line: {text}: not understood; options look like --train.steps=400")
+    for key in known:
+        if given[key] is not None:
+            overrides[key] = settings.Setting(settings.parse_value(key, given[key]), "command line")
+    loaded = settings.load(given["config"], overrides, world_size=world_size, n_gpus=n_gpus, problems=problems)
+    return Command(loaded, given["print_config"], given["check_config"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage="train.py [--config FILE] [--section.key=value ...] [shorthands]",
+        description="Train a Transformer with FSDP2. Start it with torchrun, or with python as a world of one. "
+        "The same command again resumes the run.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=120),
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML experiment, see configs/")
+    parser.add_argument("--print-config", action="store_true", help="print every value with its origin, and exit")
+    parser.add_argument("--check-config", action="store_true", help="check the config for this world size, and exit")
+    shorthands = parser.add_argument_group("shorthands")
+    for flag, keys in SHORTHANDS.items():
+        meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())
+        shorthands.add_argument(flag, dest=flag, action="store_true", help=meaning)
+    groups: dict[str, Any] = {}
+    for key, field in settings.known_keys().items():
+        section = key.split(".")[0]
+        group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
+        default = settings.default_of(key)
+        shown = "-" if default == "" else settings.show(default)
+        text = f"{field.description} (default: {shown})".replace("%", "%%")
+        # a bare flag is `true`; everything else is checked, with all the rest, by the config
+        group.add_argument(f"--{key}", dest=key, nargs="?", const="true", metavar=settings.type_name(key), help=text)
+    return parser

@@ -1,0 +1,56 @@
+"""Validation: always the same sequences, summed over all ranks, per token and per byte."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed import sum_over_ranks
+from torchtitan_lite.loss import IGNORE, bits_per_byte
+from torchtitan_lite.parallelize import reshard
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A fixed set of sequences: the first n_samples of the validation split."""
+
+    loader: Loader
+    n_samples: int
+    bytes_per_token: Tensor  # (V,) int64
+
+    def targets(self) -> Tensor:
+        """All target tokens, (N,) int64, of all ranks."""
+        return torch.cat([self.loader.samples[i][1:] for i in range(self.n_samples)])
+
+    def unigram_bits_per_byte(self) -> float:
+        """What the best model without context would reach on these targets: their entropy, in bits per byte."""
+        targets = self.targets()
+        counts = targets.bincount(minlength=len(self.bytes_per_token)).double()
+        nats = -torch.xlogy(counts, counts / counts.sum()).sum().item()
+        return bits_per_byte(nats, int(self.bytes_per_token[targets].sum()))
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of a validation."""
+
+    loss: float  # nats per token
+    bits_per_byte: float
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> Score:
+    """Score the model on the validation set. Every rank must call it, and gets the same score."""
+    batch = validation.loader.batch(0, validation.n_samples)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, bytes
+    model.eval()
+    for micro in batch.micro_batches:
+        known = micro.targets[micro.targets != IGNORE]
+        sums[0] += model(micro.tokens.to(device), micro.targets.to(device))
+        sums[1] += validation.bytes_per_token[known].sum()
+    model.train()
+    reshard(model)
+    nats, n_bytes = sum_over_ranks(sums).tolist()
+    return Score(nats / batch.global_tokens, bits_per_byte(nats, int(n_bytes)) if n_bytes else math.nan)

@@ -1,0 +1,129 @@
+"""Initial parameters that do not depend on how they are spread over ranks.
+
+The usual recipe after `fully_shard` (to_empty, seed, reset_parameters) draws each rank's shard from a random stream. On
+a CPU mesh all ranks then hold the same rows, and with a seed per rank the model depends on the world size. Here element
+i of a parameter is a pure function of (seed, name, i):
+
+    bits  = splitmix64's output number i for the key SHA-256(seed, name)      (Steele, Lea and Flood, 2014)
+    value = deviation * quantile[bits >> 48]                                  65,536 equally likely normal quantiles
+
+Only integer arithmetic, a table and one product: the same bits on any mesh and any device. Each rank computes its own
+rows only. The largest value is 4.17 deviations; the deviation of the table is corrected to 1.
+"""
+
+import functools
+import hashlib
+import math
+from statistics import NormalDist
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.models import Transformer
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+_LEVELS = 1 << 16
+_CHUNK = 1 << 20  # elements that are drawn at a time: bounds the memory of the integers
+
+
+def materialise(model: Transformer, device: torch.device, seed: int) -> None:
+    """Give a sharded model on the meta device its storage and its initial values, and prove that it has them.
+
+    Raises:
+        RuntimeError: a tensor stayed on meta, was not initialised, or is constant though it should be random.
+    """
+    model.to_empty(device=device)
+    _poison(model)
+    model.reset_parameters(functools.partial(_normal_, seed))
+    prove(model)
+
+
+def _normal_(seed: int, name: str, parameter: Tensor, deviation: float) -> None:
+    """Fill this rank's rows of a parameter with normal values of mean 0 and this deviation."""
+    shard, first_row = local_rows(parameter)
+    flat = shard.view(-1)
+    first = first_row * math.prod(parameter.shape[1:])
+    table = _quantiles().to(flat.device) * deviation
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    for start in range(0, flat.numel(), _CHUNK):
+        stop = min(start + _CHUNK, flat.numel())
+        index = torch.arange(first + start, first + stop, dtype=torch.int64, device=flat.device)
+        flat[start:stop] = table[splitmix64(int.from_bytes(key[:8], "little"), index) >> 48 & (_LEVELS - 1)]
+
+
+def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a parameter, and the index of the first of them.
+
+    `fully_shard` cuts along dim 0 as torch.chunk does: ceil(rows / ranks) each, the last ranks may get fewer or none.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    first = 0
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            assert placement.is_shard(0), f"rows are expected on dim 0, not {placement}"
+            per_rank = -(-parameter.shape[0] // parameter.device_mesh.size(axis))
+            first = min(per_rank * parameter.device_mesh.get_local_rank(axis), parameter.shape[0])
+    return parameter.to_local(), first
+
+
+def splitmix64(key: int, index: Tensor) -> Tensor:
+    """Number `index` (0-based) of the splitmix64 stream that starts at `key`; the 64 bits as an int64 tensor."""
+    bits = index * _signed(_GAMMA) + _signed(key + _GAMMA)
+    for shift, factor in _MIX:
+        bits = (bits ^ _shift_right(bits, shift)) * _signed(factor)
+    return bits ^ _shift_right(bits, 31)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same low 64 bits."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _shift_right(bits: Tensor, by: int) -> Tensor:
+    """A logical shift: `>>` of an int64 would copy the sign."""
+    return bits >> by & ((1 << (64 - by)) - 1)
+
+
+@functools.cache
+def _quantiles() -> Tensor:
+    """The normal quantiles at the middle of 65,536 equal steps of probability, scaled to a deviation of 1; float32."""
+    normal = NormalDist()
+    values = [normal.inv_cdf((level + 0.5) / _LEVELS) for level in range(_LEVELS)]
+    deviation = math.sqrt(sum(value * value for value in values) / _LEVELS)
+    return torch.tensor([value / deviation for value in values], dtype=torch.float32)
+
+
+def _poison(model: nn.Module) -> None:
+    """NaN, or the smallest integer, in every element: whatever is not written later gives itself away."""
+    for _, tensor in _tensors(model):
+        tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+@torch.no_grad()
+def prove(model: nn.Module) -> None:
+    """Check that every parameter and buffer of this rank has been initialised.
+
+    Raises:
+        RuntimeError: it names every tensor on meta, with a NaN or an infinity, untouched, or constant as a matrix.
+    """
+    problems = []
+    for name, tensor in _tensors(model):
+        if tensor.is_meta:
+            problems.append(f"{name} is on the meta device")
+        elif tensor.is_floating_point() and not tensor.isfinite().all():
+            problems.append(f"{name} holds values that are not finite: it was not, or not wholly, initialised")
+        elif not tensor.is_floating_point() and (tensor == torch.iinfo(tensor.dtype).min).any():
+            problems.append(f"{name} was not initialised")
+        elif tensor.ndim > 1 and tensor.numel() > 1 and (tensor == tensor.flatten()[0]).all():
+            problems.append(f"{name} is constant")
+    if problems:
+        raise RuntimeError("the model is not initialised: " + "; ".join(problems))
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Name and local storage of each parameter and buffer."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, (t.to_local() if isinstance(t, DTensor) else t).detach()) for name, t in named]

@@ -1,0 +1,120 @@
+"""What a run says: lines on the terminal and in train.log, records in metrics.jsonl. Only rank 0 speaks."""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+GIB = 2**30
+
+
+class Clock:
+    """The time of training, without that of saves and validations."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self._lap_started = self.started
+        self._data_s = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here is not training."""
+        before = time.perf_counter()
+        yield
+        self._lap_started += time.perf_counter() - before
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Time in here is spent waiting for data."""
+        before = time.perf_counter()
+        yield
+        self._data_s += time.perf_counter() - before
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds of training since the last lap, and how many of them waited for data."""
+        now = time.perf_counter()
+        seconds, data_s = now - self._lap_started, self._data_s
+        self._lap_started, self._data_s = now, 0.0
+        return seconds, data_s
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this rank has held so far, in GiB (2^30 bytes): reserved on the GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def duration(seconds: float) -> str:
+    """4m12s, 2h05m, 3d04h."""
+    s = round(seconds)
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
+    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
+class Log:
+    """Rank 0's terminal and files; on the other ranks it does nothing."""
+
+    def __init__(self, folder: Path, speaks: bool) -> None:
+        self._speaks = speaks
+        self._metrics = folder / "metrics.jsonl"
+        self._text = folder / "train.log"
+        self._bar: tqdm[Any] | None = None
+
+    def say(self, text: str) -> None:
+        """A line for the terminal and for train.log."""
+        if not self._speaks:
+            return
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+        if self._text.parent.is_dir():
+            with self._text.open("a", encoding="utf-8") as stream:
+                stream.write(text + "\n")
+
+    def record(self, values: dict[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        if self._speaks:
+            with self._metrics.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({**values, "time": round(time.time(), 3)}) + "\n")
+
+    def cut_after(self, step: int) -> None:
+        """Forget the records of later steps: after a resume each step stands there once."""
+        if self._speaks and self._metrics.is_file():
+            lines = self._metrics.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if _step_of(line) <= step]
+            beside = self._metrics.with_suffix(".tmp")
+            beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            os.replace(beside, self._metrics)
+
+    def start_bar(self, step: int, steps: int) -> None:
+        """A progress bar, on a terminal only."""
+        if self._speaks and sys.stderr.isatty():
+            self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)
+
+    def advance_bar(self) -> None:
+        """One step more."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line that a killed process left half-written

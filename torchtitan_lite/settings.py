@@ -1,0 +1,285 @@
+"""From files and the command line to a Config, with every problem at once.
+
+A value is looked for in this order, and the last one found counts; `--print-config` shows where each came from:
+
+  1. the default in config.py,
+  2. the named model size (`[model] size = "1M"` stands for dim, n_layers and n_heads),
+  3. the files: `base = "other.toml"` (relative to the file that says it) is read first, the file on top of it,
+  4. the command line: `--section.key=value`, and shorthands such as `--mixed-precision`.
+
+Nothing here needs torch or a process group. `load` either returns a config that can run or raises one ConfigError
+that lists everything it found: unknown keys, wrong types, combinations that make no sense.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import tomli
+import tomli_w
+from pydantic import ValidationError
+
+from torchtitan_lite.config import Config, conflicts
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.sizes import SIZES
+
+# --- where values come from -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value as somebody wrote it, and where."""
+
+    value: Any
+    origin: str
+
+
+Settings = dict[str, Setting]  # by "section.key"
+
+
+def known_keys() -> dict[str, Any]:
+    """Each "section.key" with pydantic's description of the field, in the order of the file."""
+    return {
+        f"{section}.{key}": field
+        for section, table in Config.model_fields.items()
+        for key, field in type(table.default).model_fields.items()
+    }
+
+
+def type_name(key: str) -> str:
+    """What `--help` calls the values of "section.key"."""
+    annotation = known_keys()[key].annotation
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    return getattr(annotation, "__name__", "VALUE").upper() if isinstance(annotation, type) else "VALUE"
+
+
+def default_of(key: str) -> Any:
+    """The default of "section.key"."""
+    section, name = key.split(".")
+    return getattr(getattr(Config(), section), name)
+
+
+def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> Settings:
+    """The settings of a TOML file on top of those of its `base`. What can't be read is added to `problems`."""
+    where = path.resolve()
+    if where in chain:
+        loop = " -> ".join(str(p.name) for p in (*chain[chain.index(where) :], where))
+        problems.append(f"{path}: base files form a cycle: {loop}; remove one of the `base` lines")
+        return {}
+    try:
+        tree = tomli.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        said_by = f" (named as base by {chain[-1].name})" if chain else ""
+        problems.append(f"{path}: no such file{said_by}{hint}")
+        return {}
+    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
+        problems.append(f"{path}: can't be read as TOML: {error}")
+        return {}
+    base = tree.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        problems.append(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
+        base = None
+    below = read_file(path.parent / base, problems, (*chain, where)) if base else {}
+    return below | {key: Setting(value, str(path)) for key, value in _leaves(tree)}
+
+
+def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, table in tree.items():
+        if isinstance(table, dict):
+            yield from ((f"{section}.{key}", value) for key, value in table.items())
+        else:
+            yield section, table
+
+
+def parse_value(key: str, text: str) -> Any:
+    """A value from the command line: TOML where it is TOML, else the text itself (`--run.name=a`)."""
+    if text in ("True", "False"):
+        text = text.lower()
+    try:
+        value = tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        try:
+            return float(text)  # .5 and 1E5 are no TOML, but what people type
+        except ValueError:
+            return text
+    field = known_keys().get(key)
+    quoted = text[:1] in ("'", '"')
+    return text if field is not None and field.annotation is str and not quoted else value
+
+
+# --- from settings to a config ----------------------------------------------------------------------------------
+
+
+def build(settings: Settings, check: Callable[[Config], dict[str, str]], problems: list[str]) -> Config:
+    """The config that the settings describe.
+
+    A setting that is refused is named in `problems` and left out, so that the rest can still be checked: the rules of
+    `check` (see `conflicts`) are asked about the remaining values, and only rules whose keys were all accepted speak.
+
+    Returns:
+        the config; it counts only if `problems` stayed empty.
+    """
+    refused: set[str] = set()
+    known = known_keys()
+    for key, setting in settings.items():
+        if key not in known:
+            problems.append(_describe(key, setting, _unknown(key, known)))
+            refused.add(key)
+    layers = _size_layer(settings, problems, refused) | settings
+    try:
+        return _with_conflicts(_validate(layers, refused), layers, check, problems, refused)
+    except ValidationError as error:
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"][:2])
+            if key not in refused:
+                problems.append(_describe(key, layers[key], f"{_sentence(item)}; {_example(key)}"))
+            refused.add(key)
+    return _with_conflicts(_validate(layers, refused), layers, check, problems, refused)
+
+
+def _validate(settings: Settings, refused: set[str]) -> Config:
+    tree: dict[str, dict[str, Any]] = {}
+    for key, setting in settings.items():
+        if key not in refused:
+            section, name = key.split(".")
+            value = setting.value
+            # TOML has arrays only; a field that wants a tuple takes one
+            if isinstance(value, list) and isinstance(default_of(key), tuple):
+                value = tuple(value)
+            tree.setdefault(section, {})[name] = value
+    return Config.model_validate(tree)
+
+
+def _with_conflicts(
+    config: Config,
+    settings: Settings,
+    check: Callable[[Config], dict[str, str]],
+    problems: list[str],
+    refused: set[str],
+) -> Config:
+    for keys, message in check(config).items():
+        if refused.isdisjoint(keys.split()):
+            origins = [settings[key].origin for key in keys.split() if key in settings]
+            # of several origins name the one that was written last
+            said = max(origins, key=lambda o: (o == "command line", not o.startswith("size ")), default="default")
+            problems.append(f"{said}: {message}")
+    return config
+
+
+def _size_layer(settings: Settings, problems: list[str], refused: set[str]) -> Settings:
+    """The settings that `[model] size` stands for."""
+    family = settings.get("model.family", Setting("gpt", "default"))
+    size = settings.get("model.size", Setting(default_of("model.size"), "default"))
+    sizes = SIZES.get(family.value if isinstance(family.value, str) else "", {})
+    if not sizes or not isinstance(size.value, str):
+        return {}  # the family or the type is wrong, and is reported as such
+    if size.value not in sizes:
+        names = ", ".join(sizes)
+        problems.append(
+            _describe("model.size", size, f'no such size of {family.value}; known: {names}; e.g. size = "1M"')
+        )
+        refused.add("model.size")
+        return {}
+    origin = f'size "{size.value}"'
+    return {f"model.{key}": Setting(value, origin) for key, value in sizes[size.value].items()}
+
+
+def _describe(key: str, setting: Setting, message: str) -> str:
+    if setting.origin == "command line":
+        return f"command line: --{key}={setting.value}: {message}"
+    section, _, name = key.rpartition(".")
+    table = f"[{section}] " if section else ""
+    return f"{setting.origin}: {table}{name} = {setting.value!r}: {message}"
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """The known key that somebody most likely meant: close as a whole, else close in its last part."""
+    by_name = {known_key.split(".")[-1]: known_key for known_key in known}
+    near = difflib.get_close_matches(key, by_name.values(), n=1, cutoff=0.75)
+    near = near or [by_name[match] for match in difflib.get_close_matches(key.split(".")[-1], by_name, n=1)]
+    return (near or difflib.get_close_matches(key, by_name.values(), n=1, cutoff=0.0))[0]
+
+
+def _unknown(key: str, known: dict[str, Any]) -> str:
+    near = nearest(key, known)
+    return f"unknown key; the nearest known one is {near}, {_example(near)}"
+
+
+def _example(key: str) -> str:
+    """A line that works."""
+    return f"e.g. {key} = {show(default_of(key))}"
+
+
+def _sentence(item: Any) -> str:
+    message = str(item["msg"]).removeprefix("Input ")
+    return message[:1].lower() + message[1:]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config and where each of its values came from."""
+
+    config: Config
+    origins: dict[str, str]  # by "section.key"; what is absent is a default
+
+
+def load(
+    file: Path | None, overrides: Settings, *, world_size: int = 1, n_gpus: int = 0, problems: list[str] | None = None
+) -> Loaded:
+    """The config of an optional file and of overrides by "section.key".
+
+    Args:
+        world_size, n_gpus: what the rules about the mesh and the device are held against.
+        problems: what was already found (on the command line); it is reported with the rest.
+
+    Raises:
+        ConfigError: everything that is wrong, a line each, with file, value, the nearest key and what would work.
+    """
+    problems = [] if problems is None else list(problems)
+    settings = (read_file(file, problems) if file else {}) | overrides
+    if file and "run.name" not in settings:
+        settings["run.name"] = Setting(file.stem, "name of the file")
+    config = build(settings, conflicts(world_size, n_gpus), problems)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"the configuration has {count}:", *problems]))
+    sizes = {k: s.origin for k, s in _size_layer(settings, [], set()).items()}
+    return Loaded(config, sizes | {key: setting.origin for key, setting in settings.items()})
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+def to_toml(config: Config) -> str:
+    """The whole config as TOML; reading it back gives the same config."""
+    return tomli_w.dumps(_plain(config.model_dump()))
+
+
+def to_toml_with_origins(loaded: Loaded) -> str:
+    """The whole config as TOML, with the origin of each value beside it."""
+    lines = []
+    for section, table in _plain(loaded.config.model_dump()).items():
+        lines.append(f"[{section}]")
+        for key, value in table.items():
+            assignment = f"{key} = {show(value)}"
+            lines.append(f"{assignment:<44} # {loaded.origins.get(f'{section}.{key}', 'default')}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def show(value: Any) -> str:
+    """A value as TOML, on one line."""
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(show(item) for item in value) + "]"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")

@@ -1,0 +1,336 @@
+"""Train a Transformer with FSDP2: the whole way, from the command line to the last checkpoint.
+
+    torchrun --nproc-per-node 2 train.py                         # two processes, on GPUs or on the CPU
+    torchrun --nproc-per-node 2 train.py --explicit-prefetching
+    torchrun --nproc-per-node 2 train.py --mixed-precision
+    torchrun --nproc-per-node 2 train.py --dcp-api
+    torchrun --nproc-per-node 2 train.py --config configs/debug.toml --train.steps=50
+    python train.py                                              # a world of one
+
+The same command again resumes the run. Read on from `run`.
+"""
+
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from checkpoint import Checkpointer
+from torchtitan_lite import __version__, cli, models
+from torchtitan_lite.config import Config, Layout, derive
+from torchtitan_lite.data.loader import Loader, Samples
+from torchtitan_lite.data.prepare import Meta, prepare, read_meta
+from torchtitan_lite.data.tokenizer import bytes_per_token
+from torchtitan_lite.distributed import (
+    World,
+    build_mesh,
+    env_int,
+    from_rank0,
+    leave,
+    process_group,
+    say_once,
+    sum_over_ranks,
+)
+from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.evaluate import Validation, evaluate
+from torchtitan_lite.init import local_rows, materialise
+from torchtitan_lite.metrics import Clock, Log, duration, peak_memory_gib
+from torchtitan_lite.optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate
+from torchtitan_lite.parallelize import apply_fsdp, unshard_first
+from torchtitan_lite.settings import to_toml, to_toml_with_origins
+from torchtitan_lite.storage import TrainState
+
+
+@dataclass
+class Training:
+    """What the loop works with."""
+
+    config: Config
+    layout: Layout
+    world: World
+    model: models.Transformer
+    optimizer: torch.optim.AdamW
+    guard: FiniteGuard
+    loader: Loader
+    validation: Validation
+    checkpointer: Checkpointer
+    state: TrainState
+    log: Log
+    clock: Clock
+
+
+def run(config: Config, data: Path, world: World, log: Log) -> None:
+    """Build everything, resume, train. `data` is a prepared folder."""
+    layout = derive(config, world.world_size)
+    meta = read_meta(data)
+    if from_rank0(meta.tokens_sha256) != meta.tokens_sha256:
+        raise DataError(
+            f"rank {world.rank} prepared other data than rank 0: is data.path the same text on every machine?"
+        )
+
+    # 1. The mesh: which ranks share the shards of one model, and which hold copies.
+    mesh = build_mesh(layout, world.device)
+
+    # 2. The model. On the meta device it has shapes and no storage, so that any size can be cut up before a byte is
+    #    allocated; then each rank gets the storage of its own shards, and fills it.
+    with torch.device("meta"):
+        model = models.build(config.model, meta.vocab_size)
+    apply_fsdp(model, mesh, config.fsdp)
+    materialise(model, world.device, config.run.seed)
+
+    # 3. The optimizer, after sharding: it holds the DTensors.
+    optimizer = build_optimizer(model, config.optim)
+
+    # 4. The data: which sequences come when is a function of the seed and one integer.
+    train_samples = Samples(data, "train", config.train.seq_len)
+    batch = config.train.micro_batch_size, world.rank, world.world_size
+    loader = Loader(train_samples, *batch, seed=config.run.seed)
+    validation = build_validation(config, data, *batch)
+
+    # 5. The newest checkpoint, if the run's folder has one.
+    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint.api, world)
+    fresh = TrainState(identity=identity(config, meta), setting=setting(config, world))
+    loaded = checkpointer.load_newest(fresh.identity)
+    state = replace(loaded, setting=fresh.setting) if loaded else fresh
+
+    guard = FiniteGuard(optimizer)
+    training = Training(
+        config, layout, world, model, optimizer, guard, loader, validation, checkpointer, state, log, Clock()
+    )
+    announce(training, meta, train_samples, loaded)
+    if state.step >= config.train.steps:
+        log.say(f"finished: step {state.step} of train.steps = {config.train.steps}; {what_next(config)}")
+        return
+    if world.rank == 0:
+        config.folder.mkdir(parents=True, exist_ok=True)
+        (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        log.cut_after(state.step)
+    train(training)
+
+
+def train(t: Training) -> None:
+    """Train from the step after `t.state` to the last one."""
+    config, log = t.config, t.log
+    log.start_bar(t.state.step, config.train.steps)
+    first, logged = t.state.step, t.state.step
+    for step in range(first + 1, config.train.steps + 1):
+        loss, grad_norm = train_step(t, step)
+        last = step == config.train.steps
+        if due(step, config.log.every) or last:
+            t.guard.raise_if_bad()
+            log_step(t, step, loss.item(), grad_norm.item(), n_steps=step - logged, first=first)
+            logged = step
+        if config.eval.every and (due(step, config.eval.every) or last):
+            with t.clock.paused():
+                validate(t, step)
+        if due(step, config.checkpoint.every) or last:
+            t.guard.raise_if_bad()
+            with t.clock.paused():
+                save(t)
+        log.advance_bar()
+    log.close()
+    seconds = time.perf_counter() - t.clock.started
+    log.say(f"done    {config.train.steps - first} steps in {duration(seconds)}; {what_next(config)}")
+
+
+def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimizer step.
+
+    Returns:
+        the mean loss per token of the global batch, and the norm of its gradient before clipping, both () and still on
+        the device: reading them would make the host wait.
+    """
+    if t.config.fsdp.explicit_prefetching:
+        unshard_first(t.model)  # this all-gather overlaps with the fetching of the batch
+    with t.clock.fetching():
+        batch = t.loader.batch(t.state.samples_consumed, t.config.train.global_batch_size)
+
+    device, world = t.world.device, t.world
+    loss_sum = torch.zeros((), device=device)
+    for i, micro in enumerate(batch.micro_batches):
+        # Dropout is a function of this, so that there is no random state to save.
+        torch.manual_seed(stream(t.config.run.seed, step, i, world.rank))
+        loss = t.model(micro.tokens.to(device, non_blocking=True), micro.targets.to(device, non_blocking=True))
+        # FSDP averages gradients over the ranks; the loss is a sum over all of them, divided once by all tokens.
+        (loss * (world.world_size / batch.global_tokens)).backward()
+        loss_sum += loss.detach()
+
+    grad_norm = clip_gradients(t.model, t.config.optim.max_norm)
+    totals = torch.zeros(1 + world.world_size, device=device)
+    totals[0] = loss_sum
+    totals[1 + world.rank] = (~loss_sum.isfinite()).float()
+    sum_over_ranks(totals)
+
+    t.guard.raise_if_bad()  # the step before: by now the device is done with it
+    t.guard.judge(step, totals[1:], grad_norm)
+    for group in t.optimizer.param_groups:
+        group["lr"] = learning_rate(t.config.optim, step, t.config.train.steps)
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+
+    t.state = replace(
+        t.state,
+        step=step,
+        tokens=t.state.tokens + batch.global_tokens,
+        samples_consumed=t.state.samples_consumed + t.config.train.global_batch_size,
+    )
+    return totals[0] / batch.global_tokens, grad_norm
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps happens now; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
+    """A seed of its own for each forward of a run."""
+    digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def validate(t: Training, step: int) -> None:
+    """Score the validation set, and say what a model without context would reach."""
+    before = time.perf_counter()
+    score = evaluate(t.model, t.validation, t.world.device)
+    unigram = t.validation.unigram_bits_per_byte()
+    t.log.record(
+        {
+            "step": step,
+            "val_loss": score.loss,
+            "val_bits_per_byte": score.bits_per_byte,
+            "unigram_bits_per_byte": unigram,
+        }
+    )
+    t.log.say(
+        f"eval    step {step}  loss {score.loss:.4f}  bits/byte {score.bits_per_byte:.3f}  "
+        f"({100 * (1 - score.bits_per_byte / unigram):.0f} % below unigram {unigram:.3f}; "
+        f"{t.validation.n_samples} sequences, {time.perf_counter() - before:.1f} s)"
+    )
+
+
+def save(t: Training) -> None:
+    """Save a checkpoint, and only then say so."""
+    before = time.perf_counter()
+    folder = t.checkpointer.save(t.state)
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20 if t.world.rank == 0 else 0
+    t.log.say(f"saved   {folder}  ({size:.1f} MiB, {time.perf_counter() - before:.1f} s)")
+
+
+def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_steps: int, first: int) -> None:
+    """The step line and its record. Rates are over the n_steps since the last line, without saves and validations."""
+    seconds, data_s = t.clock.lap()
+    rate = n_steps * t.layout.tokens_per_step / seconds
+    left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
+    lr = t.optimizer.param_groups[0]["lr"]
+    memory = peak_memory_gib(t.world.device)
+    t.log.record(
+        {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": t.state.tokens,
+            "tokens_per_second": rate,
+            "peak_memory_gib": memory,
+            "data_s": data_s,
+        }
+    )
+    width = len(str(t.config.train.steps))
+    t.log.say(
+        f"step    {step:>{width}}/{t.config.train.steps}  loss {loss:.4f}  grad_norm {grad_norm:.2f}  lr {lr:.2e}  "
+        f"tok/s {rate:,.0f}  mem {memory:.2f} GiB  data {100 * data_s / seconds:.0f} %  eta {duration(left_s)} "
+        f"({time.strftime('%H:%M', time.localtime(time.time() + left_s))})"
+    )
+
+
+def build_validation(config: Config, data: Path, micro_batch_size: int, rank: int, world_size: int) -> Validation:
+    """The fixed validation set: the first eval.samples sequences of the held-out text, or all if there are fewer."""
+    samples = Samples(data, "val", config.train.seq_len)
+    loader = Loader(samples, micro_batch_size, rank, world_size, seed=None)
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
+    return Validation(loader, min(config.eval.samples, samples.n_samples), bytes_per_token(tokenizer))
+
+
+def identity(config: Config, meta: Meta) -> dict[str, Any]:
+    """What can't change while a run goes on."""
+    model = {f"model.{key}": value for key, value in config.model if key != "size"}
+    data = {"tokenizer": meta.tokenizer_sha256, "data": meta.tokens_sha256}
+    return model | data | {"train.seq_len": config.train.seq_len, "run.seed": config.run.seed}
+
+
+def setting(config: Config, world: World) -> dict[str, Any]:
+    """What has to be the same for a bitwise resume: all of it changes the order in which numbers are summed."""
+    return {
+        "world_size": world.world_size,
+        "dp_replicate": config.fsdp.dp_replicate,
+        "micro_batch_size": config.train.micro_batch_size,
+        "param_dtype": config.fsdp.param_dtype,
+        "reduce_dtype": config.fsdp.reduce_dtype,
+        "device": world.device.type,
+        "threads": world.threads,
+        "torch": torch.__version__,
+    }
+
+
+def announce(t: Training, meta: Meta, samples: Samples, loaded: TrainState | None) -> None:
+    """Say what this run is, with every number that was derived."""
+    config, layout, world = t.config, t.layout, t.world
+    n_parameters = sum(p.numel() for p in t.model.parameters())
+    mine = sum(local_rows(p)[0].numel() for p in t.model.parameters())
+    train = config.train
+    masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
+    epochs = train.steps * train.global_batch_size / samples.n_samples
+    t.log.say(
+        f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
+        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {world.threads} threads per rank\n"
+        f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers, {config.model.n_heads} "
+        f"heads: {n_parameters:,} parameters, {mine:,} on rank 0; computes in {config.fsdp.param_dtype}\n"
+        f"batch   {train.micro_batch_size} sequences x {world.world_size} ranks x {layout.grad_accum_steps} "
+        f"accumulation{masked}, of {train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step\n"
+        f"data    {meta.train_tokens:,} tokens to train on, {epochs:.2f} epochs in {train.steps} steps; "
+        f"{meta.val_tokens:,} held out; vocabulary {meta.vocab_size}\n"
+        f"run     {config.folder}"
+        + (f"  resumed after step {loaded.step}" if loaded else "  new; the same command resumes it")
+    )
+    changed = {k: v for k, v in t.state.setting.items() if loaded and loaded.setting.get(k) != v}
+    if loaded and changed:
+        what = ", ".join(f"{key} {loaded.setting.get(key)} -> {value}" for key, value in changed.items())
+        t.log.say(f"run     the same data in the same order, but not bit for bit: {what}")
+
+
+def what_next(config: Config) -> str:
+    """What somebody can do with a finished run."""
+    return (
+        f"the run is in {config.folder}\n"
+        f"next    train longer:    --train.steps={2 * config.train.steps}\n"
+        f"        start another:   --run.name=NAME, with your own text: --data.path=FOLDER_OF_TXT_FILES"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, check and prepare, before there is a process group; then train. Returns the exit code."""
+    speaks = env_int("LOCAL_RANK", 0) == 0
+    try:
+        command = cli.parse(argv, world_size=env_int("WORLD_SIZE", 1), n_gpus=torch.cuda.device_count())
+        config = command.loaded.config
+        if command.print_config or command.check_config:
+            if speaks:
+                print(to_toml_with_origins(command.loaded) if command.print_config else "the configuration is fine")
+            return 0
+        data = prepare(config.data, config.tokenizer, lambda text: print(text, flush=True))
+        with process_group(config.run) as world:
+            run(config, data, world, Log(config.folder, speaks=world.rank == 0))
+    except UserError as error:
+        say_once(f"train.py: {error}", env_int("LOCAL_RANK", 0))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
