@@ -37,7 +37,7 @@ from torchtitan_lite.distributed import (
     say_once,
     sum_over_ranks,
 )
-from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.evaluate import Validation, evaluate
 from torchtitan_lite.init import local_rows, materialise
 from torchtitan_lite.metrics import Clock, Log, duration, peak_memory_gib
@@ -108,9 +108,8 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
         log.say(f"finished: step {state.step} of train.steps = {config.train.steps}; {what_next(config)}")
         return
     if world.rank == 0:
-        config.folder.mkdir(parents=True, exist_ok=True)
         (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        log.cut_after(state.step)
+    log.cut_after(state.step)
     train(training)
 
 
@@ -304,6 +303,14 @@ def announce(t: Training, meta: Meta, samples: Samples, loaded: TrainState | Non
         t.log.say(f"run     the same data in the same order, but not bit for bit: {what}")
 
 
+def make_folder(folder: Path) -> None:
+    """Make the run's folder, or say why that can't be, before anything else is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None
+
+
 def what_next(config: Config) -> str:
     """What somebody can do with a finished run."""
     return (
@@ -323,6 +330,7 @@ def main(argv: Sequence[str]) -> int:
             if speaks:
                 print(to_toml_with_origins(command.loaded) if command.print_config else "the configuration is fine")
             return 0
+        make_folder(config.folder)
         data = prepare(config.data, config.tokenizer, lambda text: print(text, flush=True))
         with process_group(config.run) as world:
             run(config, data, world, Log(config.folder, speaks=world.rank == 0))

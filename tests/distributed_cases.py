@@ -1,4 +1,4 @@
-"""Cases that run on 4 ranks in one process group: `torchrun -m tests.distributed_cases REPORT.json` (see test_distributed.py).
+"""Cases that run on 4 ranks in one process group; test_distributed.py starts them and shows each as a test.
 
 Every function named case_* is called on all ranks, in order. A case that fails on any rank is reported by name.
 """
@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,13 +86,9 @@ def case_a_block_that_is_not_initialised_is_found() -> None:
     with torch.device("meta"):
         model = Forgetful(MODEL, 517)
     apply_fsdp(model, make_mesh(MESHES["4"]), FsdpConfig())
-    try:
+    with pytest.raises(RuntimeError, match="layers.0.attention.wq.weight holds values that are not finite") as caught:
         materialise(model, CPU, 7)
-    except RuntimeError as error:
-        assert "layers.0.attention.wq.weight holds values that are not finite" in str(error)
-        assert "output.weight" not in str(error)
-    else:
-        raise AssertionError("nothing was noticed")
+    assert "output.weight" not in str(caught.value)
 
 
 def loss_of(model: Transformer, seed: int = 0) -> torch.Tensor:
@@ -104,7 +101,7 @@ def case_shards_are_float32_and_computation_is_bfloat16() -> None:
     model = sharded(make_mesh(MESHES["4"]), FsdpConfig(param_dtype="bfloat16"))
     assert all(p.dtype == torch.float32 for p in model.parameters())
     seen = []
-    model.layers[1].feed_forward.w1.register_forward_hook(
+    model.get_submodule("layers.1.feed_forward.w1").register_forward_hook(
         lambda module, inputs, output: seen.append((module.weight.dtype, inputs[0].dtype, output.dtype))
     )
     loss_of(model).backward()
@@ -122,7 +119,7 @@ def case_only_one_group_and_the_head_are_whole_at_a_time() -> None:
 
         return hook
 
-    model.layers[0].feed_forward.w1.register_forward_hook(note("layers.0"))
+    model.get_submodule("layers.0.feed_forward.w1").register_forward_hook(note("layers.0"))
     model.output.register_forward_hook(note("output"))
     loss_of(model).backward()
     assert all(name.startswith("layers.0.") for name in whole["layers.0"]), whole
@@ -137,7 +134,7 @@ def case_explicit_prefetching_gathers_ahead() -> None:
         groups = [model.tok_embeddings, *model.layers, model.norm]
 
         def note(*_: object, groups: list[torch.nn.Module] = groups, pending: list[int] = pending) -> None:
-            states = [g._get_fsdp_state()._fsdp_param_group for g in groups]  # type: ignore[operator, union-attr]
+            states = [g._get_fsdp_state()._fsdp_param_group for g in groups]  # type: ignore[operator]
             pending.append(sum(state._all_gather_result is not None for state in states))
 
         model.dropout.register_forward_hook(note)  # between the embeddings and the first layer
@@ -169,12 +166,8 @@ def case_a_step_with_nan_on_one_rank_changes_nothing() -> None:
     poison = float("nan") if rank == 1 else 1.0
     step(2, loss_of(model) * poison, [0.0, 1.0, 0.0, 0.0])
     assert all(a.equal(b) for a, b in zip(before, snapshot(), strict=True)), "a NaN reached the parameters"
-    try:
+    with pytest.raises(NonFiniteError, match="step 2: the loss is not finite on rank 1."):
         guard.raise_if_bad()
-    except NonFiniteError as error:
-        assert "step 2: the loss is not finite on rank 1." in str(error), error
-    else:
-        raise AssertionError("nobody was told")
     # an infinite loss with finite gradients must not pass either
     step(3, loss_of(model), [0.0, 0.0, 1.0, 0.0])
     assert all(a.equal(b) for a, b in zip(before, snapshot(), strict=True))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers import checkpoint, python, records, succeeded, tensors, tiny
 from safetensors.torch import load_file, save_file
 
+from tests.helpers import checkpoint, python, records, succeeded, tensors, tiny
 from torchtitan_lite import storage
 from torchtitan_lite.errors import CheckpointError
 

@@ -24,7 +24,7 @@ from torchtitan_lite.loss import IGNORE
 
 def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: float) -> Path:
     path = path if isinstance(path, list) else str(path)
-    data = DataConfig(path=path, cache_dir=str(cache), **more)  # type: ignore[arg-type]
+    data = DataConfig(path=path, cache_dir=str(cache), **more)
     return prepare(data, TokenizerConfig(vocab_size=vocab_size), lambda text: None)
 
 

@@ -2,9 +2,9 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
+
 from tests.helpers import ROOT, succeeded, torchrun
 
 CASES = re.findall(r"^def (case_\w+)", (ROOT / "tests/distributed_cases.py").read_text(), re.MULTILINE)

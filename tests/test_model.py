@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers import ROOT
 
+from tests.helpers import ROOT
 from torchtitan_lite import init
 from torchtitan_lite.config import ModelConfig, OptimConfig
 from torchtitan_lite.loss import IGNORE, bits_per_byte
@@ -93,7 +93,7 @@ def test_initial_values() -> None:
             residual = name.endswith(("wo.weight", "w2.weight"))
             assert parameter.std().item() == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.03), name
             assert abs(parameter.mean().item()) < 0.001, name
-    rows = model.layers[0].attention.wq.weight
+    rows = model.get_parameter("layers.0.attention.wq.weight")
     assert len({tuple(row.tolist()) for row in rows}) == len(rows), "rows are copies of each other"
 
 
@@ -119,7 +119,7 @@ def test_initial_values_never_change() -> None:
 def test_named_sizes_have_the_size_of_their_name(name: str) -> None:
     """GPT-2's own vocabulary and context; its output matrix is its embedding, so one of ours is left out."""
     with torch.device("meta"):
-        model = build(ModelConfig(**GPT[name], max_seq_len=1024), 50257)
+        model = build(ModelConfig.model_validate(GPT[name]), 50257)
     millions = float(name.removesuffix("M"))
     if millions < 100:  # named after the matrices of the layers
         count = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
@@ -151,7 +151,7 @@ def test_decay_is_for_matrices_only() -> None:
 def test_a_constant_matrix_is_found() -> None:
     model = make()
     with torch.no_grad():
-        model.layers[1].feed_forward.w2.weight.fill_(0.5)
+        model.get_parameter("layers.1.feed_forward.w2.weight").fill_(0.5)
     with pytest.raises(RuntimeError, match=r"layers\.1\.feed_forward\.w2\.weight is constant"):
         init.prove(model)
 

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from tests.helpers import checkpoint, losses, records, succeeded, tensors, tiny, torchrun
 
 # dropout and accumulation (6 sequences on 2 ranks, one at a time), and sizes that don't divide by 2

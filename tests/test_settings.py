@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tests.helpers import python, torchrun
 
+from tests.helpers import python, torchrun
 from torchtitan_lite import cli, settings
 from torchtitan_lite.config import Config, derive
 from torchtitan_lite.errors import ConfigError

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.helpers import checkpoint, losses, python, succeeded, tensors, tiny, torchrun
 
 TOLERANCE = 1e-4  # relative; sums in another order, in float32
@@ -33,7 +34,7 @@ def test_loss_curves_agree(n: int, runs: dict[int, Path]) -> None:
     assert_close(runs[n], runs[1])
     ours, theirs = tensors(checkpoint(runs[n], 20)), tensors(checkpoint(runs[1], 20))
     for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=2e-4, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=2e-4, msg=f"{name} differs")
 
 
 @pytest.mark.parametrize(("n", "more"), [(1, {}), (3, {}), (4, {"fsdp__dp_replicate": 2})])

@@ -77,9 +77,8 @@ class Log:
             return
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
-        if self._text.parent.is_dir():
-            with self._text.open("a", encoding="utf-8") as stream:
-                stream.write(text + "\n")
+        with self._text.open("a", encoding="utf-8") as stream:
+            stream.write(text + "\n")
 
     def record(self, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl."""

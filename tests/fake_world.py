@@ -1,0 +1,36 @@
+"""Shards the model of each config file given, on the meta device, over a fake process group of 8 ranks."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan_lite import models, settings
+from torchtitan_lite.config import derive
+from torchtitan_lite.distributed import build_mesh
+from torchtitan_lite.parallelize import apply_fsdp
+
+
+def main() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    for file in sys.argv[1:]:
+        config = settings.load(Path(file), {}, world_size=8).config
+        mesh = build_mesh(derive(config, 8), torch.device("cpu"))
+        with torch.device("meta"):
+            model = models.build(config.model, config.tokenizer.vocab_size)
+        apply_fsdp(model, mesh, config.fsdp)
+        total, mine = 0, 0
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            assert parameter.placements == (Shard(0),), name
+            assert parameter.is_meta, name
+            total += parameter.numel()
+            mine += parameter.to_local().numel()
+        print(f"{file} {total} {mine}")
+
+
+if __name__ == "__main__":
+    main()

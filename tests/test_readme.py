@@ -1,0 +1,83 @@
+"""The commands of the README are run as they stand there, made short by overrides."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, losses, start, succeeded, tiny
+
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.split("#")[0].strip()]
+NOT_RUN = {"make test", "make check"}  # they run this
+PLAIN = "torchrun --nproc-per-node 2 train.py"
+
+
+def run(command: str, text: Path, out_dir: Path) -> str:
+    """Run a README command with a tiny model on a small text."""
+    words = shlex.split(command)
+    if words[0] == "torchrun":
+        words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    elif words[0] == "python":
+        words[0] = sys.executable
+    ours = tiny(text, out_dir, train__steps=6, run__threads=1)
+    if words[0] == "make":
+        # this interpreter's environment, which has everything installed
+        arguments = [word for word in words if not word.startswith("ARGS=")]
+        given = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
+        options = " ".join([*given, *ours])
+        return succeeded(start([*arguments, f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed", f"ARGS={options}"]))
+    taken = {word.split("=")[0] for word in words} - {"--data.path", "--train.steps"}
+    return succeeded(start([*words, *(option for option in ours if option.split("=")[0] not in taken)]))
+
+
+@pytest.fixture(scope="module")
+def out_dirs() -> dict[str, Path]:
+    return {}
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in NOT_RUN])
+def test_command(command: str, text: Path, tmp_path: Path, out_dirs: dict[str, Path]) -> None:
+    output = run(command, text, tmp_path)
+    out_dirs[command] = tmp_path
+    if "--print-config" in command or "--help" in command:
+        assert "train" in output
+        return
+    (folder,) = tmp_path.iterdir()
+    assert f"the run is in {folder}" in output
+    assert set(losses(folder)) == set(range(1, 7))
+    assert (folder / "checkpoints/step-00000006/model.safetensors").is_file()
+    assert (folder / "config.toml").is_file()
+
+
+def test_flags_change_how_and_not_what(out_dirs: dict[str, Path]) -> None:
+    """Runs after the commands: prefetching and the checkpoint API give the same bits, bfloat16 nearly the same."""
+    reference = losses(out_dirs[PLAIN] / "default")
+    for flag in ("--explicit-prefetching", "--dcp-api"):
+        assert losses(out_dirs[f"{PLAIN} {flag}"] / "default") == reference
+    mixed = losses(out_dirs[f"{PLAIN} --mixed-precision"] / "default")
+    assert mixed != reference
+    for step, (loss, norm) in reference.items():
+        assert mixed[step][0] == pytest.approx(loss, rel=0.01)
+        assert mixed[step][1] == pytest.approx(norm, rel=0.1)
+
+
+def test_every_flag_is_in_the_readme() -> None:
+    from torchtitan_lite.cli import SHORTHANDS
+
+    text = (ROOT / "README.md").read_text()
+    assert all(flag in text for flag in (*SHORTHANDS, "--config", "--print-config", "--check-config", "--help"))
+    assert "make train" in COMMANDS
+    assert "make test" in COMMANDS
+
+
+def test_links_and_files_exist() -> None:
+    for page in [ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_agents_page_is_short() -> None:
+    assert len((ROOT / "AGENTS.md").read_text().splitlines()) < 80
