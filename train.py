@@ -315,8 +315,9 @@ def what_next(config: Config) -> str:
     """What somebody can do with a finished run."""
     return (
         f"the run is in {config.folder}\n"
-        f"next    train longer:    --train.steps={2 * config.train.steps}\n"
-        f"        start another:   --run.name=NAME, with your own text: --data.path=FOLDER_OF_TXT_FILES"
+        f"next    train longer:         the same command with --train.steps={2 * config.train.steps}\n"
+        f"        on your own text:     --run.name=NAME --data.path=FOLDER_OF_TXT_FILES\n"
+        f'        the same by make:     make train ARGS="--train.steps={2 * config.train.steps}"'
     )
 
 

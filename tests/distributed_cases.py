@@ -4,6 +4,7 @@ Every function named case_* is called on all ranks, in order. A case that fails 
 """
 
 import json
+import math
 import sys
 import traceback
 from pathlib import Path
@@ -15,12 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config import FsdpConfig, ModelConfig, OptimConfig, RunConfig
+from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
 from torchtitan_lite.distributed import leave, process_group
 from torchtitan_lite.errors import NonFiniteError
+from torchtitan_lite.evaluate import Validation, evaluate
 from torchtitan_lite.init import local_rows, materialise
+from torchtitan_lite.loss import IGNORE
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.optim import FiniteGuard, build_optimizer, clip_gradients
-from torchtitan_lite.parallelize import apply_fsdp, reshard
+from torchtitan_lite.parallelize import apply_fsdp
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
 MODEL = ModelConfig(dim=30, n_heads=2, n_layers=2, max_seq_len=3)
@@ -175,13 +179,28 @@ def case_a_step_with_nan_on_one_rank_changes_nothing() -> None:
     assert not all(a.equal(b) for a, b in zip(before, snapshot(), strict=True)), "a good step was withheld"
 
 
-def case_after_a_forward_alone_parameters_are_shards_again() -> None:
+class FixedLoader(Loader):
+    """Rank r scores r + 1 sequences, so that a mean of the ranks' means would be wrong."""
+
+    def batch(self, first: int, size: int) -> Batch:
+        tokens = torch.arange(12).reshape(4, 3)[: self.rank + 1]
+        targets = torch.full((4, 3), IGNORE)
+        targets[: self.rank + 1] = tokens
+        return Batch([MicroBatch(torch.arange(12).reshape(4, 3), targets)], global_tokens=(1 + 2 + 3 + 4) * 3)
+
+
+def case_a_validation_sums_over_ranks_and_leaves_shards_behind() -> None:
     model = sharded(make_mesh(MESHES["4"]))
-    with torch.no_grad():
-        loss_of(model)
-    assert not all(isinstance(p, DTensor) for p in model.parameters()), "the head should still be whole here"
-    reshard(model)
+    loader = FixedLoader(None, 1, dist.get_rank(), 4, seed=None)  # type: ignore[arg-type]
+    score = evaluate(model, Validation(loader, 10, torch.full((517,), 2)), CPU)
     assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert model.training
+    reference, nats = plain().eval(), 0.0
+    for rank in range(4):
+        tokens = torch.arange(12).reshape(4, 3)[: rank + 1]
+        nats += float(reference(tokens, tokens))
+    assert abs(score.loss - nats / 30) < 1e-5
+    assert abs(score.bits_per_byte - score.loss / math.log(2) / 2) < 1e-9
 
 
 def main() -> None:
