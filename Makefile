@@ -22,7 +22,7 @@ PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_cou
 # torchrun gives each process one thread unless told otherwise, and warns; train.py then sets [run] threads
 train: $(VENV)/.installed
 	@n=$(PROCESSES); \
-	WORLD_SIZE=$$n $(PY) train.py --check-config $(OPTIONS) >/dev/null && \
+	WORLD_SIZE=$$n LOCAL_WORLD_SIZE=$$n $(PY) train.py --check-config $(OPTIONS) >/dev/null && \
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $$n train.py $(OPTIONS)
 
 test: $(VENV)/.installed-dev

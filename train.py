@@ -16,16 +16,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
 from checkpoint import Checkpointer
-from torchtitan_lite import __version__, cli, models
+from torchtitan_lite import cli, models, run_folder
 from torchtitan_lite.config import Config, Layout, derive
+from torchtitan_lite.console import duration, start_lines, step_line, what_next
 from torchtitan_lite.data.loader import Loader, Samples
-from torchtitan_lite.data.prepare import Meta, prepare, read_meta
+from torchtitan_lite.data.prepare import prepare, read_meta
 from torchtitan_lite.data.tokenizer import bytes_per_token
 from torchtitan_lite.distributed import (
     World,
@@ -37,12 +37,13 @@ from torchtitan_lite.distributed import (
     say_once,
     sum_over_ranks,
 )
-from torchtitan_lite.errors import ConfigError, DataError, UserError
+from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.evaluate import Validation, evaluate
-from torchtitan_lite.init import local_rows, materialise
-from torchtitan_lite.metrics import Clock, Log, duration, peak_memory_gib
-from torchtitan_lite.optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate
+from torchtitan_lite.init import materialise
+from torchtitan_lite.metrics import Clock, Log, peak_memory_gib
+from torchtitan_lite.optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, require_finite
 from torchtitan_lite.parallelize import apply_fsdp, unshard_first
+from torchtitan_lite.resume import fresh_state
 from torchtitan_lite.settings import to_toml, to_toml_with_origins
 from torchtitan_lite.storage import TrainState
 
@@ -89,13 +90,13 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
 
     # 4. The data: which sequences come when is a function of the seed and one integer.
     train_samples = Samples(data, "train", config.train.seq_len)
-    batch = config.train.micro_batch_size, world.rank, world.world_size
-    loader = Loader(train_samples, *batch, seed=config.run.seed)
-    validation = build_validation(config, data, *batch)
+    cut = config.train.micro_batch_size, world.rank, world.world_size
+    loader = Loader(train_samples, *cut, seed=config.run.seed, pin=world.device.type == "cuda")
+    validation = build_validation(config, data, *cut)
 
     # 5. The newest checkpoint, if the run's folder has one.
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint.api, world)
-    fresh = TrainState(identity=identity(config, meta), setting=setting(config, world))
+    fresh = fresh_state(config, meta, world)
     loaded = checkpointer.load_newest(fresh.identity)
     state = replace(loaded, setting=fresh.setting) if loaded else fresh
 
@@ -103,9 +104,9 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
     training = Training(
         config, layout, world, model, optimizer, guard, loader, validation, checkpointer, state, log, Clock()
     )
-    announce(training, meta, train_samples, loaded)
+    log.say(start_lines(config, layout, world, model, meta, train_samples.n_samples, state, loaded))
     if state.step >= config.train.steps:
-        log.say(f"finished: step {state.step} of train.steps = {config.train.steps}; {what_next(config)}")
+        log.say(f"finished: step {state.step} of train.steps = {config.train.steps}; {what_next(config, state.step)}")
         return
     if world.rank == 0:
         (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -130,12 +131,15 @@ def train(t: Training) -> None:
                 validate(t, step)
         if due(step, config.checkpoint.every) or last:
             t.guard.raise_if_bad()
+            require_finite(t.model, step)
             with t.clock.paused():
                 save(t)
         log.advance_bar()
     log.close()
     seconds = time.perf_counter() - t.clock.started
-    log.say(f"done    {config.train.steps - first} steps in {duration(seconds)}; {what_next(config)}")
+    log.say(
+        f"done    {config.train.steps - first} steps in {duration(seconds)}; {what_next(config, config.train.steps)}"
+    )
 
 
 def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,28 +228,19 @@ def save(t: Training) -> None:
 def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_steps: int, first: int) -> None:
     """The step line and its record. Rates are over the n_steps since the last line, without saves and validations."""
     seconds, data_s = t.clock.lap()
-    rate = n_steps * t.layout.tokens_per_step / seconds
+    record = {
+        "step": step,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": t.optimizer.param_groups[0]["lr"],
+        "tokens": t.state.tokens,
+        "tokens_per_second": n_steps * t.layout.tokens_per_step / seconds,
+        "peak_memory_gib": peak_memory_gib(t.world.device),
+        "data_s": data_s,
+    }
+    t.log.record(record)
     left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
-    lr = t.optimizer.param_groups[0]["lr"]
-    memory = peak_memory_gib(t.world.device)
-    t.log.record(
-        {
-            "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "tokens": t.state.tokens,
-            "tokens_per_second": rate,
-            "peak_memory_gib": memory,
-            "data_s": data_s,
-        }
-    )
-    width = len(str(t.config.train.steps))
-    t.log.say(
-        f"step    {step:>{width}}/{t.config.train.steps}  loss {loss:.4f}  grad_norm {grad_norm:.2f}  lr {lr:.2e}  "
-        f"tok/s {rate:,.0f}  mem {memory:.2f} GiB  data {100 * data_s / seconds:.0f} %  eta {duration(left_s)} "
-        f"({time.strftime('%H:%M', time.localtime(time.time() + left_s))})"
-    )
+    t.log.say(step_line(record, t.config.train.steps, data_s / seconds, left_s))
 
 
 def build_validation(config: Config, data: Path, micro_batch_size: int, rank: int, world_size: int) -> Validation:
@@ -256,85 +251,27 @@ def build_validation(config: Config, data: Path, micro_batch_size: int, rank: in
     return Validation(loader, min(config.eval.samples, samples.n_samples), bytes_per_token(tokenizer))
 
 
-def identity(config: Config, meta: Meta) -> dict[str, Any]:
-    """What can't change while a run goes on."""
-    model = {f"model.{key}": value for key, value in config.model if key != "size"}
-    data = {"tokenizer": meta.tokenizer_sha256, "data": meta.tokens_sha256}
-    return model | data | {"train.seq_len": config.train.seq_len, "run.seed": config.run.seed}
-
-
-def setting(config: Config, world: World) -> dict[str, Any]:
-    """What has to be the same for a bitwise resume: all of it changes the order in which numbers are summed."""
-    return {
-        "world_size": world.world_size,
-        "dp_replicate": config.fsdp.dp_replicate,
-        "micro_batch_size": config.train.micro_batch_size,
-        "param_dtype": config.fsdp.param_dtype,
-        "reduce_dtype": config.fsdp.reduce_dtype,
-        "device": world.device.type,
-        "threads": world.threads,
-        "torch": torch.__version__,
-    }
-
-
-def announce(t: Training, meta: Meta, samples: Samples, loaded: TrainState | None) -> None:
-    """Say what this run is, with every number that was derived."""
-    config, layout, world = t.config, t.layout, t.world
-    n_parameters = sum(p.numel() for p in t.model.parameters())
-    mine = sum(local_rows(p)[0].numel() for p in t.model.parameters())
-    train = config.train
-    masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
-    epochs = train.steps * train.global_batch_size / samples.n_samples
-    t.log.say(
-        f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
-        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {world.threads} threads per rank\n"
-        f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers, {config.model.n_heads} "
-        f"heads: {n_parameters:,} parameters, {mine:,} on rank 0; computes in {config.fsdp.param_dtype}\n"
-        f"batch   {train.micro_batch_size} sequences x {world.world_size} ranks x {layout.grad_accum_steps} "
-        f"accumulation{masked}, of {train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step\n"
-        f"data    {meta.train_tokens:,} tokens to train on, {epochs:.2f} epochs in {train.steps} steps; "
-        f"{meta.val_tokens:,} held out; vocabulary {meta.vocab_size}\n"
-        f"run     {config.folder}"
-        + (f"  resumed after step {loaded.step}" if loaded else "  new; the same command resumes it")
-    )
-    changed = {k: v for k, v in t.state.setting.items() if loaded and loaded.setting.get(k) != v}
-    if loaded and changed:
-        what = ", ".join(f"{key} {loaded.setting.get(key)} -> {value}" for key, value in changed.items())
-        t.log.say(f"run     the same data in the same order, but not bit for bit: {what}")
-
-
-def make_folder(folder: Path) -> None:
-    """Make the run's folder, or say why that can't be, before anything else is done."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None
-
-
-def what_next(config: Config) -> str:
-    """What somebody can do with a finished run."""
-    return (
-        f"the run is in {config.folder}\n"
-        f"next    train longer:         the same command with --train.steps={2 * config.train.steps}\n"
-        f"        on your own text:     --run.name=NAME --data.path=FOLDER_OF_TXT_FILES\n"
-        f'        the same by make:     make train ARGS="--train.steps={2 * config.train.steps}"'
-    )
-
-
 def main(argv: Sequence[str]) -> int:
     """Parse, check and prepare, before there is a process group; then train. Returns the exit code."""
     speaks = env_int("LOCAL_RANK", 0) == 0
     try:
-        command = cli.parse(argv, world_size=env_int("WORLD_SIZE", 1), n_gpus=torch.cuda.device_count())
+        sizes = {"world_size": env_int("WORLD_SIZE", 1), "local_world_size": env_int("LOCAL_WORLD_SIZE", 1)}
+        command = cli.parse(argv, n_gpus=torch.cuda.device_count(), **sizes)
         config = command.loaded.config
         if command.print_config or command.check_config:
             if speaks:
                 print(to_toml_with_origins(command.loaded) if command.print_config else "the configuration is fine")
             return 0
-        make_folder(config.folder)
+        run_folder.make(config.folder)
         data = prepare(config.data, config.tokenizer, lambda text: print(text, flush=True))
         with process_group(config.run) as world:
+            lock = run_folder.lock(config.folder, world)
             run(config, data, world, Log(config.folder, speaks=world.rank == 0))
+            lock.release()
+    except KeyboardInterrupt:
+        if speaks:
+            print("train.py: stopped; the same command goes on from the newest checkpoint", file=sys.stderr)
+        return 130
     except UserError as error:
         say_once(f"train.py: {error}", env_int("LOCAL_RANK", 0))
         return error.exit_code

@@ -1,6 +1,6 @@
 """What `distributed.keep_freed_memory` is worth: `python -m benchmarks.freed_memory`.
 
-The default experiment's first 60 steps on two processes, with and without it, in turn. It prints tokens per second of
+The default experiment's first 40 steps on two processes, with and without it, in turn. It prints tokens per second of
 each pair and the ratio, and checks that the losses are the same bits.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAIRS = 5
-STEPS = 60
+STEPS = 40
 
 
 def worker() -> None:

@@ -30,6 +30,12 @@ if [ ! -x "$venv/bin/python" ]; then
     echo "setup   making $venv with $("$python" --version)"
     # shellcheck disable=SC2086  # no argument at all where $site is empty
     "$python" -m venv $site "$venv"
+    if [ -n "$site" ] && ! "$venv/bin/python" -c "$has_torch" 2>/dev/null; then
+        # $python is of a virtual environment itself: ours sees the system's packages, not that one's
+        packages=$("$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent.parent)')
+        ours=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+        echo "$packages" >"$ours/parent.pth"
+    fi
 fi
 
 constraints=$venv/constraints.txt

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers import checkpoint, python, records, succeeded, tensors, tiny
+from tests.helpers import checkpoint, python, records, start, succeeded, tensors, tiny
 from torchtitan_lite import storage
 from torchtitan_lite.errors import CheckpointError
 
@@ -90,6 +91,10 @@ def cut_short(folder: Path) -> None:
         stream.truncate(1000)
 
 
+def rename(folder: Path) -> None:
+    folder.rename(folder.with_name("step-00000009"))
+
+
 def lose_a_tensor(folder: Path) -> None:
     content = load_file(folder / "model.safetensors")
     del content["norm.weight"]
@@ -107,6 +112,7 @@ def reshape_a_tensor(folder: Path) -> None:
         (damage_json, "state.json can't be read"),
         (future_format, "has format_version 99, and this version of torchtitan_lite reads 1"),
         (cut_short, "optimizer.safetensors can't be read"),
+        (rename, "step-00000009 holds step 4: it was renamed"),
         (lose_a_tensor, "norm.weight is - in the checkpoint and (32,) here"),
         (reshape_a_tensor, "norm.weight is (33,) in the checkpoint and (32,) here"),
     ],
@@ -118,7 +124,7 @@ def test_damaged_checkpoint_is_named(
     harm(checkpoint(tmp_path / "run", 4))
     message = again(finished, text, tmp_path)
     assert expected in message
-    assert "step-00000004" in message
+    assert "step-0000000" in message
 
 
 def test_only_whole_checkpoints_are_found(finished: Path, tmp_path: Path) -> None:
@@ -130,17 +136,29 @@ def test_only_whole_checkpoints_are_found(finished: Path, tmp_path: Path) -> Non
     assert storage.find_steps(tmp_path / "none") == []
 
 
+def test_a_full_disk_is_an_error_and_leaves_the_old_checkpoints(finished: Path, text: Path, tmp_path: Path) -> None:
+    """No file may grow beyond 64 KiB: the weights don't fit."""
+    shutil.copytree(finished, tmp_path / "run")
+    command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="run", train__steps=6)]
+    result = start(["bash", "-c", 'ulimit -f 64; exec "$0" "$@"', *command])
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "step-00000006 could not be written" in result.stderr
+    assert "older checkpoints are untouched" in result.stderr
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+
+
 def test_a_failed_write_leaves_nothing_and_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = storage.TrainState(step=1)
     content = {"w": torch.ones(3)}
     storage.write(tmp_path, state, content, content)
+    kept = (tmp_path / "step-00000001" / "model.safetensors").read_bytes()
 
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(storage, "_sync", full)
-    for step in (1, 2):
-        with pytest.raises(CheckpointError, match="No space left on device; older checkpoints are untouched"):
-            storage.write(tmp_path, storage.TrainState(step=step), {"w": torch.zeros(3)}, content)
+    with pytest.raises(CheckpointError, match="No space left on device; older checkpoints are untouched"):
+        storage.write(tmp_path, storage.TrainState(step=2), {"w": torch.zeros(3)}, content)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert load_file(tmp_path / "step-00000001" / "model.safetensors")["w"].equal(content["w"])
+    assert (tmp_path / "step-00000001" / "model.safetensors").read_bytes() == kept

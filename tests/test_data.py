@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -111,13 +112,13 @@ def test_blocks_of_a_file_are_its_text(tmp_path: Path) -> None:
 def test_tokens_decode_to_the_text(prepared: Path, text: Path) -> None:
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
     meta = read_meta(prepared)
-    decoded = "".join(
-        tokenizer.decode(Samples(prepared, split, 32).tokens[:].tolist(), skip_special_tokens=True)
-        for split in ("train", "val")
-    )
-    everything = "".join(file.read_text(encoding="utf-8") for file in text.iterdir())
-    assert sorted(decoded) == sorted(everything)
-    assert meta.text_bytes == len(everything.encode())
+    blocks = []
+    for split in ("train", "val"):
+        decoded = tokenizer.decode(Samples(prepared, split, 32).tokens[:].tolist(), skip_special_tokens=False)
+        blocks += decoded.split("<|endoftext|>")[:-1]
+    assert sorted(blocks) == sorted(corpus.documents(corpus.find(str(text))))
+    assert meta.text_bytes == sum(file.stat().st_size for file in text.iterdir())
+    assert meta.documents == len(blocks)
     assert meta.val_tokens > 0
 
 
@@ -188,8 +189,26 @@ def test_what_a_killed_process_left_is_not_used(text: Path, tmp_path: Path) -> N
     assert read_meta(folder).train_tokens > 0
 
 
+def test_left_over_folder_of_the_same_process_number(text: Path, tmp_path: Path) -> None:
+    folder = make(text, tmp_path)
+    folder.rename(folder.with_name(f"{folder.name}.tmp-{os.getpid()}"))
+    assert make(text, tmp_path) == folder
+
+
+def test_everything_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"a short text, line {i}\n" for i in range(300)))
+    with pytest.raises(DataError, match="all of the text was held out"):
+        make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
+
+
+def test_dangling_links_are_passed_over(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "here.txt").symlink_to(text / "typing.txt")
+    assert [file.name for file in corpus.find(str(tmp_path)).files] == ["here.txt"]
+
+
 def test_documents_stay_in_their_split_when_others_are_added(tmp_path: Path) -> None:
-    lines = "".join(f"{i} some words to make a line of text\n" for i in range(60_000))
+    lines = "".join(f"{i} some words to make a line of text\n" for i in range(60_000))  # more than 1 MiB
     (tmp_path / "a.txt").write_text(lines)
     first = make(tmp_path, tmp_path / "cache", 300, val_fraction=0.2)
     (tmp_path / "b.txt").write_text(lines[::-1])

@@ -1,8 +1,13 @@
 """A run that fails says why, exits with an error, and keeps what it had."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.helpers import checkpoint, python, tiny, torchrun
+from filelock import FileLock
+
+from tests.helpers import ROOT, checkpoint, python, tiny, torchrun
 from torchtitan_lite import storage
 
 
@@ -14,6 +19,28 @@ def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: 
     assert storage.find_steps(tmp_path / "nan/checkpoints") == [2]
     assert not (tmp_path / "nan/metrics.jsonl").exists(), "step 4, one late, must not be logged"
     assert checkpoint(tmp_path / "nan", 2).is_dir()
+
+
+def test_two_runs_in_one_folder(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run/.lock"):
+        result = python(*tiny(text, tmp_path, run__name="run"))
+    assert result.returncode == 2
+    assert "run is being used by another process" in result.stderr
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_ctrl_c_is_one_line(text: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="run", train__steps=100_000)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.strip() == "train.py: stopped; the same command goes on from the newest checkpoint"
 
 
 def test_bad_text_is_an_error_without_a_traceback(tmp_path: Path) -> None:

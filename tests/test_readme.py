@@ -1,8 +1,10 @@
 """The commands of the README are run as they stand there, made short by overrides."""
 
+import functools
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,30 +36,36 @@ def run(command: str, text: Path, out_dir: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def out_dirs() -> dict[str, Path]:
-    return {}
+def done(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, Path]]:
+    """Output and folder of a command that is run once."""
+
+    @functools.cache
+    def once(command: str) -> tuple[str, Path]:
+        folder = tmp_path_factory.mktemp("readme")
+        return run(command, text, folder), folder
+
+    return once
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command not in NOT_RUN])
-def test_command(command: str, text: Path, tmp_path: Path, out_dirs: dict[str, Path]) -> None:
-    output = run(command, text, tmp_path)
-    out_dirs[command] = tmp_path
+def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
+    output, out_dir = done(command)
     if "--print-config" in command or "--help" in command:
         assert "train" in output
         return
-    (folder,) = tmp_path.iterdir()
+    (folder,) = out_dir.iterdir()
     assert f"the run is in {folder}" in output
     assert set(losses(folder)) == set(range(1, 7))
     assert (folder / "checkpoints/step-00000006/model.safetensors").is_file()
     assert (folder / "config.toml").is_file()
 
 
-def test_flags_change_how_and_not_what(out_dirs: dict[str, Path]) -> None:
-    """Runs after the commands: prefetching and the checkpoint API give the same bits, bfloat16 nearly the same."""
-    reference = losses(out_dirs[PLAIN] / "default")
+def test_flags_change_how_and_not_what(done: Callable[[str], tuple[str, Path]]) -> None:
+    """Prefetching and the checkpoint API give the same bits, bfloat16 nearly the same."""
+    reference = losses(done(PLAIN)[1] / "default")
     for flag in ("--explicit-prefetching", "--dcp-api"):
-        assert losses(out_dirs[f"{PLAIN} {flag}"] / "default") == reference
-    mixed = losses(out_dirs[f"{PLAIN} --mixed-precision"] / "default")
+        assert losses(done(f"{PLAIN} {flag}")[1] / "default") == reference
+    mixed = losses(done(f"{PLAIN} --mixed-precision")[1] / "default")
     assert mixed != reference
     for step, (loss, norm) in reference.items():
         assert mixed[step][0] == pytest.approx(loss, rel=0.01)

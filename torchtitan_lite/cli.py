@@ -8,6 +8,8 @@ from typing import Any
 
 from torchtitan_lite import settings
 
+_BARE = "\0"  # the value of an option that was given none
+
 SHORTHANDS: dict[str, dict[str, Any]] = {
     "--explicit-prefetching": {"fsdp.explicit_prefetching": True},
     "--mixed-precision": {"fsdp.param_dtype": "bfloat16", "fsdp.reduce_dtype": "float32"},
@@ -24,7 +26,7 @@ class Command:
     check_config: bool
 
 
-def parse(argv: Sequence[str], *, world_size: int, n_gpus: int) -> Command:
+def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size: int = 1) -> Command:
     """The command line, checked against the world size and the GPUs of this machine.
 
     Raises:
@@ -43,7 +45,7 @@ def parse(argv: Sequence[str], *, world_size: int, n_gpus: int) -> Command:
     for text in rest:
         key, equals, value = text.removeprefix("--").partition("=")
         if text.startswith("--") and "." in key:
-            overrides[key] = settings.Setting(settings.parse_value(key, value) if equals else True, "command line")
+            overrides[key] = settings.Setting(settings.parse_value(key, value) if equals else "", "command line")
         elif text.startswith("--"):
             near = settings.nearest(key, [flag.removeprefix("--") for flag in (*SHORTHANDS, "--config", *known)])
             problems.append(f"command line: {text}: unknown option; the nearest known one is --{near}")
@@ -51,8 +53,19 @@ def parse(argv: Sequence[str], *, world_size: int, n_gpus: int) -> Command:
             problems.append(f"command line: {text}: not understood; options look like --train.steps=400")
     for key in known:
         if given[key] is not None:
-            overrides[key] = settings.Setting(settings.parse_value(key, given[key]), "command line")
-    loaded = settings.load(given["config"], overrides, world_size=world_size, n_gpus=n_gpus, problems=problems)
+            if given[key] == _BARE and known[key].annotation is not bool:
+                problems.append(f"command line: --{key} needs a value, {settings.example(key)}")
+                continue
+            parsed = True if given[key] == _BARE else settings.parse_value(key, given[key])
+            overrides[key] = settings.Setting(parsed, "command line")
+    loaded = settings.load(
+        given["config"],
+        overrides,
+        world_size=world_size,
+        n_gpus=n_gpus,
+        local_world_size=local_world_size,
+        problems=problems,
+    )
     return Command(loaded, given["print_config"], given["check_config"])
 
 
@@ -79,6 +92,6 @@ def _parser() -> argparse.ArgumentParser:
         default = settings.default_of(key)
         shown = "-" if default == "" else settings.show(default)
         text = f"{field.description} (default: {shown})".replace("%", "%%")
-        # a bare flag is `true`; everything else is checked, with all the rest, by the config
-        group.add_argument(f"--{key}", dest=key, nargs="?", const="true", metavar=settings.type_name(key), help=text)
+        # values stay text here; they are checked, all together, by the config
+        group.add_argument(f"--{key}", dest=key, nargs="?", const=_BARE, metavar=settings.type_name(key), help=text)
     return parser

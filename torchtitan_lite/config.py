@@ -13,13 +13,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
     """A table of the TOML file. The string under a field is its help text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
@@ -92,7 +94,7 @@ class OptimConfig(Section):
     """steps of linear warm-up"""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """the cosine ends at this share of lr"""
-    max_norm: PositiveFloat = 1.0
+    max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """gradients are clipped to this global norm; inf: not clipped"""
 
 
@@ -156,7 +158,6 @@ class Config(Section):
 class Layout:
     """What follows from a config and a world size. Batches count sequences."""
 
-    world_size: int
     dp_replicate: int
     dp_shard: int
     grad_accum_steps: int
@@ -172,7 +173,6 @@ def derive(config: Config, world_size: int) -> Layout:
     per_round = world_size * train.micro_batch_size
     accum = math.ceil(train.global_batch_size / per_round)
     return Layout(
-        world_size=world_size,
         dp_replicate=replicate,
         dp_shard=shard,
         grad_accum_steps=accum,
@@ -181,8 +181,12 @@ def derive(config: Config, world_size: int) -> Layout:
     )
 
 
-def conflicts(world_size: int, n_gpus: int) -> Callable[[Config], dict[str, str]]:
+def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[Config], dict[str, str]]:
     """The rules between keys, for this world size and machine.
+
+    Args:
+        n_gpus: of this machine.
+        local_world_size: the ranks of this machine.
 
     Returns:
         a function of a config; it returns the broken rules as {"the keys involved": "what is wrong and what works"}.
@@ -212,10 +216,15 @@ def conflicts(world_size: int, n_gpus: int) -> Callable[[Config], dict[str, str]
             found["optim.betas"] = f"optim.betas = {list(config.optim.betas)} should be in [0, 1), e.g. [0.9, 0.95]"
         if fsdp.dp_shard != -1 and fsdp.dp_shard < 1:
             found["fsdp.dp_shard"] = f"fsdp.dp_shard = {fsdp.dp_shard} should be -1 (all that is left) or at least 1"
-        elif _mesh_size(fsdp, world_size) != world_size:
+        elif (layout := derive(config, world_size)).dp_replicate * layout.dp_shard != world_size:
             found["fsdp.dp_shard fsdp.dp_replicate"] = _mesh_message(fsdp, world_size)
         if run.device == "cuda" and n_gpus == 0:
             found["run.device"] = 'run.device = "cuda", but torch sees no GPU here; run.device = "cpu" works'
+        if run.device != "cpu" and 0 < n_gpus < local_world_size:
+            found["run.device"] = (
+                f"{local_world_size} processes on this machine, and torch sees {n_gpus} GPUs; "
+                f'--nproc-per-node {n_gpus} works, and so does run.device = "cpu"'
+            )
         paths = [config.data.path] if isinstance(config.data.path, str) else config.data.path
         missing = [p for p in paths if p and not glob.glob(str(Path(p).expanduser()), recursive=True)]
         if missing:
@@ -225,11 +234,6 @@ def conflicts(world_size: int, n_gpus: int) -> Callable[[Config], dict[str, str]
         return found
 
     return check
-
-
-def _mesh_size(fsdp: FsdpConfig, world_size: int) -> int:
-    shard = fsdp.dp_shard if fsdp.dp_shard != -1 else world_size // fsdp.dp_replicate
-    return fsdp.dp_replicate * shard
 
 
 def _mesh_message(fsdp: FsdpConfig, world_size: int) -> str:

@@ -25,15 +25,8 @@ class World:
 
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
     device: torch.device
     threads: int  # CPU threads of this rank
-
-    def say(self, text: str) -> None:
-        """Print on rank 0."""
-        if self.rank == 0:
-            print(text, flush=True)
 
 
 def env_int(name: str, default: int) -> int:
@@ -47,11 +40,10 @@ def process_group(run: RunConfig) -> Iterator[World]:
 
     Collectives of CPU tensors go through gloo, those of CUDA tensors through NCCL.
     """
-    local_rank, local_world_size = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
-    device = choose_device(run.device, local_rank)
+    device = choose_device(run.device, env_int("LOCAL_RANK", 0))
     # torchrun sets one thread for each rank and plain python takes all cores. The sums of a matrix product depend on
     # how many threads share it, so the number is fixed here, and recorded: it is part of what a bitwise resume needs.
-    threads = run.threads or max((os.cpu_count() or 1) // local_world_size, 1)
+    threads = run.threads or max(usable_cores() // env_int("LOCAL_WORLD_SIZE", 1), 1)
     torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_freed_memory()
@@ -64,7 +56,7 @@ def process_group(run: RunConfig) -> Iterator[World]:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # exported, but not by name
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device, threads)
+    yield World(dist.get_rank(), dist.get_world_size(), device, threads)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -74,6 +66,11 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: a scheduler may have given it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

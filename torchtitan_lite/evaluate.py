@@ -48,7 +48,7 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     model.eval()
     for micro in batch.micro_batches:
         known = micro.targets[micro.targets != IGNORE]
-        sums[0] += model(micro.tokens.to(device), micro.targets.to(device))
+        sums[0] += model(micro.tokens.to(device, non_blocking=True), micro.targets.to(device, non_blocking=True))
         sums[1] += validation.bytes_per_token[known].sum()
     model.train()
     reshard(model)

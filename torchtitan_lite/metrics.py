@@ -54,14 +54,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
-def duration(seconds: float) -> str:
-    """4m12s, 2h05m, 3d04h."""
-    s = round(seconds)
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
-    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"
-
-
 class Log:
     """Rank 0's terminal and files; on the other ranks it does nothing."""
 
@@ -70,6 +62,7 @@ class Log:
         self._metrics = folder / "metrics.jsonl"
         self._text = folder / "train.log"
         self._bar: tqdm[Any] | None = None
+        self._failed = False
 
     def say(self, text: str) -> None:
         """A line for the terminal and for train.log."""
@@ -77,14 +70,22 @@ class Log:
             return
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
-        with self._text.open("a", encoding="utf-8") as stream:
-            stream.write(text + "\n")
+        self._append(self._text, text)
 
     def record(self, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl."""
         if self._speaks:
-            with self._metrics.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({**values, "time": round(time.time(), 3)}) + "\n")
+            self._append(self._metrics, json.dumps({**values, "time": round(time.time(), 3)}))
+
+    def _append(self, file: Path, line: str) -> None:
+        """Add a line. Training goes on without it if the disk is full: that is said once."""
+        try:
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                print(f"{file} can't be written any more: {error}; training goes on", file=sys.stderr, flush=True)
 
     def cut_after(self, step: int) -> None:
         """Forget the records of later steps: after a resume each step stands there once."""

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config import OptimConfig
+from torchtitan_lite.distributed import sum_over_ranks
 from torchtitan_lite.errors import NonFiniteError
+from torchtitan_lite.init import local_rows
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -37,6 +39,21 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def require_finite(model: nn.Module, step: int) -> None:
+    """
+    Raises:
+        NonFiniteError: on every rank, if a parameter is not finite on any: it must not be saved.
+    """
+    finite = [local_rows(parameter)[0].isfinite().all() for parameter in model.parameters()]
+    bad = (~torch.stack(finite)).float()
+    if sum_over_ranks(bad).any():
+        names = [name for (name, _), flag in zip(model.named_parameters(), bad.tolist(), strict=True) if flag]
+        raise NonFiniteError(
+            f"step {step}: {len(names)} parameters are not finite, the first is {names[0]}. They were not saved. "
+            "Older checkpoints are untouched; a lower optim.lr may help"
+        )
 
 
 class FiniteGuard:

@@ -98,18 +98,19 @@ def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def parse_value(key: str, text: str) -> Any:
     """A value from the command line: TOML where it is TOML, else the text itself (`--run.name=a`)."""
+    field = known_keys().get(key)
+    is_text = field is not None and (field.annotation is str or str in get_args(field.annotation))
+    if is_text and text[:1] not in ("'", '"', "["):
+        return text
     if text in ("True", "False"):
         text = text.lower()
     try:
-        value = tomli.loads(f"value = {text}")["value"]
+        return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
         try:
             return float(text)  # .5 and 1E5 are no TOML, but what people type
         except ValueError:
             return text
-    field = known_keys().get(key)
-    quoted = text[:1] in ("'", '"')
-    return text if field is not None and field.annotation is str and not quoted else value
 
 
 # --- from settings to a config ----------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def build(settings: Settings, check: Callable[[Config], dict[str, str]], problem
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"][:2])
             if key not in refused:
-                problems.append(_describe(key, layers[key], f"{_sentence(item)}; {_example(key)}"))
+                problems.append(_describe(key, layers[key], f"{_sentence(item)}; {example(key)}"))
             refused.add(key)
     return _with_conflicts(_validate(layers, refused), layers, check, problems, refused)
 
@@ -199,18 +200,19 @@ def _describe(key: str, setting: Setting, message: str) -> str:
 
 def nearest(key: str, known: Iterable[str]) -> str:
     """The known key that somebody most likely meant: close as a whole, else close in its last part."""
+    known = list(known)
     by_name = {known_key.split(".")[-1]: known_key for known_key in known}
-    near = difflib.get_close_matches(key, by_name.values(), n=1, cutoff=0.75)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     near = near or [by_name[match] for match in difflib.get_close_matches(key.split(".")[-1], by_name, n=1)]
-    return (near or difflib.get_close_matches(key, by_name.values(), n=1, cutoff=0.0))[0]
+    return (near or difflib.get_close_matches(key, known, n=1, cutoff=0.0))[0]
 
 
 def _unknown(key: str, known: dict[str, Any]) -> str:
     near = nearest(key, known)
-    return f"unknown key; the nearest known one is {near}, {_example(near)}"
+    return f"unknown key; the nearest known one is {near}, {example(near)}"
 
 
-def _example(key: str) -> str:
+def example(key: str) -> str:
     """A line that works."""
     return f"e.g. {key} = {show(default_of(key))}"
 
@@ -229,22 +231,28 @@ class Loaded:
 
 
 def load(
-    file: Path | None, overrides: Settings, *, world_size: int = 1, n_gpus: int = 0, problems: list[str] | None = None
+    file: Path | None,
+    overrides: Settings,
+    *,
+    world_size: int = 1,
+    n_gpus: int = 0,
+    local_world_size: int = 1,
+    problems: Iterable[str] = (),
 ) -> Loaded:
     """The config of an optional file and of overrides by "section.key".
 
     Args:
-        world_size, n_gpus: what the rules about the mesh and the device are held against.
+        world_size, n_gpus, local_world_size: what the rules about the mesh and the device are held against.
         problems: what was already found (on the command line); it is reported with the rest.
 
     Raises:
         ConfigError: everything that is wrong, a line each, with file, value, the nearest key and what would work.
     """
-    problems = [] if problems is None else list(problems)
+    problems = list(problems)
     settings = (read_file(file, problems) if file else {}) | overrides
     if file and "run.name" not in settings:
         settings["run.name"] = Setting(file.stem, "name of the file")
-    config = build(settings, conflicts(world_size, n_gpus), problems)
+    config = build(settings, conflicts(world_size, n_gpus, local_world_size), problems)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"the configuration has {count}:", *problems]))

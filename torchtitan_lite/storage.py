@@ -52,7 +52,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def write(checkpoints: Path, state: TrainState, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> Path:
-    """Write a checkpoint of whole tensors on the CPU, and return its folder. A step that is there is replaced.
+    """Write a checkpoint of whole tensors on the CPU, and return its folder.
 
     Raises:
         CheckpointError: it could not be written; nothing is left behind, and older checkpoints are untouched.
@@ -68,11 +68,11 @@ def write(checkpoints: Path, state: TrainState, model: dict[str, Tensor], optimi
         (beside / STATE).write_text(text + "\n")
         for path in (*beside.iterdir(), beside):
             _sync(path)
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # no whole checkpoint, or it would have been resumed from
+            final.rename(checkpoints / f".bad-{final.name}")
         beside.rename(final)
         _sync(checkpoints)
-    except OSError as error:
+    except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
         raise CheckpointError(f"{final} could not be written: {error}; older checkpoints are untouched") from error
     return final
@@ -100,7 +100,10 @@ def read_state(folder: Path) -> TrainState:
             raise CheckpointError(
                 f"{folder} has format_version {version}, and this version of torchtitan_lite reads {FORMAT_VERSION}"
             )
-        return TrainState(**content)
+        state = TrainState(**content)
+        if folder.name != step_folder(folder.parent, state.step).name:
+            raise CheckpointError(f"{folder} holds step {state.step}: it was renamed; give it back its name")
+        return state
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{folder / STATE} can't be read ({error!r}); delete or move {folder} to go on without it"

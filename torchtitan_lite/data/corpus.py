@@ -45,7 +45,7 @@ def find(path: str | list[str]) -> Corpus:
     files: list[Path] = []
     for entry in [path] if isinstance(path, str) else path:
         found = [Path(p) for p in sorted(glob.glob(str(Path(entry).expanduser()), recursive=True))]
-        texts = [t for p in found for t in (sorted(p.rglob("*.txt")) if p.is_dir() else [p])]
+        texts = [t for p in found for t in (sorted(p.rglob("*.txt")) if p.is_dir() else [p]) if t.is_file()]
         if not texts:
             raise DataError(f"data.path: no .txt file at {entry} (looked in {Path.cwd()})")
         files += texts
@@ -57,7 +57,7 @@ def find(path: str | list[str]) -> Corpus:
 
 def _standard_library() -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(p for p in root.rglob("*.py") if _SKIPPED.isdisjoint(p.relative_to(root).parts[:-1]))
+    files = sorted(p for p in root.rglob("*.py") if p.is_file() and _SKIPPED.isdisjoint(p.relative_to(root).parts[:-1]))
     if not files:
         raise DataError(f"Python's standard library has no source files at {root}; set data.path to text of your own")
     return Corpus(tuple(files), python_source=True)

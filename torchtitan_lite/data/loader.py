@@ -21,7 +21,7 @@ from torchtitan_lite.loss import IGNORE
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward takes; on the CPU."""
+    """What one forward takes; on the CPU, in pinned memory if a GPU will fetch it."""
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64; IGNORE where there is nothing to learn
@@ -68,6 +68,7 @@ class Loader:
     rank: int
     world_size: int
     seed: int | None  # None: in the order of the file
+    pin: bool = False  # a copy to the GPU from pageable memory would make the host wait for the stream
 
     def batch(self, first: int, size: int) -> Batch:
         """This rank's share of the global batch of run samples first, ..., first + size - 1."""
@@ -88,7 +89,8 @@ class Loader:
             if i is not None:
                 rows[row] = self.samples[self._index(i)]
                 targets[row] = rows[row, 1:]
-        return MicroBatch(rows[:, :-1].contiguous(), targets)
+        tokens = rows[:, :-1].contiguous()
+        return MicroBatch(tokens.pin_memory(), targets.pin_memory()) if self.pin else MicroBatch(tokens, targets)
 
     def _index(self, i: int) -> int:
         return i if self.seed is None else sample_index(i, self.samples.n_samples, self.seed)

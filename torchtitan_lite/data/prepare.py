@@ -4,7 +4,8 @@
    version, tokenizer size, split, format. It names a folder in the cache.
 2. If that folder is there, it is used. Otherwise whoever gets the lock makes it, and the others wait for it: every
    rank may simply call `prepare`, before there is a process group.
-3. Documents are split by a hash of their text: a document stays where it is when others are added.
+3. Documents are split by a hash of their text: a document stays where it is when others are added (in a corpus of at
+   least 1 MiB; a smaller one is cut into smaller blocks, see corpus.py).
 4. A byte-level BPE tokenizer is trained on the training documents, and all are encoded. Each document ends with the
    end mark. The tokens go to train.bin and val.bin, uint16 or uint32.
 5. Everything is written beside and renamed last, so that half a folder is never taken for a whole one.
@@ -122,10 +123,13 @@ def _make(
         tokenizer_config.vocab_size,
     )
     beside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    shutil.rmtree(beside, ignore_errors=True)  # of a killed process that had our number
     beside.mkdir()
     try:
         tokenizer.save(str(beside / "tokenizer.json"))
         meta = _encode(beside, corpora.documents(corpus), held_out, tokenizer)
+        if not meta.train_tokens:
+            raise DataError("all of the text was held out; use more text, or a smaller data.val_fraction")
         (beside / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n")
         beside.rename(folder)
     finally:

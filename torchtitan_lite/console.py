@@ -1,0 +1,83 @@
+"""The words of the terminal: what a run is, what a step did, what to do next. Only text; metrics.Log prints it."""
+
+import time
+from typing import Any
+
+import torch
+
+from torchtitan_lite import __version__
+from torchtitan_lite.config import Config, Layout
+from torchtitan_lite.data.prepare import Meta
+from torchtitan_lite.distributed import World
+from torchtitan_lite.init import local_rows
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.resume import differences
+from torchtitan_lite.storage import TrainState
+
+
+def start_lines(
+    config: Config,
+    layout: Layout,
+    world: World,
+    model: Transformer,
+    meta: Meta,
+    n_samples: int,
+    state: TrainState,
+    loaded: TrainState | None,
+) -> str:
+    """What this run is, with every number that was derived.
+
+    Args:
+        n_samples: sequences in the training text.
+        loaded: the state as it was saved, if the run is resumed.
+    """
+    n_parameters = sum(p.numel() for p in model.parameters())
+    mine = sum(local_rows(p)[0].numel() for p in model.parameters())
+    train = config.train
+    masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
+    epochs = train.steps * train.global_batch_size / n_samples
+    lines = [
+        f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
+        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {world.threads} threads per rank",
+        f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers, {config.model.n_heads} "
+        f"heads: {n_parameters:,} parameters, {mine:,} on rank 0; computes in {config.fsdp.param_dtype}",
+        f"batch   {train.micro_batch_size} sequences x {world.world_size} ranks x {layout.grad_accum_steps} "
+        f"accumulation{masked}, of {train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step",
+        f"data    {meta.train_tokens:,} tokens to train on, {epochs:.2f} epochs in {train.steps} steps; "
+        f"{meta.val_tokens:,} held out; vocabulary {meta.vocab_size}",
+        f"run     {config.folder}  "
+        + (f"resumed after step {loaded.step}" if loaded else "new; the same command resumes it"),
+    ]
+    if not state.setting["deterministic"]:
+        lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
+    if loaded and (changed := differences(loaded.setting, state.setting)):
+        lines.append(f"run     the same data in the same order, but not bit for bit: {changed}")
+    return "\n".join(lines)
+
+
+def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
+    """A step's record on one line; the times of the end are those of this machine's clock."""
+    end = time.strftime("%H:%M", time.localtime(time.time() + left_s))
+    return (
+        f"step    {record['step']:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}  "
+        f"grad_norm {record['grad_norm']:.2f}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}  "
+        f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
+    )
+
+
+def what_next(config: Config, step: int) -> str:
+    """What somebody can do with a run that is finished."""
+    return (
+        f"the run is in {config.folder}\n"
+        f"next    train longer:     the same command with --train.steps={2 * step} (the learning rate rises again)\n"
+        f"        on your own text: --run.name=NAME --data.path=FOLDER_OF_TXT_FILES\n"
+        f'        the same by make: make train ARGS="--train.steps={2 * step}"'
+    )
+
+
+def duration(seconds: float) -> str:
+    """4m12s, 2h05m, 3d04h."""
+    s = round(seconds)
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
+    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"
