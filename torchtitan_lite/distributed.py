@@ -76,7 +76,7 @@ def usable_cores() -> int:
 def keep_freed_memory() -> None:
     """Have glibc keep large freed blocks, instead of giving them back to the kernel and zeroing new pages each step.
 
-    Measured: 10 to 20 % more tokens per second on a small model (BENCHMARKS.md). Does nothing without glibc.
+    Measured: about 10 % more tokens per second on a small model (BENCHMARKS.md). Does nothing without glibc.
     """
     m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3  # malloc.h
     with contextlib.suppress(OSError, AttributeError):
