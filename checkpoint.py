@@ -33,6 +33,7 @@ from torchtitan_lite import storage
 from torchtitan_lite.distributed import World, from_rank0
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.optim import make_state
 from torchtitan_lite.storage import TrainState
 
 T = TypeVar("T")
@@ -77,8 +78,30 @@ class Checkpointer:
         """
         state = self._on_rank0(lambda: self._read_state(identity))
         if state is not None:
-            self._spread(storage.step_folder(self.folder, state.step))
+            make_state(self.optimizer)
+            newest = storage.step_folder(self.folder, state.step)
+            self._on_rank0(lambda: self._compare(newest))
+            self._spread(newest)
         return state
+
+    def load_weights(self, open_weights: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Load a model's weights, and nothing else.
+
+        Args:
+            open_weights: called on rank 0; returns whole tensors by our names. May read each when it is asked for.
+
+        Raises:
+            CheckpointError: on every rank, before anything is overwritten, if they are of another model.
+        """
+        shapes = _shapes(self._own_tensors())
+
+        def compare() -> None:
+            weights.update(open_weights())
+            storage.compare(Path("model.init_from"), _shapes(weights), shapes, "model")
+
+        weights: dict[str, Tensor] = {}
+        self._on_rank0(compare)
+        self._fill(self._own_tensors(), weights.__getitem__)
 
     def _read_state(self, identity: Mapping[str, Any]) -> TrainState | None:
         steps = storage.find_steps(self.folder)
@@ -87,12 +110,25 @@ class Checkpointer:
         newest = storage.step_folder(self.folder, steps[-1])
         state = storage.read_state(newest)
         storage.compare(newest, state.identity, identity, "model, or other data")
-        shapes = {name: tuple(value.shape) for name, value in self.model.state_dict().items()}
-        storage.compare(newest, storage.read_shapes(newest / storage.MODEL), shapes, "model")
-        optimizer = storage.read_shapes(newest / storage.OPTIMIZER)
-        parameters = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
-        storage.compare(newest, optimizer, _adamw_shapes(parameters), "optimizer")
         return state
+
+    def _compare(self, folder: Path) -> None:
+        for file, tensors in ((storage.MODEL, self._own_tensors()), (storage.OPTIMIZER, self._optimizer_tensors())):
+            storage.compare(folder, storage.read_shapes(folder / file), _shapes(tensors), file.split(".")[0])
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers, each once: of two names of a tied parameter the first."""
+        once = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        return {name: value for name, value in self.model.state_dict().items() if name in once}
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, as "exp_avg.output.weight"."""
+        return {
+            f"{key}.{name}": value
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state[parameter].items()
+            if isinstance(value, Tensor)
+        }
 
     def _on_rank0(self, action: Callable[[], T]) -> T:
         """Do it on rank 0, and let every rank have the result or the error."""
@@ -110,12 +146,8 @@ class Checkpointer:
     # --- the DTensor API ----------------------------------------------------------------------------------------
 
     def _gather_dtensor(self) -> tuple[FullStateDict, FullStateDict]:
-        model = {name: self._full(value) for name, value in self.model.state_dict().items()}
-        optimizer = {
-            f"{key}.{name}": self._full(value)
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state[parameter].items()
-        }
+        model = {name: self._full(value) for name, value in self._own_tensors().items()}
+        optimizer = {name: self._full(value) for name, value in self._optimizer_tensors().items()}
         return (model, optimizer) if self.world.rank == 0 else ({}, {})
 
     def _full(self, value: Tensor) -> Tensor:
@@ -124,22 +156,15 @@ class Checkpointer:
         return whole.cpu().contiguous() if self.world.rank == 0 else torch.empty(0)
 
     def _spread_dtensor(self, folder: Path) -> None:
-        self._from_file(folder / storage.MODEL, self.model.state_dict())
-        # AdamW makes its state at its first step, so it is made here; keyed by parameter, found by name.
-        wanted: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            state = self.optimizer.state[parameter]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            wanted |= {f"{key}.{name}": value for key, value in state.items()}
-        self._from_file(folder / storage.OPTIMIZER, wanted)
+        for file, targets in ((storage.MODEL, self._own_tensors()), (storage.OPTIMIZER, self._optimizer_tensors())):
+            read = storage.open_tensors(folder / file).get_tensor if self.world.rank == 0 else None
+            self._fill(targets, read)
 
     @torch.no_grad()
-    def _from_file(self, file: Path, wanted: Mapping[str, Tensor]) -> None:
-        """Fill tensors from the whole ones in rank 0's file, one at a time: each rank is sent its own rows."""
-        source: Any = storage.open_tensors(file) if self.world.rank == 0 else None
-        for name, target in wanted.items():
-            whole = source.get_tensor(name) if source else torch.empty(target.shape, dtype=target.dtype)
+    def _fill(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor] | None) -> None:
+        """Fill tensors with whole ones that rank 0 reads, one at a time: each rank is sent its own rows."""
+        for name, target in targets.items():
+            whole = read(name) if read and self.world.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
             whole = whole.to(self.world.device, target.dtype)
             if isinstance(target, DTensor):
                 target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
@@ -151,9 +176,14 @@ class Checkpointer:
 
     def _gather_dcp(self) -> tuple[FullStateDict, FullStateDict]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model: Any = get_model_state_dict(self.model, options=options)
-        nested: Any = get_optimizer_state_dict(self.model, self.optimizer, options=options).get("state", {})
-        return model, {f"{key}.{name}": value for name, state in nested.items() for key, value in state.items()}
+        whole: Any = get_model_state_dict(self.model, options=options)
+        nested: Any = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        model, optimizer = self._own_tensors().keys(), self._optimizer_tensors().keys()
+        if self.world.rank != 0:
+            return {}, {}
+        states = nested["state"].items()
+        flat = {f"{key}.{name}": value for name, state in states for key, value in state.items()}
+        return {name: whole[name] for name in model}, {name: flat[name] for name in optimizer}
 
     def _spread_dcp(self, folder: Path) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -162,8 +192,11 @@ class Checkpointer:
         # It also restores the saved hyperparameters of each group; ours are the config's, so hand in those.
         ours = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
         if self.world.rank == 0:
-            model = load_file(folder / storage.MODEL)
             names = {parameter: name for name, parameter in self.model.named_parameters()}
+            content = load_file(folder / storage.MODEL)
+            # a tied parameter has one name in the file, and here all of its names
+            tied = {name: names[p] for name, p in self.model.named_parameters(remove_duplicate=False)}
+            model = content | {name: content[first] for name, first in tied.items()}
             groups = [
                 {**values, "params": [names[p] for p in group["params"]]}
                 for values, group in zip(ours, self.optimizer.param_groups, strict=True)
@@ -179,10 +212,5 @@ class Checkpointer:
             group.update(values)  # torch hands back lists for tuples
 
 
-def _adamw_shapes(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """What AdamW keeps for parameters of these shapes."""
-    return {
-        f"{key}.{name}": () if key == "step" else shape
-        for name, shape in parameters.items()
-        for key in ("step", "exp_avg", "exp_avg_sq")
-    }
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

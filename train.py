@@ -11,6 +11,7 @@ The same command again resumes the run. Read on from `run`.
 """
 
 import hashlib
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from checkpoint import Checkpointer
-from torchtitan_lite import cli, models, run_folder
+from torchtitan_lite import cli, hf, models, run_folder
 from torchtitan_lite.config import Config, Layout, derive
 from torchtitan_lite.console import duration, start_lines, step_line, what_next
 from torchtitan_lite.data.loader import Loader, Samples
@@ -37,11 +38,12 @@ from torchtitan_lite.distributed import (
     say_once,
     sum_over_ranks,
 )
-from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.evaluate import Validation, evaluate
+from torchtitan_lite.guard import FiniteGuard, require_finite
 from torchtitan_lite.init import materialise
 from torchtitan_lite.metrics import Clock, Log, peak_memory_gib
-from torchtitan_lite.optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, require_finite
+from torchtitan_lite.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from torchtitan_lite.parallelize import apply_fsdp, unshard_first
 from torchtitan_lite.resume import fresh_state
 from torchtitan_lite.settings import to_toml, to_toml_with_origins
@@ -56,7 +58,7 @@ class Training:
     layout: Layout
     world: World
     model: models.Transformer
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     guard: FiniteGuard
     loader: Loader
     validation: Validation
@@ -73,6 +75,12 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
     if from_rank0(meta.tokens_sha256) != meta.tokens_sha256:
         raise DataError(
             f"rank {world.rank} prepared other data than rank 0: is data.path the same text on every machine?"
+        )
+
+    if 0 < config.model.vocab_size < meta.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {meta.vocab_size} entries; "
+            "model.vocab_size = 0 takes the tokenizer's"
         )
 
     # 1. The mesh: which ranks share the shards of one model, and which hold copies.
@@ -94,11 +102,13 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
     loader = Loader(train_samples, *cut, seed=config.run.seed, pin=world.device.type == "cuda")
     validation = build_validation(config, data, *cut)
 
-    # 5. The newest checkpoint, if the run's folder has one.
+    # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint.api, world)
     fresh = fresh_state(config, meta, world)
     loaded = checkpointer.load_newest(fresh.identity)
-    state = replace(loaded, setting=fresh.setting) if loaded else fresh
+    state = replace(loaded, setting=fresh.setting, config=fresh.config) if loaded else fresh
+    if config.model.init_from and not loaded:
+        checkpointer.load_weights(lambda: hf.open_weights(Path(config.model.init_from), config.model))
 
     guard = FiniteGuard(optimizer)
     training = Training(
@@ -110,6 +120,7 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
         return
     if world.rank == 0:
         (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        shutil.copyfile(data / "tokenizer.json", config.folder / "tokenizer.json")
     log.cut_after(state.step)
     train(training)
 
@@ -171,11 +182,8 @@ def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     sum_over_ranks(totals)
 
     t.guard.raise_if_bad()  # the step before: by now the device is done with it
-    t.guard.judge(step, totals[1:], grad_norm)
-    for group in t.optimizer.param_groups:
-        group["lr"] = learning_rate(t.config.optim, step, t.config.train.steps)
-    t.optimizer.step()
-    t.optimizer.zero_grad()
+    set_learning_rate(t.optimizer, learning_rate(t.config.optim, step, t.config.train.steps))
+    t.guard.update(step, totals[1:], grad_norm)
 
     t.state = replace(
         t.state,
@@ -232,7 +240,7 @@ def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_steps: 
         "step": step,
         "loss": loss,
         "grad_norm": grad_norm,
-        "lr": t.optimizer.param_groups[0]["lr"],
+        "lr": learning_rate(t.config.optim, step, t.config.train.steps),
         "tokens": t.state.tokens,
         "tokens_per_second": n_steps * t.layout.tokens_per_step / seconds,
         "peak_memory_gib": peak_memory_gib(t.world.device),

@@ -5,7 +5,9 @@ rank that fails ends the whole run: the others would wait for it.
 """
 
 import math
+import shutil
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -15,19 +17,32 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from checkpoint import Checkpointer
 from torchtitan_lite.config import FsdpConfig, ModelConfig, OptimConfig, RunConfig
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
-from torchtitan_lite.distributed import leave, process_group
+from torchtitan_lite.distributed import World, leave, process_group
 from torchtitan_lite.errors import NonFiniteError
 from torchtitan_lite.evaluate import Validation, evaluate
+from torchtitan_lite.guard import FiniteGuard, require_finite
 from torchtitan_lite.init import local_rows, materialise
 from torchtitan_lite.loss import IGNORE
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.optim import FiniteGuard, build_optimizer, clip_gradients, require_finite
+from torchtitan_lite.models.gpt import GPT
+from torchtitan_lite.optim import build_optimizer, clip_gradients, set_learning_rate
 from torchtitan_lite.parallelize import apply_fsdp
+from torchtitan_lite.storage import TrainState
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
 MODEL = ModelConfig(dim=30, n_heads=2, n_layers=2, max_seq_len=3)
+LLAMA = ModelConfig(
+    family="llama", dim=36, n_heads=6, n_kv_heads=2, hidden_dim=50, n_layers=2, max_seq_len=3, tie_embeddings=True
+)
+FAMILIES = {
+    "gpt": MODEL,
+    "gpt, tied": MODEL.model_copy(update={"tie_embeddings": True}),
+    "llama, tied": LLAMA,
+    "llama, qk_norm, qkv_bias": LLAMA.model_copy(update={"tie_embeddings": False, "qk_norm": True, "qkv_bias": True}),
+}
 CPU = torch.device("cpu")
 MESHES = {
     "1": torch.tensor([0]),
@@ -44,32 +59,105 @@ def make_mesh(ranks: torch.Tensor) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, mesh_dim_names=names)
 
 
-def sharded(mesh: DeviceMesh, config: FsdpConfig | None = None, seed: int = 7) -> Transformer:
+def sharded(
+    mesh: DeviceMesh, config: FsdpConfig | None = None, seed: int = 7, family: ModelConfig = MODEL
+) -> Transformer:
     with torch.device("meta"):
-        model = build(MODEL, 517)
+        model = build(family, 517)
     apply_fsdp(model, mesh, config or FsdpConfig())
     materialise(model, CPU, seed)
     return model
 
 
-def plain(seed: int = 7) -> Transformer:
+def plain(seed: int = 7, family: ModelConfig = MODEL) -> Transformer:
     with torch.device("meta"):
-        model = build(MODEL, 517)
+        model = build(family, 517)
     materialise(model, CPU, seed)
     return model
 
 
-def case_initial_parameters_are_the_same_on_every_mesh() -> None:
-    reference = dict(plain().named_parameters())
-    for name, ranks in MESHES.items():
-        mesh = make_mesh(ranks)
-        if dist.get_rank() not in ranks:
-            continue
-        for key, parameter in sharded(mesh).named_parameters():
-            assert isinstance(parameter, DTensor)
-            rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
-            assert parameter.to_local().shape[0] <= rows, f"mesh {name}: {key} is not sharded"
-            assert parameter.full_tensor().equal(reference[key]), f"mesh {name}: {key} differs"
+def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
+    meshes = {name: make_mesh(ranks) for name, ranks in MESHES.items()}
+    for family, config in FAMILIES.items():
+        reference = plain(family=config)
+        parameters = dict(reference.named_parameters())
+        loss_of(reference).backward()
+        for name, mesh in meshes.items():
+            if dist.get_rank() not in MESHES[name]:
+                continue
+            model = sharded(mesh, family=config)
+            where = f"{family}, mesh {name}"
+            assert all(b.equal(dict(reference.named_buffers())[key]) for key, b in model.named_buffers()), where
+            loss_of(model).backward()  # the same tokens on each rank, so that the mean is each rank's own gradient
+            found = dict(model.named_parameters())
+            assert found.keys() == parameters.keys(), where
+            for key, parameter in found.items():
+                assert isinstance(parameter, DTensor)
+                rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
+                assert parameter.to_local().shape[0] <= rows, f"{where}: {key} is not sharded"
+                assert parameter.full_tensor().equal(parameters[key]), f"{where}: {key} differs"
+                assert isinstance(parameter.grad, DTensor), f"{where}: {key} has no gradient"
+                torch.testing.assert_close(
+                    parameter.grad.full_tensor(), parameters[key].grad, rtol=1e-4, atol=1e-6, msg=f"{where}: {key}"
+                )
+
+
+def case_both_apis_save_the_same_files_and_load_each_others() -> None:
+    world = World(dist.get_rank(), 4, CPU, 1)
+    shared: list[str] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    folder = Path(shared[0])
+    for mesh in (make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])):
+        for name, config in FAMILIES.items():
+            for optimizer in ("adamw", "sgd"):
+                try:
+                    _save_and_load(folder / f"{mesh.ndim}{name}{optimizer}", mesh, config, optimizer, world)
+                except Exception as error:
+                    raise AssertionError(f"{mesh.ndim}-d mesh, {name}, {optimizer}") from error
+    dist.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
+def _save_and_load(folder: Path, mesh: DeviceMesh, config: ModelConfig, name: str, world: World) -> None:
+    optim = OptimConfig.model_validate({"name": name, "groups": [{"match": "*norm*", "lr_factor": 0.5}], "lr": 0.01})
+
+    def fresh(seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
+        model = sharded(mesh, seed=seed, family=config)
+        return model, build_optimizer(model, optim)
+
+    def step(model: Transformer, optimizer: torch.optim.Optimizer, number: int) -> float:
+        loss = loss_of(model, number)
+        loss.backward()
+        set_learning_rate(optimizer, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    def whole(model: Transformer) -> dict[str, torch.Tensor]:
+        return {key: p.full_tensor() for key, p in model.named_parameters() if isinstance(p, DTensor)}
+
+    model, optimizer = fresh(1)
+    for number in (1, 2):
+        step(model, optimizer, number)
+    state = TrainState(step=2)
+    for api in ("dtensor", "dcp"):
+        Checkpointer(folder / api, model, optimizer, api, world).save(state)
+    if world.rank == 0:
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            one, other = ((folder / api / "step-00000002" / file).read_bytes() for api in ("dtensor", "dcp"))
+            assert one == other, f"{file} differs between the APIs"
+    before = whole(model)
+    expected = [step(model, optimizer, number) for number in (3, 4)]
+    after = whole(model)
+    for saved_by, loaded_by in (("dtensor", "dcp"), ("dcp", "dtensor")):
+        again, its_optimizer = fresh(99)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in its_optimizer.param_groups]
+        assert Checkpointer(folder / saved_by, again, its_optimizer, loaded_by, world).load_newest({}) == state
+        assert groups == [{k: v for k, v in group.items() if k != "params"} for group in its_optimizer.param_groups]
+        assert all(value.equal(before[key]) for key, value in whole(again).items()), loaded_by
+        assert [step(again, its_optimizer, number) for number in (3, 4)] == expected, loaded_by
+        assert all(value.equal(after[key]) for key, value in whole(again).items()), loaded_by
 
 
 def case_another_seed_gives_other_parameters() -> None:
@@ -80,7 +168,7 @@ def case_another_seed_gives_other_parameters() -> None:
 def case_a_block_that_is_not_initialised_is_found() -> None:
     """The public FSDP2 example's reset_parameters never reaches its blocks."""
 
-    class Forgetful(Transformer):
+    class Forgetful(GPT):
         def named_parameters(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]
             skip = sys._getframe(1).f_code.co_name == "reset_parameters"
             for name, parameter in super().named_parameters(*args, **kwargs):  # type: ignore[arg-type]
@@ -141,24 +229,28 @@ def case_explicit_prefetching_gathers_ahead() -> None:
             states = [g._get_fsdp_state()._fsdp_param_group for g in groups]  # type: ignore[operator]
             pending.append(sum(state._all_gather_result is not None for state in states))
 
-        model.dropout.register_forward_hook(note)  # between the embeddings and the first layer
+        model.get_submodule("dropout").register_forward_hook(note)  # between the embeddings and the first layer
         loss_of(model).backward()
         assert pending == [depth], (depth, pending)
 
 
 def case_a_step_with_nan_on_one_rank_changes_nothing() -> None:
+    for name in ("adamw", "sgd"):
+        _nan_on_one_rank(OptimConfig.model_validate({"name": name}))
+
+
+def _nan_on_one_rank(config: OptimConfig) -> None:
     rank = dist.get_rank()
     model = sharded(make_mesh(MESHES["4"]))
-    optimizer = build_optimizer(model, OptimConfig())
+    optimizer = build_optimizer(model, config)
     guard = FiniteGuard(optimizer)
     everything = [*model.parameters()]
 
     def step(number: int, loss: torch.Tensor, bad: list[float]) -> None:
         loss.backward()
         norm = clip_gradients(model, 1.0)
-        guard.judge(number, torch.tensor(bad), norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        set_learning_rate(optimizer, 1e-3)
+        guard.update(number, torch.tensor(bad), norm)
 
     def snapshot() -> list[torch.Tensor]:
         moments = [value for p in everything for value in optimizer.state[p].values()]

@@ -10,22 +10,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from torchtitan_lite.config import DataConfig, TokenizerConfig
 from torchtitan_lite.data import corpus
 from torchtitan_lite.data.loader import Batch, Loader, Samples
 from torchtitan_lite.data.order import permute, sample_index
 from torchtitan_lite.data.prepare import prepare, read_meta
-from torchtitan_lite.data.tokenizer import bytes_per_token
+from torchtitan_lite.data.tokenizer import bytes_per_token, end_token
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.evaluate import Validation
 from torchtitan_lite.loss import IGNORE
 
 
-def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: float) -> Path:
+def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: object) -> Path:
     path = path if isinstance(path, list) else str(path)
-    data = DataConfig(path=path, cache_dir=str(cache), **more)
+    data = DataConfig.model_validate({"path": path, "cache_dir": str(cache)} | more)
     return prepare(data, TokenizerConfig(vocab_size=vocab_size), lambda text: None)
 
 
@@ -261,12 +261,66 @@ def test_text_shorter_than_one_sequence(prepared: Path) -> None:
         Samples(prepared, "train", 1_000_000)
 
 
+def test_json_lines(tmp_path: Path) -> None:
+    texts = [f'line {i}: "quoted", \u4e2d\n' for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"id": i, "body": t}) + "\n" for i, t in enumerate(texts)))
+    found = corpus.find(str(tmp_path), "body")
+    assert list(corpus.documents(found)) == texts
+    folder = make(tmp_path, tmp_path / "cache", 260, text_key="body")
+    assert read_meta(folder).documents == 300
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"text": "cut', r"a\.jsonl: line 3: not JSON: "),
+        (b"\xff\xfe", r"a\.jsonl: line 3: not JSON: .*can't decode"),
+        (b"", r"a\.jsonl: line 3: not JSON"),
+        (b'{"body": "x"}', r'a\.jsonl: line 3: no "text": its keys are body; data\.text_key names the key'),
+        (b'["text"]', r'a\.jsonl: line 3: no "text": it is no object'),
+        (b'{"text": null}', r'a\.jsonl: line 3: "text" should be text, and is null'),
+        (b'{"text": ""}', r'a\.jsonl: line 3: "text" should be text, and is ""'),
+        (b'{"text": [1, 2]}', r'a\.jsonl: line 3: "text" should be text, and is \[1, 2\]'),
+    ],
+)
+def test_a_bad_json_line_is_named(line: bytes, expected: str, tmp_path: Path) -> None:
+    good = b'{"text": "good"}\n'
+    (tmp_path / "a.jsonl").write_bytes(good + good + line + b"\n" + good)
+    with pytest.raises(DataError, match=expected):
+        list(corpus.documents(corpus.find(str(tmp_path))))
+
+
+def test_a_tokenizer_of_ones_own(text: Path, prepared: Path, tmp_path: Path) -> None:
+    data = DataConfig(path=str(text / "typing.txt"), cache_dir=str(tmp_path))
+    config = TokenizerConfig(path=str(prepared / "tokenizer.json"))
+    folder = prepare(data, config, lambda said: None)
+    meta = read_meta(folder)
+    assert meta.vocab_size == 517
+    assert meta.tokenizer_sha256 == read_meta(prepared).tokenizer_sha256
+    with pytest.raises(
+        DataError, match=r"no entry <bye> to end a document with; its special entries are <\|endoftext\|>"
+    ):
+        prepare(data, TokenizerConfig(path=config.path, end_token="<bye>"), lambda said: None)
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(DataError, match=r"bad\.json can't be read as a tokenizer\.json"):
+        prepare(data, TokenizerConfig(path=str(tmp_path / "bad.json")), lambda said: None)
+
+
+def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
+    """As Llama 2's: a mark for a space, and bytes for what is not in the vocabulary."""
+    vocabulary = {"<unk>": 0, "</s>": 1, "\u2581the": 2, "\u2581": 3, "<0xC3>": 4, "<0x9F>": 5, "\u4e2d": 6}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    assert bytes_per_token(tokenizer).tolist() == [0, 0, 4, 1, 1, 1, 3]
+    assert end_token(tokenizer) == 1
+
+
 def test_folder_without_text_and_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"no \.txt file at .*folder"):
+    with pytest.raises(DataError, match=r"no \.txt or \.jsonl file at .*folder"):
         corpus.find(str(tmp_path / "folder"))
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=r"a\.pdf: only \.txt files"):
+    with pytest.raises(DataError, match=r"a\.pdf: only \.txt and \.jsonl files"):
         corpus.find(str(tmp_path / "*.pdf"))
 
 

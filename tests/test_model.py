@@ -10,13 +10,15 @@ import torch.nn.functional as F
 
 from tests.helpers import ROOT
 from torchtitan_lite import init
-from torchtitan_lite.config import ModelConfig, OptimConfig
+from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.loss import IGNORE, bits_per_byte
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.optim import build_optimizer, learning_rate
-from torchtitan_lite.sizes import GPT
+from torchtitan_lite.models.llama import rotary_tables, rotate
+from torchtitan_lite.sizes import PARAMETERS, SIZES
 
 SMALL = ModelConfig(dim=32, n_heads=2, n_layers=2, max_seq_len=16)
+LLAMA = ModelConfig(family="llama", dim=32, n_heads=4, n_kv_heads=2, hidden_dim=48, n_layers=2, max_seq_len=16)
+BOTH = pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt", "llama"])
 
 
 def make(config: ModelConfig = SMALL, seed: int = 0) -> Transformer:
@@ -46,8 +48,9 @@ def test_the_package_never_imports_the_front_doors() -> None:
             assert not {"train", "checkpoint"} & set(names), file
 
 
-def test_a_token_sees_only_those_before_it() -> None:
-    model = make()
+@BOTH
+def test_a_token_sees_only_those_before_it(config: ModelConfig) -> None:
+    model = make(config)
     tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 97
@@ -57,8 +60,9 @@ def test_a_token_sees_only_those_before_it() -> None:
     assert not one[:, 9:].equal(other[:, 9:])
 
 
-def test_loss_is_the_sum_over_the_targets_that_count() -> None:
-    model = make()
+@BOTH
+def test_loss_is_the_sum_over_the_targets_that_count(config: ModelConfig) -> None:
+    model = make(config)
     tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     targets = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(1))
     targets[1, 3:] = IGNORE
@@ -67,8 +71,9 @@ def test_loss_is_the_sum_over_the_targets_that_count() -> None:
     torch.testing.assert_close(model(tokens, targets), expected)
 
 
-def test_a_masked_sequence_contributes_nothing() -> None:
-    model = make()
+@BOTH
+def test_a_masked_sequence_contributes_nothing(config: ModelConfig) -> None:
+    model = make(config)
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     loss = model(tokens, torch.full((1, 16), IGNORE))
     loss.backward()
@@ -97,9 +102,10 @@ def test_initial_values() -> None:
     assert len({tuple(row.tolist()) for row in rows}) == len(rows), "rows are copies of each other"
 
 
-def test_loss_at_the_start_is_that_of_guessing() -> None:
+@BOTH
+def test_loss_at_the_start_is_that_of_guessing(config: ModelConfig) -> None:
     tokens = torch.randint(97, (4, 16), generator=torch.Generator().manual_seed(0))
-    assert make()(tokens, tokens).item() / tokens.numel() == pytest.approx(math.log(97), rel=0.02)
+    assert make(config)(tokens, tokens).item() / tokens.numel() == pytest.approx(math.log(97), rel=0.02)
 
 
 def test_splitmix64_gives_the_published_numbers() -> None:
@@ -115,37 +121,34 @@ def test_initial_values_never_change() -> None:
     assert first == [0.00024976918939501047, -0.040128130465745926, 0.03604385629296303]
 
 
-@pytest.mark.parametrize("name", GPT)
-def test_named_sizes_have_the_size_of_their_name(name: str) -> None:
-    """GPT-2's own vocabulary and context; its output matrix is its embedding, so one of ours is left out."""
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, sizes in SIZES.items() for name in sizes])
+def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None:
+    vocabulary, expected = PARAMETERS.get((family, name), (97, 0))
+    values = {"family": family} | SIZES[family][name] | ({"tie_embeddings": True} if family == "gpt" else {})
     with torch.device("meta"):
-        model = build(ModelConfig.model_validate(GPT[name]), 50257)
-    millions = float(name.removesuffix("M"))
-    if millions < 100:  # named after the matrices of the layers
-        count = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
-        assert count / 1e6 == pytest.approx(millions, rel=0.25)
-    else:
-        count = sum(p.numel() for p in model.parameters()) - model.output.weight.numel()
-        assert round(count / 1e6) == millions
+        model = build(ModelConfig.model_validate(values), vocabulary)
+    count = sum(p.numel() for p in model.parameters())
+    scale = 1e9 if name.endswith("B") else 1e6
+    if expected:
+        assert count == expected
+        assert count / scale == pytest.approx(float(name[:-1]), rel=0.25 if name == "1B" else 0.08)
+    elif name == "150M":
+        assert count - model.tok_embeddings.weight.numel() == pytest.approx(1.1e8, rel=0.1)
+    else:  # named after the matrices of the layers
+        matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
+        assert matrices / scale == pytest.approx(float(name[:-1]), rel=0.25)
 
 
-def test_learning_rate() -> None:
-    config = OptimConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
-    rates = [learning_rate(config, step, 110) for step in range(1, 111)]
-    assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
-    assert rates[59] == pytest.approx(0.55)
-    assert rates[-1] == pytest.approx(0.1)
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-
-
-def test_decay_is_for_matrices_only() -> None:
-    model = make()
-    matrices, others = build_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
-    assert matrices["weight_decay"] == 0.3
-    assert others["weight_decay"] == 0
-    assert all(p.ndim == 2 for p in matrices["params"])
-    assert all(p.ndim == 1 for p in others["params"])
-    assert len(matrices["params"]) + len(others["params"]) == len(list(model.parameters()))
+def test_rotary_positions_are_relative() -> None:
+    """The product of a rotated query and key depends on their distance only."""
+    cos, sin = rotary_tables(LLAMA)
+    q, k = torch.randn(2, 1, 16, 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    q, k = q[:, :1].expand(-1, 16, -1, -1), k[:, :1].expand(-1, 16, -1, -1)
+    products = torch.einsum("bihe,bjhe->ij", rotate(q, cos, sin), rotate(k, cos, sin))
+    for distance in range(5):
+        diagonal = products.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert not products[0].allclose(products[0, :1].expand(16))
 
 
 def test_a_constant_matrix_is_found() -> None:

@@ -1,12 +1,10 @@
-"""The configuration: what can be set, what follows from it, and which combinations make no sense.
+"""The configuration: what can be set, and what follows from it. (Which combinations make no sense: conflicts.py.)
 
 Every section of the TOML file is a frozen class, and the string under a field is its help text. Builders are given
 their own section, never the whole. How files, `base` and the command line become a Config is in settings.py.
 """
 
-import glob
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,30 +38,81 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    family: Literal["gpt"] = "gpt"
-    """kind of model; gpt: learned positions, LayerNorm, GELU, causal attention"""
+    family: Literal["gpt", "llama"] = "gpt"
+    """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention"""
     size: str = "1M"
-    """a name for dim, n_layers and n_heads, which can also be set one by one"""
+    """a name for the numbers below, which can also be set one by one; see sizes.py"""
+    init_from: str = ""
+    """start from the weights of a run, a checkpoint or a Hugging Face folder: step 0, a new optimizer"""
+    vocab_size: NonNegativeInt = 0
+    """entries of the embedding; 0: as many as the tokenizer has"""
     dim: PositiveInt = 128
     """width of the residual stream"""
     n_layers: PositiveInt = 4
     """number of Transformer blocks"""
     n_heads: PositiveInt = 4
-    """attention heads; dim must be a multiple"""
+    """attention heads"""
     max_seq_len: PositiveInt = 1024
-    """longest sequence that the learned positions allow"""
+    """longest sequence, in tokens"""
+    tie_embeddings: bool = False
+    """the output matrix is the token embeddings"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """probability of dropping an activation while training"""
+    """gpt: probability of dropping an activation while training"""
+    n_kv_heads: NonNegativeInt = 0
+    """llama: heads of keys and values, shared by n_heads; 0: as many as n_heads"""
+    head_dim: NonNegativeInt = 0
+    """llama: width of a head; 0: dim / n_heads"""
+    hidden_dim: NonNegativeInt = 0
+    """llama: width of the feed-forward; 0: 8/3 dim, rounded up to a multiple of 64"""
+    norm_eps: PositiveFloat = 1e-5
+    """epsilon of the norms"""
+    qk_norm: bool = False
+    """llama: normalise queries and keys (Qwen3)"""
+    qkv_bias: bool = False
+    """llama: biases of queries, keys and values (Qwen2)"""
+    rope_theta: PositiveFloat = 1e4
+    """llama: base of the rotary wavelengths"""
+    rope_factor: float = Field(default=1.0, ge=1)
+    """llama: stretch long rotary wavelengths by this factor (Llama 3.1's longer context); 1: not"""
+    rope_low_freq_factor: PositiveFloat = 1.0
+    """llama: wavelengths above rope_original_max_seq_len / this are stretched in full"""
+    rope_high_freq_factor: PositiveFloat = 4.0
+    """llama: wavelengths below rope_original_max_seq_len / this are kept"""
+    rope_original_max_seq_len: PositiveInt = 8192
+    """llama: the context before stretching"""
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def dim_of_heads(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def dim_of_ffn(self) -> int:
+        """Width of the feed-forward."""
+        if self.family == "gpt":
+            return 4 * self.dim
+        return self.hidden_dim or -(-8 * self.dim // (3 * 64)) * 64
 
 
 class TokenizerConfig(Section):
+    path: str = ""
+    """a tokenizer.json to use; empty: one is trained on the text"""
+    end_token: str = ""
+    """with path: the entry that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>"""
     vocab_size: int = Field(default=4096, ge=257, le=2**31 - 1)
-    """size of the byte-level BPE vocabulary that is trained on the text (256 bytes, 1 end mark, merges)"""
+    """without path: size of the byte-level BPE vocabulary that is trained (256 bytes, 1 end mark, merges)"""
 
 
 class DataConfig(Section):
     path: str | list[str] = ""
-    """your .txt files, folders or globs; empty: the text of Python's standard library"""
+    """your .txt and .jsonl files, folders or globs; empty: the text of Python's standard library"""
+    text_key: str = "text"
+    """the key of a .jsonl line that holds its text"""
     val_fraction: float = Field(default=0.05, gt=0, lt=1)
     """share of the documents that is held out for validation, chosen by their hash"""
     cache_dir: str = ""
@@ -81,19 +130,38 @@ class TrainConfig(Section):
     """sequences per optimizer step, over all ranks; gradient accumulation follows from it"""
 
 
+class ParameterGroup(Section):
+    match: str
+    """names of parameters, e.g. "*norm*" or "layers.0.*"; the first group that matches counts"""
+    lr_factor: NonNegativeFloat = 1.0
+    """multiplies the learning rate"""
+    weight_decay: NonNegativeFloat | None = None
+    """instead of [optim] weight_decay; absent: as without the group"""
+
+
 class OptimConfig(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    """the optimizer, one of torch's (torch's Adafactor can't take sharded parameters)"""
     lr: PositiveFloat = 4e-3
-    """peak learning rate of AdamW"""
+    """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
-    """decay rates of AdamW's two moments"""
+    """adamw: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
-    """AdamW's epsilon"""
+    """adamw: added to the root of the second moment"""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """sgd: momentum"""
     weight_decay: NonNegativeFloat = 0.1
     """decay of matrices; biases and norms have none"""
+    groups: list[ParameterGroup] = []
+    """parameters with a learning rate or decay of their own: [[optim.groups]] match = "*", lr_factor, weight_decay"""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """shape of the learning rate after warm-up; wsd: constant, then linear over the last decay_ratio of the steps"""
     warmup_steps: NonNegativeInt = 20
     """steps of linear warm-up"""
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+    """wsd: share of the steps in which the learning rate falls"""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """the cosine ends at this share of lr"""
+    """the schedule ends at this share of lr (constant: does not fall)"""
     max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """gradients are clipped to this global norm; inf: not clipped"""
 
@@ -178,67 +246,4 @@ def derive(config: Config, world_size: int) -> Layout:
         grad_accum_steps=accum,
         masked_sequences=accum * per_round - train.global_batch_size,
         tokens_per_step=train.global_batch_size * train.seq_len,
-    )
-
-
-def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[Config], dict[str, str]]:
-    """The rules between keys, for this world size and machine.
-
-    Args:
-        n_gpus: of this machine.
-        local_world_size: the ranks of this machine.
-
-    Returns:
-        a function of a config; it returns the broken rules as {"the keys involved": "what is wrong and what works"}.
-    """
-
-    def check(config: Config) -> dict[str, str]:
-        found: dict[str, str] = {}
-        run, model, train, fsdp = config.run, config.model, config.train, config.fsdp
-        if Path(run.name).name != run.name or run.name in ("", ".", ".."):
-            found["run.name"] = f'run.name = "{run.name}" should be the plain name of a folder, e.g. run.name = "first"'
-        if model.dim % model.n_heads:
-            works = max(d for d in range(1, model.n_heads + 1) if model.dim % d == 0)
-            found["model.n_heads model.dim"] = (
-                f"model.dim = {model.dim} is no multiple of model.n_heads = {model.n_heads}; n_heads = {works} works"
-            )
-        if train.seq_len > model.max_seq_len:
-            found["train.seq_len model.max_seq_len"] = (
-                f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
-                f"model.max_seq_len = {train.seq_len} works"
-            )
-        if config.optim.warmup_steps >= train.steps:
-            found["optim.warmup_steps train.steps"] = (
-                f"optim.warmup_steps = {config.optim.warmup_steps} leaves none of train.steps = {train.steps}; "
-                f"warmup_steps = {train.steps // 10} works"
-            )
-        if any(not 0 <= beta < 1 for beta in config.optim.betas):
-            found["optim.betas"] = f"optim.betas = {list(config.optim.betas)} should be in [0, 1), e.g. [0.9, 0.95]"
-        if fsdp.dp_shard != -1 and fsdp.dp_shard < 1:
-            found["fsdp.dp_shard"] = f"fsdp.dp_shard = {fsdp.dp_shard} should be -1 (all that is left) or at least 1"
-        elif (layout := derive(config, world_size)).dp_replicate * layout.dp_shard != world_size:
-            found["fsdp.dp_shard fsdp.dp_replicate"] = _mesh_message(fsdp, world_size)
-        if run.device == "cuda" and n_gpus == 0:
-            found["run.device"] = 'run.device = "cuda", but torch sees no GPU here; run.device = "cpu" works'
-        if run.device != "cpu" and 0 < n_gpus < local_world_size:
-            found["run.device"] = (
-                f"{local_world_size} processes on this machine, and torch sees {n_gpus} GPUs; "
-                f'--nproc-per-node {n_gpus} works, and so does run.device = "cpu"'
-            )
-        paths = [config.data.path] if isinstance(config.data.path, str) else config.data.path
-        missing = [p for p in paths if p and not glob.glob(str(Path(p).expanduser()), recursive=True)]
-        if missing:
-            found["data.path"] = f"data.path: nothing found at {', '.join(missing)} (looked in {Path.cwd()})"
-        if isinstance(config.data.path, list) and not config.data.path:
-            found["data.path"] = 'data.path = [] names no text; data.path = "" is Python\'s standard library'
-        return found
-
-    return check
-
-
-def _mesh_message(fsdp: FsdpConfig, world_size: int) -> str:
-    replicate = fsdp.dp_replicate if world_size % fsdp.dp_replicate == 0 else 1
-    return (
-        f"fsdp.dp_replicate = {fsdp.dp_replicate} x fsdp.dp_shard = {fsdp.dp_shard} does not give the world size "
-        f"{world_size}; fsdp.dp_replicate = {replicate} with fsdp.dp_shard = {world_size // replicate} works"
     )

@@ -50,6 +50,8 @@ def start_lines(
     ]
     if not state.setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
+    if loaded and (changed := differences(loaded.config, state.config)):
+        lines.append(f"run     changed since then: {changed}")
     if loaded and (changed := differences(loaded.setting, state.setting)):
         lines.append(f"run     the same data in the same order, but not bit for bit: {changed}")
     return "\n".join(lines)

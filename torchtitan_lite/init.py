@@ -35,6 +35,7 @@ def materialise(model: Transformer, device: torch.device, seed: int) -> None:
         RuntimeError: a tensor stayed on meta, was not initialised, or is constant though it should be random.
     """
     model.to_empty(device=device)
+    model.tie_weights()  # to_empty makes a tensor for each name, also where two names are one parameter
     _poison(model)
     model.reset_parameters(functools.partial(_normal_, seed))
     prove(model)

@@ -1,34 +1,92 @@
-"""AdamW, the learning rate of a step, and the guard that keeps NaN out of the parameters."""
+"""The optimizer, its groups of parameters, and the learning rate of a step."""
 
+import fnmatch
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config import OptimConfig
-from torchtitan_lite.distributed import sum_over_ranks
-from torchtitan_lite.errors import NonFiniteError
-from torchtitan_lite.init import local_rows
+from torchtitan_lite.errors import ConfigError
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over a sharded model: decay for matrices, none for biases and norms."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """One of torch's optimizers over a sharded model; adamw in its fused form (torch's fused sgd takes no DTensors).
+
+    Raises:
+        ConfigError: a pattern of [[optim.groups]] matches no parameter.
+    """
+    groups = parameter_groups(model, config)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Parameters by weight decay and `lr_factor`: those that [[optim.groups]] name, then matrices, then the others."""
+    chosen: dict[tuple[float, float], list[nn.Parameter]] = {}
+    used = set()
+    for name, parameter in model.named_parameters():
+        decay = config.weight_decay if parameter.ndim > 1 else 0.0
+        factor = 1.0
+        for i, group in enumerate(config.groups):
+            if fnmatch.fnmatchcase(name, group.match):
+                factor = group.lr_factor
+                decay = decay if group.weight_decay is None else group.weight_decay
+                used.add(i)
+                break
+        chosen.setdefault((decay, factor), []).append(parameter)
+    for i, group in enumerate(config.groups):
+        if i not in used:
+            names = [name for name, _ in model.named_parameters()]
+            other = any(fnmatch.fnmatchcase(name, group.match) for name in names)
+            why = "an earlier group has all that it matches" if other else f"names look like {names[0]}, {names[-1]}"
+            raise ConfigError(f'optim.groups: match = "{group.match}" matches no parameter: {why}')
+    return [
+        {"params": parameters, "weight_decay": decay, "lr_factor": factor}
+        for (decay, factor), parameters in chosen.items()
+    ]
+
+
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The learning rate of `step` (1-based): linear warm-up, then a cosine down to min_lr_ratio at the last step."""
+    """The learning rate of `step` (1-based) of `steps`: linear warm-up, then the schedule, down to min_lr_ratio."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    done = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+    done = min((step - config.warmup_steps) / max(steps - config.warmup_steps, 1), 1.0)
+    if config.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * done))
+    elif config.schedule == "linear":
+        height = 1 - done
+    elif config.schedule == "wsd":
+        height = min((steps - step) / max(config.decay_ratio * steps, 1), 1.0)
+    else:
+        return config.lr
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give each group its share of the rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_factor"]
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make its state now, and not at its first step: a load needs somewhere to load to.
+
+    A step with zero gradients and a rate of 0 leaves every parameter as it is, bit for bit; the state's values are
+    wrong (a step has been counted), and have to be overwritten.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
@@ -39,71 +97,3 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def require_finite(model: nn.Module, step: int) -> None:
-    """
-    Raises:
-        NonFiniteError: on every rank, if a parameter is not finite on any: it must not be saved.
-    """
-    finite = [local_rows(parameter)[0].isfinite().all() for parameter in model.parameters()]
-    bad = (~torch.stack(finite)).float()
-    if sum_over_ranks(bad).any():
-        names = [name for (name, _), flag in zip(model.named_parameters(), bad.tolist(), strict=True) if flag]
-        raise NonFiniteError(
-            f"step {step}: {len(names)} parameters are not finite, the first is {names[0]}. They were not saved. "
-            "Older checkpoints are untouched; a lower optim.lr may help"
-        )
-
-
-class FiniteGuard:
-    """Withholds an update on the device, and tells the host one step later.
-
-    Fused AdamW leaves parameters, moments and step counts alone where its `found_inf` is 1. The host's copy of the
-    verdict is read while the device already works on the next step, so that a healthy run never waits for it.
-    """
-
-    def __init__(self, optimizer: torch.optim.AdamW) -> None:
-        self.optimizer = optimizer
-        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
-
-    def judge(self, step: int, bad_ranks: Tensor, grad_norm: Tensor) -> None:
-        """Withhold the coming update if anything is not finite. Call `raise_if_bad` for the step before first.
-
-        Args:
-            step: of the coming update.
-            bad_ranks: (world_size,), not 0 for each rank whose own loss is not finite; equal on all ranks.
-            grad_norm: (), the global norm of the gradients.
-        """
-        verdict = torch.cat([bad_ranks != 0, ~grad_norm.isfinite().reshape(1)])
-        self.optimizer.found_inf = verdict.any().float()  # type: ignore[attr-defined]  # read by torch's fused AdamW
-        if verdict.is_cuda:
-            copy = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=True).copy_(verdict, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending = step, copy, event
-        else:
-            self._pending = step, verdict, None
-
-    def raise_if_bad(self) -> None:
-        """
-        Raises:
-            NonFiniteError: the last judged step was bad; it names the step and the ranks. All ranks raise alike.
-        """
-        if self._pending is None:
-            return
-        step, verdict, copied = self._pending
-        if copied is not None:
-            copied.synchronize()
-        self._pending = None
-        if verdict.any():
-            ranks = verdict[:-1].nonzero().flatten().tolist()
-            what = (
-                f"the loss is not finite on rank {', '.join(map(str, ranks))}"
-                if ranks
-                else ("the gradient norm is not finite, though the loss of every rank is")
-            )
-            raise NonFiniteError(
-                f"step {step}: {what}. The update was withheld, nothing was saved since. "
-                "A lower optim.lr, more optim.warmup_steps or a smaller optim.max_norm may help"
-            )

@@ -13,14 +13,27 @@ from torchtitan_lite.storage import TrainState
 
 def fresh_state(config: Config, meta: Meta, world: World) -> TrainState:
     """The state before the first step."""
-    return TrainState(identity=identity(config, meta), setting=setting(config, world))
+    return TrainState(identity=identity(config, meta), setting=setting(config, world), config=flatten(config))
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every value by "section.key", as JSON has it."""
+    tree = config.model_dump(mode="json")
+    return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
 
 
 def identity(config: Config, meta: Meta) -> dict[str, Any]:
     """What can't change while a run goes on, by config key: a checkpoint that differs is refused."""
-    model = {f"model.{key}": value for key, value in config.model if key != "size"}
-    data = {"tokenizer": meta.tokenizer_sha256, "data": meta.tokens_sha256}
-    return model | data | {"train.seq_len": config.train.seq_len, "run.seed": config.run.seed}
+    values = flatten(config)
+    content = {"tokenizer": meta.tokenizer_sha256, "data": meta.tokens_sha256}
+    return content | {key: values[key] for key in values if is_refused(key)}
+
+
+def is_refused(key: str) -> bool:
+    """Whether a run can't be resumed with another value of this key. (The text and the tokenizer: by their hashes.)"""
+    if key.startswith("model."):
+        return key not in ("model.size", "model.init_from")  # a name for others; only read at step 0
+    return key in ("train.seq_len", "run.seed", "optim.name")
 
 
 def setting(config: Config, world: World) -> dict[str, Any]:
@@ -40,5 +53,5 @@ def setting(config: Config, world: World) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The values that changed, as "threads 1 -> 2, ..."; empty if the resume is bit for bit."""
+    """The values that changed, as "threads 1 -> 2, ..."; empty if none did."""
     return ", ".join(f"{key} {saved.get(key)} -> {value}" for key, value in here.items() if saved.get(key) != value)

@@ -21,7 +21,8 @@ import tomli
 import tomli_w
 from pydantic import ValidationError
 
-from torchtitan_lite.config import Config, conflicts
+from torchtitan_lite.config import Config
+from torchtitan_lite.conflicts import conflicts
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.sizes import SIZES
 
@@ -219,7 +220,8 @@ def example(key: str) -> str:
 
 def _sentence(item: Any) -> str:
     message = str(item["msg"]).removeprefix("Input ")
-    return message[:1].lower() + message[1:]
+    inside = ".".join(str(part) for part in item["loc"][2:] if part not in ("str", "list[str]"))
+    return (f"{inside} " if inside else "") + message[:1].lower() + message[1:]
 
 
 @dataclass(frozen=True)
@@ -282,12 +284,14 @@ def to_toml_with_origins(loaded: Loaded) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items() if item is not None}  # TOML has no null
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def show(value: Any) -> str:
     """A value as TOML, on one line."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {show(item)}" for key, item in value.items()) + " }"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(show(item) for item in value) + "]"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")

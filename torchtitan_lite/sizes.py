@@ -1,7 +1,12 @@
-"""Named model sizes: what `[model] size` stands for. Plain numbers, so that reading a config needs no torch."""
+"""Named model sizes: what `[model] size` stands for. Plain values, so that reading a config needs no torch.
 
-GPT: dict[str, dict[str, int]] = {
-    # name    matrices of the layers (12 n_layers dim^2); the embeddings come on top
+Names below 100M mean the matrices of the layers: the embeddings come on top and depend on the vocabulary. The others
+have the parameter counts of PARAMETERS.
+"""
+
+from typing import Any
+
+GPT: dict[str, dict[str, Any]] = {
     "1M": {"dim": 128, "n_layers": 4, "n_heads": 4},
     "3M": {"dim": 256, "n_layers": 4, "n_heads": 4},
     "10M": {"dim": 320, "n_layers": 8, "n_heads": 5},
@@ -11,4 +16,45 @@ GPT: dict[str, dict[str, int]] = {
     "1558M": {"dim": 1600, "n_layers": 48, "n_heads": 25},  # GPT-2 XL
 }
 
-SIZES = {"gpt": GPT}
+
+def _llama(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, *, tied: bool = False, theta: float = 1e4
+) -> dict[str, Any]:
+    return {
+        "dim": dim,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "hidden_dim": hidden_dim,
+        "tie_embeddings": tied,
+        "rope_theta": theta,
+    }
+
+
+LLAMA: dict[str, dict[str, Any]] = {
+    #             dim  layers heads kv hidden
+    "1M": _llama(128, 4, 4, 2, 384),
+    "3M": _llama(256, 4, 4, 2, 704),
+    "15M": _llama(384, 8, 6, 3, 1088),
+    "150M": _llama(768, 16, 12, 4, 2048, tied=True),
+    "1B": _llama(2048, 16, 32, 8, 8192, tied=True, theta=5e5),  # Llama 3.2
+    "3B": _llama(3072, 28, 24, 8, 8192, tied=True, theta=5e5),  # Llama 3.2
+    "8B": _llama(4096, 32, 32, 8, 14336, theta=5e5),  # Llama 3
+    "70B": _llama(8192, 80, 64, 8, 28672, theta=5e5),  # Llama 3
+    "405B": _llama(16384, 126, 128, 8, 53248, theta=5e5),  # Llama 3.1
+}
+
+# name: (vocabulary, parameters); what the publishers' checkpoints hold
+PARAMETERS = {
+    ("gpt", "124M"): (50257, 124_439_808),
+    ("gpt", "355M"): (50257, 354_823_168),
+    ("gpt", "774M"): (50257, 774_030_080),
+    ("gpt", "1558M"): (50257, 1_557_611_200),
+    ("llama", "1B"): (128256, 1_235_814_400),
+    ("llama", "3B"): (128256, 3_212_749_824),
+    ("llama", "8B"): (128256, 8_030_261_248),
+    ("llama", "70B"): (128256, 70_553_706_496),
+    ("llama", "405B"): (128256, 405_853_388_800),
+}
+
+SIZES = {"gpt": GPT, "llama": LLAMA}

@@ -36,6 +36,7 @@ class TrainState:
     samples_consumed: int = 0
     identity: Mapping[str, Any] = field(default_factory=dict)  # must be the same on a resume, by config key
     setting: Mapping[str, Any] = field(default_factory=dict)  # must be the same for a bitwise resume
+    config: Mapping[str, Any] = field(default_factory=dict)  # the whole config, by "section.key"
 
 
 def find_steps(checkpoints: Path) -> list[int]:

@@ -1,11 +1,12 @@
-"""Which text: the user's .txt files, or the standard library of the Python that runs this.
+"""Which text: the user's .txt and .jsonl files, or the standard library of the Python that runs this.
 
-A document is a block of at most 64 KiB of one file, cut at a line end. It is the unit that goes to training or to
-validation. A corpus of fewer than 16 blocks is cut into smaller ones, so that even a short file has something to
-validate on. Text is never repaired: a file that is not what it says it is stops the run, by name.
+A document is the text of a .jsonl line, or a block of at most 64 KiB of another file, cut at a line end. It is the unit
+that goes to training or to validation. A corpus of fewer than 16 blocks is cut into smaller ones, so that even a short
+file has something to validate on. Text is never repaired: a file that is not what it says it is stops the run, by name.
 """
 
 import glob
+import json
 import sysconfig
 import tokenize
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torchtitan_lite.errors import DataError
 MAX_BLOCK = 64 * 1024  # bytes
 _MIN_BLOCK = 1024
 _NEWLINE = b"\n"
+_KINDS = (".txt", ".jsonl")
 _ENOUGH_BLOCKS = 16
 # Tests are two thirds of the library, and many distributions leave them out; the others are not the library's own.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -27,15 +29,16 @@ class Corpus:
     """Files in a fixed order, each with the name that stands for it in messages and in the cache's key."""
 
     files: tuple[Path, ...]
-    python_source: bool  # decode by the encoding that a source file declares (PEP 263), else strict UTF-8
+    text_key: str = "text"  # of .jsonl lines
+    python_source: bool = False  # decode by the encoding that a source file declares (PEP 263), else strict UTF-8
 
     def identity(self) -> list[list[str | int]]:
         """What decides the text without reading it: path, size and time of change (ns) of each file."""
         return [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in self.files]
 
 
-def find(path: str | list[str]) -> Corpus:
-    """The files that `[data] path` means: a .txt file, a folder (all .txt below it), a glob, or a list of those.
+def find(path: str | list[str], text_key: str = "text") -> Corpus:
+    """The files that `[data] path` means: a .txt or .jsonl file, a folder (all of those below it), a glob, or a list.
 
     Raises:
         DataError: nothing was found, or a file is of a kind that can't be read.
@@ -45,14 +48,20 @@ def find(path: str | list[str]) -> Corpus:
     files: list[Path] = []
     for entry in [path] if isinstance(path, str) else path:
         found = [Path(p) for p in sorted(glob.glob(str(Path(entry).expanduser()), recursive=True))]
-        texts = [t for p in found for t in (sorted(p.rglob("*.txt")) if p.is_dir() else [p]) if t.is_file()]
+        texts = [t for p in found for t in (_below(p) if p.is_dir() else [p]) if t.is_file()]
         if not texts:
-            raise DataError(f"data.path: no .txt file at {entry} (looked in {Path.cwd()})")
+            raise DataError(f"data.path: no .txt or .jsonl file at {entry} (looked in {Path.cwd()})")
         files += texts
     for file in files:
-        if file.suffix != ".txt":
-            raise DataError(f"{file}: only .txt files can be read; convert it, or rename it if it is plain text")
-    return Corpus(tuple(dict.fromkeys(files)), python_source=False)
+        if file.suffix not in _KINDS:
+            raise DataError(
+                f"{file}: only .txt and .jsonl files can be read; convert it, or rename it if it is plain text"
+            )
+    return Corpus(tuple(dict.fromkeys(files)), text_key)
+
+
+def _below(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.suffix in _KINDS)
 
 
 def _standard_library() -> Corpus:
@@ -73,8 +82,10 @@ def documents(corpus: Corpus) -> Iterator[str]:
     limit = min(MAX_BLOCK, max(size // _ENOUGH_BLOCKS, _MIN_BLOCK))
     for file in corpus.files:
         try:
-            encoding = _declared_encoding(file) if corpus.python_source else "utf-8"
-            yield from _blocks(file, encoding, limit)
+            if file.suffix == ".jsonl":
+                yield from _json_texts(file, corpus.text_key)
+            else:
+                yield from _blocks(file, _declared_encoding(file) if corpus.python_source else "utf-8", limit)
         except (OSError, SyntaxError) as error:
             raise DataError(f"{file}: can't be read: {error}") from None
 
@@ -100,6 +111,22 @@ def _blocks(file: Path, encoding: str, limit: int) -> Iterator[str]:
                 ) from None
             line += pending.count(_NEWLINE, 0, end)
             pending = pending[end:]
+
+
+def _json_texts(file: Path, key: str) -> Iterator[str]:
+    """The text of each line, which has to be a JSON object with a string that is not empty under this key."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # of JSON or of UTF-8
+                raise DataError(f"{file}: line {number}: not JSON: {error}") from None
+            if not isinstance(record, dict) or key not in record:
+                found = f"its keys are {', '.join(record) or '-'}" if isinstance(record, dict) else "it is no object"
+                raise DataError(f'{file}: line {number}: no "{key}": {found}; data.text_key names the key of the text')
+            if not isinstance(record[key], str) or not record[key]:
+                raise DataError(f'{file}: line {number}: "{key}" should be text, and is {json.dumps(record[key])[:40]}')
+            yield record[key]
 
 
 def _last_whole(data: bytes) -> int:

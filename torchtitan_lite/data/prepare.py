@@ -6,8 +6,8 @@
    rank may simply call `prepare`, before there is a process group.
 3. Documents are split by a hash of their text: a document stays where it is when others are added (in a corpus of at
    least 1 MiB; a smaller one is cut into smaller blocks, see corpus.py).
-4. A byte-level BPE tokenizer is trained on the training documents, and all are encoded. Each document ends with the
-   end mark. The tokens go to train.bin and val.bin, uint16 or uint32.
+4. A byte-level BPE tokenizer is trained on the training documents, unless one is given, and all are encoded. Each
+   document ends with the end mark. The tokens go to train.bin and val.bin, uint16 or uint32.
 5. Everything is written beside and renamed last, so that half a folder is never taken for a whole one.
 """
 
@@ -62,12 +62,14 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str], N
     Raises:
         DataError: the text is missing, not UTF-8, or too short.
     """
-    corpus = corpora.find(data.path)
+    corpus = corpora.find(data.path, data.text_key)
+    given = bpe.load(Path(tokenizer.path)) if tokenizer.path else None
     decides = {
         "format": FORMAT_VERSION,
         "files": corpus.identity(),
+        "text_key": data.text_key,
         "python": platform.python_version() if corpus.python_source else "",
-        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": [bpe.sha256(given), tokenizer.end_token] if given else tokenizer.vocab_size,
         "val_fraction": data.val_fraction,
     }
     key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
@@ -78,7 +80,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str], N
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f"{key}.lock"):
                 if not folder.is_dir():
-                    _make(folder, corpus, data, tokenizer, say)
+                    _make(folder, corpus, data, tokenizer, given, say)
         except OSError as error:
             raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
     return folder
@@ -113,12 +115,13 @@ def _make(
     corpus: corpora.Corpus,
     data: DataConfig,
     tokenizer_config: TokenizerConfig,
+    given: Tokenizer | None,
     say: Callable[[str], None],
 ) -> None:
     source = "Python's standard library" if corpus.python_source else "your text"
     say(f"data    preparing {source}: {len(corpus.files):,} files, once for all runs ...")
     held_out = _held_out(corpora.documents(corpus), data.val_fraction)
-    tokenizer = bpe.train(
+    tokenizer = given or bpe.train(
         (text for text, held in zip(corpora.documents(corpus), held_out, strict=True) if not held),
         tokenizer_config.vocab_size,
     )
@@ -127,7 +130,8 @@ def _make(
     beside.mkdir()
     try:
         tokenizer.save(str(beside / "tokenizer.json"))
-        meta = _encode(beside, corpora.documents(corpus), held_out, tokenizer)
+        end = bpe.end_token(tokenizer, tokenizer_config.end_token)
+        meta = _encode(beside, corpora.documents(corpus), held_out, tokenizer, end)
         if not meta.train_tokens:
             raise DataError("all of the text was held out; use more text, or a smaller data.val_fraction")
         (beside / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n")
@@ -153,9 +157,8 @@ def _held_out(texts: Iterable[str], fraction: float) -> list[bool]:
     return [mark < limit for mark in marks]
 
 
-def _encode(folder: Path, texts: Iterator[str], held_out: list[bool], tokenizer: Tokenizer) -> Meta:
-    end = tokenizer.token_to_id(bpe.END_OF_DOCUMENT)
-    dtype = token_dtype(tokenizer.get_vocab_size())
+def _encode(folder: Path, texts: Iterator[str], held_out: list[bool], tokenizer: Tokenizer, end: int) -> Meta:
+    dtype = token_dtype(bpe.size(tokenizer))
     counts, text_bytes = {True: 0, False: 0}, 0
     with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
         marked = zip(texts, held_out, strict=True)
@@ -178,7 +181,7 @@ def _encode(folder: Path, texts: Iterator[str], held_out: list[bool], tokenizer:
         text_bytes=text_bytes,
         train_tokens=counts[False],
         val_tokens=counts[True],
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=bpe.size(tokenizer),
         tokenizer_sha256=bpe.sha256(tokenizer),
         tokens_sha256=digest.hexdigest(),
     )

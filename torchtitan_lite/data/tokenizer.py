@@ -1,7 +1,11 @@
-"""Byte-level BPE by the `tokenizers` library: every text can be encoded, nothing is unknown, decoding is exact."""
+"""Tokenizers of the `tokenizers` library: the user's own, or byte-level BPE trained on the text.
+
+In byte-level BPE every text can be encoded, nothing is unknown, and decoding is exact.
+"""
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -9,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
+_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -36,18 +41,62 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def load(path: Path) -> Tokenizer:
+    """
+    Raises:
+        DataError: the file is no tokenizer.json.
+    """
+    try:
+        return Tokenizer.from_file(str(path.expanduser()))
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise DataError(f"tokenizer.path: {path} can't be read as a tokenizer.json: {error}") from None
+
+
+def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:
+    """The id of the entry that ends a document.
+
+    Raises:
+        DataError: the tokenizer has none of that name, or none that is known.
+    """
+    for token in (wanted,) if wanted else _KNOWN_ENDS:
+        index = tokenizer.token_to_id(token)
+        if index is not None:
+            return int(index)
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:8]
+    raise DataError(
+        f"tokenizer.end_token: the tokenizer has no entry {wanted or ' or '.join(_KNOWN_ENDS)} to end a document with; "
+        f"its special entries are {', '.join(special) or '-'}"
+    )
+
+
+def size(tokenizer: Tokenizer) -> int:
+    """The number of embeddings it takes: the largest id, plus 1."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
 def sha256(tokenizer: Tokenizer) -> str:
     """The identity of a tokenizer: the hash of its whole definition, in hex."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def bytes_per_token(tokenizer: Tokenizer) -> torch.Tensor:
-    """How many bytes of text each token stands for, (vocab_size,) int64; 0 for the end mark.
+    """How many bytes of text each token stands for, (size,) int64; 0 for special entries such as the end mark.
 
-    In a byte-level vocabulary each character of an entry is one byte of text.
+    In a byte-level vocabulary each character of an entry is one byte of text. In others a character is itself, a word
+    boundary is a space, and <0xAB> is a byte.
     """
-    lengths = torch.zeros(tokenizer.get_vocab_size(), dtype=torch.int64)
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    for token, index in tokenizer.get_vocab().items():
-        lengths[index] = 0 if token in special else len(token)
+    lengths = torch.zeros(size(tokenizer), dtype=torch.int64)
+    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    byte_level = all(alphabet.issuperset(token) for token in vocabulary if token not in added)
+    for token, index in vocabulary.items():
+        if added.get(token, False):
+            continue  # a special entry stands for no text
+        if token in added:
+            lengths[index] = len(token.encode())
+        elif byte_level or (len(token) == 6 and token.startswith("<0x")):
+            lengths[index] = len(token) if byte_level else 1
+        else:
+            lengths[index] = len(token.replace("\u2581", " ").encode())
     return lengths

@@ -1,16 +1,21 @@
 """Models: pure PyTorch, no torch.distributed in here. Parallelism is applied from outside (parallelize.py).
 
-A model is an nn.Module with `layers`, `norm` and `output`; its other children make the input of the first layer. Its
-`forward(tokens, targets=None)` returns logits or the summed loss, and `reset_parameters(normal_)` initialises it all.
+A family is a common.Transformer with `layers`, `norm` and `output`; its other children make what the layers take.
 """
 
 from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.models import gpt
+from torchtitan_lite.models import gpt, llama
+from torchtitan_lite.models.common import Transformer
 
-Transformer = gpt.Transformer  # the one family so far
-_FAMILIES = {"gpt": gpt.Transformer}
+__all__ = ["Transformer", "build"]
+
+_FAMILIES: dict[str, type[gpt.GPT] | type[llama.Llama]] = {"gpt": gpt.GPT, "llama": llama.Llama}
 
 
 def build(config: ModelConfig, vocab_size: int) -> Transformer:
-    """The model of `[model]`, on torch's current device: use `torch.device("meta")`, and materialise it sharded."""
-    return _FAMILIES[config.family](config, vocab_size)
+    """The model of `[model]`, on torch's current device: use `torch.device("meta")`, and materialise it sharded.
+
+    Args:
+        vocab_size: the tokenizer's; `[model] vocab_size` counts if it is set.
+    """
+    return _FAMILIES[config.family](config, config.vocab_size or vocab_size)

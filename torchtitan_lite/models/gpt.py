@@ -3,17 +3,12 @@
 Shapes: B sequences, T tokens, D dim, H heads, V vocabulary.
 """
 
-import math
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.loss import summed_cross_entropy
-
-Fill = Callable[[str, Tensor, float], None]  # fills a parameter, given its name, with normal values of this deviation
+from torchtitan_lite.models.common import Transformer
 
 
 class Attention(nn.Module):
@@ -41,8 +36,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, 4 * config.dim)
-        self.w2 = nn.Linear(4 * config.dim, config.dim)
+        self.w1 = nn.Linear(config.dim, config.dim_of_ffn)
+        self.w2 = nn.Linear(config.dim_of_ffn, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
@@ -54,9 +49,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.dim)
+        self.attention_norm = nn.LayerNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.LayerNorm(config.dim)
+        self.ffn_norm = nn.LayerNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -66,56 +61,16 @@ class TransformerBlock(nn.Module):
         return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
 
-class Transformer(nn.Module):
-    """Token and position embeddings, blocks, a last norm, and the output matrix."""
+class GPT(Transformer):
+    """Token embeddings plus learned positions, and blocks."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
-        super().__init__()
-        self.max_seq_len = config.max_seq_len
-        self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
+        blocks: list[nn.Module] = [TransformerBlock(config) for _ in range(config.n_layers)]
+        super().__init__(config, vocab_size, blocks, nn.LayerNorm(config.dim, config.norm_eps))
         self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
-        self.norm = nn.LayerNorm(config.dim)
-        self.output = nn.Linear(config.dim, vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits, or the loss where targets are given.
-
-        The loss is computed in here, and not by the caller, so that it happens while FSDP holds the whole output
-        matrix: only then can it later be computed in chunks, without ever holding all logits.
-
-        Args:
-            tokens: (B, T) int64, T at most max_seq_len.
-            targets: (B, T) int64, loss.IGNORE where there is nothing to learn.
-
-        Returns:
-            (B, T, V) logits, or the summed cross-entropy, () float32.
-        """
+    def inputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Embedded tokens and positions, (B, T, D)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions))
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.output(self.norm(x))
-        return logits if targets is None else summed_cross_entropy(logits, targets)
-
-    @torch.no_grad()
-    def reset_parameters(self, normal_: Fill) -> None:
-        """Give every parameter its initial value.
-
-            tensor                                   initial value (L = n_layers)
-            *_embeddings, wq wk wv, w1, output       normal, deviation 0.02
-            wo, w2 (they add to the residual)        normal, deviation 0.02 / sqrt(2 L)
-            weights of norms                         1
-            biases                                   0
-
-        Args:
-            normal_: fills one parameter; it is given the parameter's name so that the values need not depend on how
-                the parameters are spread over ranks.
-        """
-        residual = 0.02 / math.sqrt(2 * len(self.layers))
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-            else:
-                normal_(name, parameter, residual if name.endswith(("wo.weight", "w2.weight")) else 0.02)
+        return (self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions)),)

@@ -1,0 +1,229 @@
+"""Parity with Hugging Face: logits and gradients of random small models, and weights that go in and out."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import checkpoint, losses, python, start, succeeded, tiny
+from torchtitan_lite import hf, init, settings
+from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.models import Transformer, build
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SHAPE | {"rms_norm_eps": 1e-5}),
+    "llama, rope scaling, tied": ("Llama", SHAPE | {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", SHAPE),
+    "qwen3": ("Qwen3", SHAPE | {"head_dim": 10}),
+    "gpt2": ("GPT2", {"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A random model of theirs, with every parameter away from its initial value, and its folder."""
+    kind, values = CASES[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**values)
+    config._attn_implementation = "eager"
+    model_class = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    folder = tmp_path_factory.mktemp(request.param.split(",")[0])
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def config_of(folder: Path, **more: Any) -> ModelConfig:
+    values = hf.from_hf_config(json.loads((folder / "config.json").read_text()))
+    return ModelConfig.model_validate(values | more)
+
+
+def ours(config: ModelConfig, weights: dict[str, Tensor]) -> Transformer:
+    with torch.device("meta"):
+        model = build(config, 1)
+    init.materialise(model, torch.device("cpu"), 0)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"output.weight"} if config.tie_embeddings else set())
+    return model.eval()
+
+
+def relative(one: Tensor, other: Tensor) -> float:
+    return float((one - other).detach().abs().max() / other.detach().abs().max())
+
+
+TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
+
+
+def test_logits_and_gradients(theirs: tuple[Any, Path]) -> None:
+    model, folder = theirs
+    config = config_of(folder)
+    mine = ours(config, hf.open_weights(folder, config))
+    logits = model(TOKENS).logits
+    assert relative(mine(TOKENS), logits) < 1e-5
+
+    targets = TOKENS.roll(-1, 1)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    mine(TOKENS, targets).backward()
+    # the gradient of a tensor changes place as the tensor does
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    expected = hf.drop_tied(hf.from_hf(gradients, config.family), config)
+    found = {name: p.grad for name, p in mine.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert gradient is not None
+        # keys' biases don't change attention: their gradients are rounding errors around 0
+        if not name.endswith("wk.bias"):
+            assert relative(gradient, expected[name]) < 1e-5, name
+
+
+def test_weights_go_out_as_they_came(theirs: tuple[Any, Path]) -> None:
+    model, folder = theirs
+    config = config_of(folder)
+    out = hf.to_hf(hf.open_weights(folder, config), config.family)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name in out}
+    assert out.keys() == {name for name, _ in model.named_parameters()}
+    assert all(out[name].equal(state[name]) for name in out)
+
+
+def test_config_goes_out_as_it_came(theirs: tuple[Any, Path]) -> None:
+    _, folder = theirs
+    config = config_of(folder)
+    again = hf.from_hf_config(hf.to_hf_config(config, config.vocab_size))
+    assert again == hf.from_hf_config(json.loads((folder / "config.json").read_text()))
+
+
+LLAMA = {
+    "model__family": "llama",
+    "model__n_kv_heads": 1,
+    "model__hidden_dim": 48,
+    "model__tie_embeddings": True,
+    "model__rope_theta": 5e5,
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Path) -> None:
+    more: dict[str, Any] = (LLAMA if family == "llama" else {}) | {"train__steps": 4}
+    succeeded(python(*tiny(text, tmp_path, run__name="first", **more)))
+    exported = tmp_path / "exported"
+    succeeded(start([sys.executable, "-m", "torchtitan_lite.hf", "export", str(tmp_path / "first"), str(exported)]))
+
+    # transformers computes the same
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager").eval()
+    config = config_of(exported)
+    mine = ours(config, hf.open_weights(checkpoint(tmp_path / "first", 4), ModelConfig.model_validate(saved(tmp_path))))
+    tokens = TOKENS[:, :32]
+    assert relative(mine(tokens), model(tokens).logits) < 1e-5
+    assert (exported / "tokenizer.json").is_file()
+
+    # and a run goes on from there, from a run, and from a checkpoint, with the same first loss, at step 1
+    sources = [exported, tmp_path / "first", checkpoint(tmp_path / "first", 4)]
+    first = []
+    for i, source in enumerate(sources if family == "llama" else sources[:1]):
+        command = tiny(text, tmp_path, run__name=f"fork{i}", model__init_from=source, **more)
+        succeeded(python(*command))
+        first.append(losses(tmp_path / f"fork{i}"))
+    assert all(curve == first[0] for curve in first)
+    assert first[0][1][0] < losses(tmp_path / "first")[1][0] - 0.005
+    assert set(first[0]) == {1, 2, 3, 4}
+
+
+def saved(tmp_path: Path) -> dict[str, Any]:
+    state = json.loads((checkpoint(tmp_path / "first", 4) / "state.json").read_text())
+    return {key.removeprefix("model."): value for key, value in state["config"].items() if key.startswith("model.")}
+
+
+def test_init_from_another_model_is_refused(theirs: tuple[Any, Path], text: Path, tmp_path: Path) -> None:
+    _, folder = theirs
+    result = python(*tiny(text, tmp_path, run__name="run", model__init_from=folder))
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "model.dim is 48 in the checkpoint and 32 here" in result.stderr
+    assert "model.n_heads is 6 in the checkpoint and 2 here" in result.stderr
+
+
+def test_init_from_with_another_vocabulary_names_both(text: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=2, n_positions=37)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    result = python(*tiny(text, tmp_path, model__init_from=tmp_path / "hf", model__tie_embeddings=True))
+    assert result.returncode == 2
+    assert "tok_embeddings.weight is (400, 32) in the checkpoint and (517, 32) here" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"model_type": "mamba"}, 'model_type "mamba" is not among llama, qwen2, qwen3, gpt2'),
+        ({"model_type": "llama", "mlp_bias": True}, "biases of attention or feed-forward"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding windows"),
+        ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function relu is not gelu_new"),
+    ],
+)
+def test_models_that_are_not_ours(content: dict[str, Any], expected: str) -> None:
+    with pytest.raises(CheckpointError, match=expected):
+        hf.from_hf_config(content)
+
+
+def test_other_rope_scaling_is_refused() -> None:
+    content = transformers.LlamaConfig(**SHAPE).to_dict() | {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}
+    }
+    with pytest.raises(CheckpointError, match="rope_type yarn is not supported"):
+        hf.from_hf_config(content)
+
+
+def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(transformers.LlamaConfig(**SHAPE).to_dict()))
+    index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names \.\./outside\.safetensors, which is no file of this folder"):
+        hf.open_weights(tmp_path, config_of(tmp_path))
+
+
+def test_sharded_folders_are_read(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = theirs
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    config = config_of(folder)
+    one, other = hf.open_weights(folder, config), hf.open_weights(tmp_path, config)
+    assert one.keys() == other.keys()
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+def test_show_prints_a_section_that_works(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = theirs
+    output = succeeded(start([sys.executable, "-m", "torchtitan_lite.hf", "show", str(folder)]))
+    (tmp_path / "c.toml").write_text(
+        output + '\n[train]\nseq_len = 32\n[tokenizer]\npath = "c.toml"\n'.replace("c.toml", str(tmp_path / "c.toml"))
+    )
+    config = settings.load(tmp_path / "c.toml", {}).config
+    assert hf.open_weights(folder, config.model)

@@ -1,0 +1,110 @@
+"""Learning rates, groups of parameters, and optimizers."""
+
+import pytest
+import torch
+
+from torchtitan_lite import init
+from torchtitan_lite.config import ModelConfig, OptimConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.optim import build_optimizer, learning_rate, make_state, set_learning_rate
+
+
+@pytest.fixture
+def model() -> Transformer:
+    with torch.device("meta"):
+        model = build(ModelConfig(dim=32, n_heads=2, n_layers=2, max_seq_len=16), 97)
+    init.materialise(model, torch.device("cpu"), 0)
+    return model
+
+
+def rates(schedule: str, steps: int = 110, **more: float) -> list[float]:
+    values = {"lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, "schedule": schedule} | more
+    config = OptimConfig.model_validate(values)
+    return [learning_rate(config, step, steps) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_warm_up_height_and_end(schedule: str) -> None:
+    found = rates(schedule)
+    assert found[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert found[9:] == sorted(found[9:], reverse=True)
+    assert found[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert rates(schedule, warmup_steps=0)[0] == pytest.approx(1.0, rel=0.02)
+
+
+def test_shapes_between() -> None:
+    assert rates("cosine")[59] == pytest.approx(0.55)
+    assert rates("cosine")[34] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + 2**-0.5))
+    assert rates("linear")[34] == pytest.approx(0.1 + 0.9 * 0.75)
+    wsd = rates("wsd", steps=100, decay_ratio=0.3)
+    assert wsd[10:70] == [1.0] * 60
+    assert wsd[84] == pytest.approx(0.55)
+
+
+def test_decay_is_for_matrices_only(model: Transformer) -> None:
+    matrices, others = build_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
+    assert matrices["weight_decay"] == 0.3
+    assert others["weight_decay"] == 0
+    assert all(p.ndim == 2 for p in matrices["params"])
+    assert all(p.ndim == 1 for p in others["params"])
+    assert len(matrices["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+GROUPS = [
+    {"match": "layers.0.*.wq.*", "lr_factor": 0.0},
+    {"match": "layers.0.*", "lr_factor": 0.5},
+    {"match": "*norm*", "weight_decay": 0.2},
+]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_groups_have_their_own_rate_and_decay(name: str, model: Transformer) -> None:
+    config = OptimConfig.model_validate({"name": name, "groups": GROUPS, "weight_decay": 0.1})
+    optimizer = build_optimizer(model, config)
+    set_learning_rate(optimizer, 0.01)
+    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert len(of) == len(list(model.parameters()))
+    group_of = {key: of[id(p)] for key, p in model.named_parameters()}
+
+    def found(key: str) -> tuple[float, float]:
+        return group_of[key]["lr"], group_of[key]["weight_decay"]
+
+    assert found("layers.0.attention.wq.weight") == (0.0, 0.1)
+    assert found("layers.0.attention.wk.weight") == (0.005, 0.1)
+    assert found("layers.0.attention_norm.weight") == (0.005, 0.0)  # the first match counts
+    assert found("layers.1.attention_norm.weight") == (0.01, 0.2)
+    assert found("layers.1.attention.wq.weight") == (0.01, 0.1)
+
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64)).backward()
+    optimizer.step()
+    after = dict(model.named_parameters())
+    assert after["layers.0.attention.wq.weight"].equal(before["layers.0.attention.wq.weight"])
+    assert not after["layers.1.attention.wq.weight"].equal(before["layers.1.attention.wq.weight"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([{"match": "layer.0.*"}], 'match = "layer.0.*" matches no parameter: names look like tok_embeddings.weight'),
+        ([{"match": "*"}, {"match": "*norm*"}], 'match = "*norm*" matches no parameter: an earlier group has all'),
+    ],
+)
+def test_a_pattern_without_parameters_is_an_error(
+    groups: list[dict[str, str]], expected: str, model: Transformer
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(model, OptimConfig.model_validate({"groups": groups}))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_making_state_changes_no_parameter(name: str, model: Transformer) -> None:
+    optimizer = build_optimizer(model, OptimConfig.model_validate({"name": name, "weight_decay": 0.5}))
+    before = [p.detach().clone() for p in model.parameters()]
+    make_state(optimizer)
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+    assert len(optimizer.state) == len(before)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(group["lr"] == 4e-3 for group in optimizer.param_groups)

@@ -1,0 +1,121 @@
+"""The table of docs/resume.md, held against what happens."""
+
+import fnmatch
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT, losses, python, records, succeeded, tiny
+from torchtitan_lite import resume, settings
+
+ROWS = [
+    (re.findall(r"`([^`]+)`", keys), verdict.split(",")[0].split(":")[0].strip())
+    for keys, verdict in re.findall(
+        r"^\| (`.+?) \| ((?:allowed|refused).*?) \|$", (ROOT / "docs/resume.md").read_text(), re.M
+    )
+]
+
+
+def verdict_of(key: str) -> str:
+    """What the first row that matches says."""
+    return next(verdict for patterns, verdict in ROWS for p in patterns if fnmatch.fnmatchcase(key, p))
+
+
+def test_the_table_covers_every_key_as_the_code_does() -> None:
+    assert len(ROWS) >= 8
+    for key in settings.known_keys():
+        if key.startswith(("tokenizer.", "data.")):
+            continue  # by their hashes, below
+        assert (verdict_of(key) == "refused") == resume.is_refused(key), key
+
+
+@pytest.fixture(scope="module")
+def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 3 steps."""
+    folder = tmp_path_factory.mktemp("rules")
+    succeeded(python(*tiny(text, folder, run__name="run", train__steps=3, optim__schedule="wsd")))
+    return folder / "run"
+
+
+REFUSED = {
+    "model__dim": 64,
+    "model__norm_eps": 1e-6,
+    "model__tie_embeddings": True,
+    "train__seq_len": 16,
+    "run__seed": 3,
+    "optim__name": "sgd",
+    "tokenizer__vocab_size": 400,
+    "data__val_fraction": 0.3,
+}
+
+
+def test_refused_with_both_values_all_at_once(first: Path, text: Path, tmp_path: Path) -> None:
+    shutil.copytree(first, tmp_path / "run")
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    result = python(*tiny(text, tmp_path, **{"run__name": "run", "train__steps": 6, **REFUSED}))
+    assert result.returncode == 2
+    for expected in (
+        "model.dim is 32 in the checkpoint and 64 here",
+        "model.norm_eps is 1e-05 in the checkpoint and 1e-06 here",
+        "model.tie_embeddings is False in the checkpoint and True here",
+        "train.seq_len is 32 in the checkpoint and 16 here",
+        "run.seed is 0 in the checkpoint and 3 here",
+        "optim.name is adamw in the checkpoint and sgd here",
+        "tokenizer is ",
+        "data is ",
+    ):
+        assert expected in result.stderr
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+ALLOWED: dict[str, Any] = {
+    "optim.lr": 1e-3,
+    "optim.weight_decay": 0.0,
+    "optim.schedule": "constant",
+    "optim.groups": '[{match = "*norm*", lr_factor = 0.5}]',
+    "train.steps": 5,
+    "train.micro_batch_size": 3,
+    "train.global_batch_size": 9,
+    "eval.every": 1,
+    "checkpoint.every": 1,
+    "checkpoint.api": "dcp",
+    "fsdp.param_dtype": "bfloat16",
+    "run.threads": 2,
+}
+
+
+def test_allowed_and_said(first: Path, text: Path, tmp_path: Path) -> None:
+    assert all(verdict_of(key) == "allowed" for key in ALLOWED)
+    shutil.copytree(first, tmp_path / "run")
+    more = {key.replace(".", "__"): value for key, value in ALLOWED.items()}
+    output = succeeded(python(*tiny(text, tmp_path, run__name="run", **more)))
+    said = next(line for line in output.splitlines() if "changed since then" in line)
+    for key in ALLOWED:
+        assert f"{key} " in said
+    assert "optim.lr 0.004 -> 0.001" in said
+    assert "train.global_batch_size 6 -> 9" in said
+    after = [r for r in records(tmp_path / "run") if r["step"] > 3 and "lr" in r]
+    assert [r["lr"] for r in after] == [1e-3, 1e-3]
+    assert [r["tokens"] for r in after] == [(3 * 6 + 9) * 32, (3 * 6 + 18) * 32]
+
+
+def test_a_longer_run_follows_the_longer_schedule(first: Path, text: Path, tmp_path: Path) -> None:
+    shutil.copytree(first, tmp_path / "run")
+    succeeded(python(*tiny(text, tmp_path, run__name="run", train__steps=40, optim__schedule="wsd", log__every=1)))
+    rates = {r["step"]: r["lr"] for r in records(tmp_path / "run") if "lr" in r}
+    assert rates[3] == pytest.approx(0.1 * 4e-3)  # the end of the short one
+    assert rates[4] == rates[30] == 4e-3  # back at its height
+    assert rates[40] == pytest.approx(0.1 * 4e-3)
+    assert set(losses(tmp_path / "run")) == set(range(1, 41))
+
+
+def test_init_from_nothing_is_an_error(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = python(*tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "empty"))
+    assert result.returncode == 2
+    assert "is no run with a checkpoint, no checkpoint and no Hugging Face folder" in result.stderr
+    result = python(*tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "none"))
+    assert f"model.init_from: nothing at {tmp_path / 'none'}" in result.stderr

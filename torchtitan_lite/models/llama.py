@@ -1,0 +1,126 @@
+"""Llama and its relatives: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+With `qk_norm` this is Qwen3, with `qkv_bias` Qwen2. Weights have the layout of Hugging Face (rotary halves, not pairs),
+so that import and export only rename (hf.py).
+
+Shapes: B sequences, T tokens, D dim, H heads, K key and value heads, E head_dim, F hidden_dim, V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.models.common import Fill, Transformer
+
+
+class Attention(nn.Module):
+    """Causal attention; H / K query heads share a key and value head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim_of_heads
+        self.n_groups = config.n_heads // config.kv_heads
+        bias = config.qkv_bias
+        self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=bias)
+        self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
+        self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
+        self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D); cos and sin are (T, E), float32"""
+        q = rotate(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, H, E)
+        k = rotate(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, K, E)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        # shared heads are copied: faster on the CPU than SDPA's enable_gqa
+        k, v = (t.repeat_interleave(self.n_groups, dim=2) if self.n_groups > 1 else t for t in (k, v))
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )  # (B, H, T, E)
+        return self.wo(mixed.transpose(1, 2).flatten(2))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head by its position: element i and element i + E / 2 are the two coordinates. (B, T, H, E)"""
+    one, other = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-other, one), dim=-1)
+    return (x * cos[:, None] + turned * sin[:, None]).type_as(x)
+
+
+def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, (max_seq_len, E) float32 each, on the CPU.
+
+    With rope_factor > 1, wavelengths beyond the original context are stretched by the factor, short ones are kept, and
+    those between are blended: Llama 3's way to a longer context (Meta's reference code, 2024).
+    """
+    exponents = torch.arange(0, config.dim_of_heads, 2, dtype=torch.float32, device="cpu") / config.dim_of_heads
+    frequencies = 1.0 / config.rope_theta**exponents  # (E / 2,), radians per position
+    if config.rope_factor > 1:
+        turns = config.rope_original_max_seq_len * frequencies / (2 * math.pi)  # within the original context
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * kept + frequencies / config.rope_factor * (1 - kept)
+    positions = torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.dim_of_ffn, bias=False)  # the gate
+        self.w2 = nn.Linear(config.dim_of_ffn, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.dim_of_ffn, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)"""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each on a normalised copy of the residual stream and added to it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)"""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(Transformer):
+    """Token embeddings and blocks that are given the rotary tables."""
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        blocks: list[nn.Module] = [TransformerBlock(config) for _ in range(config.n_layers)]
+        super().__init__(config, vocab_size, blocks, nn.RMSNorm(config.dim, config.norm_eps))
+        shape = config.max_seq_len, config.dim_of_heads
+        self.register_buffer("rope_cos", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("rope_sin", torch.empty(shape, dtype=torch.float32), persistent=False)
+
+    def inputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Embedded tokens (B, T, D), and cos and sin of their positions (T, E)."""
+        length = tokens.shape[1]
+        return self.tok_embeddings(tokens), self.rope_cos[:length], self.rope_sin[:length]
+
+    @torch.no_grad()
+    def reset_parameters(self, normal_: Fill) -> None:
+        """Initial parameters, and the rotary tables: to_empty leaves buffers without values."""
+        super().reset_parameters(normal_)
+        cos, sin = rotary_tables(self.config)
+        self.rope_cos.copy_(cos)
+        self.rope_sin.copy_(sin)
