@@ -32,7 +32,13 @@ def run(keep: bool, out_dir: str) -> tuple[float, list[float]]:
     """Tokens per second (median of the lines after the first), and all losses."""
     name = f"keep{keep}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    options = ["--run.device=cpu", f"--run.out_dir={out_dir}", f"--run.name={name}", f"--train.steps={STEPS}"]
+    options = [
+        "--run.device=cpu",
+        "--model.family=gpt",
+        f"--run.out_dir={out_dir}",
+        f"--run.name={name}",
+        f"--train.steps={STEPS}",
+    ]
     options += ["--eval.every=0", "--checkpoint.every=0", "--log.every=10"]
     env = os.environ | {"KEEP": str(int(keep)), "OMP_NUM_THREADS": "1"}
     subprocess.run([*launcher, *options], env=env, check=True, capture_output=True)

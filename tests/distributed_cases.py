@@ -33,7 +33,7 @@ from torchtitan_lite.parallelize import apply_fsdp
 from torchtitan_lite.storage import TrainState
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
-MODEL = ModelConfig(dim=30, n_heads=2, n_layers=2, max_seq_len=3)
+MODEL = ModelConfig(family="gpt", dim=30, n_heads=2, n_layers=2, max_seq_len=3)
 LLAMA = ModelConfig(
     family="llama", dim=36, n_heads=6, n_kv_heads=2, hidden_dim=50, n_layers=2, max_seq_len=3, tie_embeddings=True
 )

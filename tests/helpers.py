@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 # No size divides evenly: 517 entries, 6 sequences, 37 positions. Every step is logged.
 TINY = {
+    "model.family": "gpt",
     "model.dim": 32,
     "model.n_layers": 2,
     "model.n_heads": 2,

@@ -16,7 +16,7 @@ from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.llama import rotary_tables, rotate
 from torchtitan_lite.sizes import PARAMETERS, SIZES
 
-SMALL = ModelConfig(dim=32, n_heads=2, n_layers=2, max_seq_len=16)
+SMALL = ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=2, max_seq_len=16)
 LLAMA = ModelConfig(family="llama", dim=32, n_heads=4, n_kv_heads=2, hidden_dim=48, n_layers=2, max_seq_len=16)
 BOTH = pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt", "llama"])
 
@@ -90,7 +90,7 @@ def test_dropout_drops_in_training_only() -> None:
 
 
 def test_initial_values() -> None:
-    model = make(ModelConfig(dim=128, n_heads=2, n_layers=8, max_seq_len=512))
+    model = make(ModelConfig(family="gpt", dim=128, n_heads=2, n_layers=8, max_seq_len=512))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             assert (parameter == (1 if "norm.weight" in name else 0)).all(), name

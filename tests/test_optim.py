@@ -13,7 +13,7 @@ from torchtitan_lite.optim import build_optimizer, learning_rate, make_state, se
 @pytest.fixture
 def model() -> Transformer:
     with torch.device("meta"):
-        model = build(ModelConfig(dim=32, n_heads=2, n_layers=2, max_seq_len=16), 97)
+        model = build(ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=2, max_seq_len=16), 97)
     init.materialise(model, torch.device("cpu"), 0)
     return model
 

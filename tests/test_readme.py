@@ -24,7 +24,7 @@ def run(command: str, text: Path, out_dir: Path) -> str:
         words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     elif words[0] == "python":
         words[0] = sys.executable
-    ours = tiny(text, out_dir, train__steps=6, run__threads=1)
+    ours = [option for option in tiny(text, out_dir, train__steps=6) if not option.startswith("--model.family")]
     if words[0] == "make":
         # this interpreter's environment, which has everything installed
         arguments = [word for word in words if not word.startswith("ARGS=")]

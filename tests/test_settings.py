@@ -32,7 +32,7 @@ def test_without_arguments_everything_is_a_default() -> None:
 
 
 def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path) -> None:
-    write(tmp_path / "base.toml", '[model]\nsize = "10M"\n[train]\nsteps = 50\nseq_len = 64\n')
+    write(tmp_path / "base.toml", '[model]\nfamily = "gpt"\nsize = "10M"\n[train]\nsteps = 50\nseq_len = 64\n')
     file = write(tmp_path / "mine.toml", 'base = "base.toml"\n[model]\nn_heads = 10\n[train]\nsteps = 60\n')
     loaded = parse("--config", str(file), "--train.micro_batch_size=3", "--mixed-precision")
     config = loaded.config
@@ -124,14 +124,17 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--run.name=a/b"], "should be the plain name of a folder"),
         (["--data.path=no/such/text"], "nothing found at no/such/text"),
         (["--data.path=[]"], "names no text"),
-        (["--model.size=9M"], "no such size of gpt; known: 1M"),
+        (["--model.size=9M"], "no such size of llama; known: 1M"),
         (["--model.family=lstm"], "should be 'gpt' or 'llama'"),
-        (["--model.rope_theta=5e5"], "means nothing to model.family = gpt, only to llama; leave it out"),
-        (["--model.family=llama", "--model.dropout=0.1"], "means nothing to model.family = llama, only to gpt"),
-        (["--model.family=llama", "--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
-        (["--model.family=llama", "--model.head_dim=33"], "can't be rotated in halves; head_dim = 34 works"),
         (
-            ["--model.family=llama", "--model.rope_factor=8", "--model.rope_low_freq_factor=4"],
+            ["--model.family=gpt", "--model.rope_theta=5e5"],
+            "means nothing to model.family = gpt, only to llama; leave it out",
+        ),
+        (["--model.dropout=0.1"], "means nothing to model.family = llama, only to gpt"),
+        (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
+        (["--model.head_dim=33"], "can't be rotated in halves; head_dim = 34 works"),
+        (
+            ["--model.rope_factor=8", "--model.rope_low_freq_factor=4"],
             "should be below model.rope_high_freq_factor = 4.0",
         ),
         (["--model.vocab_size=100"], "model.vocab_size = 100 is smaller than tokenizer.vocab_size = 4096"),

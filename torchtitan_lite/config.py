@@ -38,7 +38,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    family: Literal["gpt", "llama"] = "gpt"
+    family: Literal["gpt", "llama"] = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention"""
     size: str = "1M"
     """a name for the numbers below, which can also be set one by one; see sizes.py"""

@@ -175,7 +175,7 @@ def _with_conflicts(
 
 def _size_layer(settings: Settings, problems: list[str], refused: set[str]) -> Settings:
     """The settings that `[model] size` stands for."""
-    family = settings.get("model.family", Setting("gpt", "default"))
+    family = settings.get("model.family", Setting(default_of("model.family"), "default"))
     size = settings.get("model.size", Setting(default_of("model.size"), "default"))
     sizes = SIZES.get(family.value if isinstance(family.value, str) else "", {})
     if not sizes or not isinstance(size.value, str):
