@@ -34,6 +34,7 @@ from torchtitan_lite.distributed import World, from_rank0
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim import make_state
+from torchtitan_lite.resume import with_defaults
 from torchtitan_lite.storage import TrainState
 
 T = TypeVar("T")
@@ -97,7 +98,8 @@ class Checkpointer:
 
         def compare() -> None:
             weights.update(open_weights())
-            storage.compare(Path("model.init_from"), _shapes(weights), shapes, "model")
+            advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
+            storage.compare(Path("model.init_from"), _shapes(weights), shapes, "model", advice)
 
         weights: dict[str, Tensor] = {}
         self._on_rank0(compare)
@@ -109,7 +111,7 @@ class Checkpointer:
             return None
         newest = storage.step_folder(self.folder, steps[-1])
         state = storage.read_state(newest)
-        storage.compare(newest, state.identity, identity, "model, or other data")
+        storage.compare(newest, with_defaults(state.identity, identity), identity, "model, or other data")
         return state
 
     def _compare(self, folder: Path) -> None:

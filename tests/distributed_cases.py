@@ -21,7 +21,7 @@ from checkpoint import Checkpointer
 from torchtitan_lite.config import FsdpConfig, ModelConfig, OptimConfig, RunConfig
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
 from torchtitan_lite.distributed import World, leave, process_group
-from torchtitan_lite.errors import NonFiniteError
+from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.evaluate import Validation, evaluate
 from torchtitan_lite.guard import FiniteGuard, require_finite
 from torchtitan_lite.init import local_rows, materialise
@@ -29,7 +29,7 @@ from torchtitan_lite.loss import IGNORE
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.optim import build_optimizer, clip_gradients, set_learning_rate
-from torchtitan_lite.parallelize import apply_fsdp
+from torchtitan_lite.parallelize import apply_fsdp, unshard_first
 from torchtitan_lite.storage import TrainState
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
@@ -107,13 +107,13 @@ def case_both_apis_save_the_same_files_and_load_each_others() -> None:
     shared: list[str] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(shared)
     folder = Path(shared[0])
-    for mesh in (make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])):
-        for name, config in FAMILIES.items():
-            for optimizer in ("adamw", "sgd"):
-                try:
-                    _save_and_load(folder / f"{mesh.ndim}{name}{optimizer}", mesh, config, optimizer, world)
-                except Exception as error:
-                    raise AssertionError(f"{mesh.ndim}-d mesh, {name}, {optimizer}") from error
+    flat, grid = make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])
+    cases = [(flat, name, "adamw") for name in FAMILIES] + [(flat, "gpt", "sgd"), (grid, "llama, tied", "adamw")]
+    for number, (mesh, name, optimizer) in enumerate(cases):
+        try:
+            _save_and_load(folder / str(number), mesh, FAMILIES[name], optimizer, world)
+        except Exception as error:
+            raise AssertionError(f"{mesh.ndim}-d mesh, {name}, {optimizer}") from error
     dist.barrier()
     if world.rank == 0:
         shutil.rmtree(folder)
@@ -216,6 +216,39 @@ def case_only_one_group_and_the_head_are_whole_at_a_time() -> None:
     loss_of(model).backward()
     assert all(name.startswith("layers.0.") for name in whole["layers.0"]), whole
     assert set(whole["output"]) == {"norm.weight", "norm.bias", "output.weight"}, whole
+
+
+def case_explicit_prefetching_of_tied_ends_computes_the_same() -> None:
+    mesh = make_mesh(MESHES["4"])
+    for family in ("llama, tied", "gpt, tied"):
+        losses = []
+        for explicit in (False, True):
+            config = FsdpConfig(explicit_prefetching=explicit)
+            model = sharded(mesh, config, family=FAMILIES[family])
+            optimizer = build_optimizer(model, OptimConfig())
+            for number in range(3):
+                if explicit:
+                    unshard_first(model)
+                loss = loss_of(model, number)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+        assert losses[:3] == losses[3:], family
+
+
+def case_weights_of_another_run_reach_every_rank() -> None:
+    world = World(dist.get_rank(), 4, CPU, 1)
+    for name, family in FAMILIES.items():
+        reference = {key: p.detach().bfloat16() for key, p in plain(seed=3, family=family).named_parameters()}
+        model = sharded(make_mesh(MESHES["2 x 2"]), seed=4, family=family)
+        checkpointer = Checkpointer(Path("unused"), model, build_optimizer(model, OptimConfig()), "dtensor", world)
+        checkpointer.load_weights(lambda reference=reference: reference)  # type: ignore[misc]
+        for key, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert parameter.full_tensor().equal(reference[key].float()), f"{name}: {key}"
+        with pytest.raises(CheckpointError, match=" is - in the checkpoint and "):
+            checkpointer.load_weights(lambda: {})
 
 
 def case_explicit_prefetching_gathers_ahead() -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,15 @@ from torchtitan_lite.models import build
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 
-@pytest.mark.parametrize("api", ["dtensor", "dcp"])
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dtensor": {"model__dropout": 0.1},
+    "dcp": {"model__family": "llama", "model__tie_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("api", FAMILIES)
 def test_resume_is_bitwise_when_deterministic(api: str, text: Path, tmp_path: Path) -> None:
-    more = {"run__device": "cuda", "run__deterministic": True, "model__dropout": 0.1, "checkpoint__api": api}
+    more = {"run__device": "cuda", "run__deterministic": True, "checkpoint__api": api, **FAMILIES[api]}
     command = tiny(text, tmp_path, run__name="run", fsdp__param_dtype="bfloat16", **more)
     succeeded(torchrun(1, *command))
     shutil.copytree(tmp_path / "run", tmp_path / "straight")

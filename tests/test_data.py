@@ -277,6 +277,7 @@ def test_json_lines(tmp_path: Path) -> None:
         (b"\xff\xfe", r"a\.jsonl: line 3: not JSON: .*can't decode"),
         (b"", r"a\.jsonl: line 3: not JSON"),
         (b'{"body": "x"}', r'a\.jsonl: line 3: no "text": its keys are body; data\.text_key names the key'),
+        (b'{"text": "\\ud83d"}', r'a\.jsonl: line 3: "text" is no text: surrogates not allowed'),
         (b'["text"]', r'a\.jsonl: line 3: no "text": it is no object'),
         (b'{"text": null}', r'a\.jsonl: line 3: "text" should be text, and is null'),
         (b'{"text": ""}', r'a\.jsonl: line 3: "text" should be text, and is ""'),
@@ -297,6 +298,12 @@ def test_a_tokenizer_of_ones_own(text: Path, prepared: Path, tmp_path: Path) -> 
     meta = read_meta(folder)
     assert meta.vocab_size == 517
     assert meta.tokenizer_sha256 == read_meta(prepared).tokenizer_sha256
+    cutting = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    cutting.enable_truncation(16)
+    cutting.enable_padding(length=20)
+    cutting.save(str(tmp_path / "cutting.json"))
+    same = prepare(data, TokenizerConfig(path=str(tmp_path / "cutting.json")), lambda said: None)
+    assert read_meta(same).tokens_sha256 == meta.tokens_sha256, "a tokenizer cut or padded the text"
     with pytest.raises(
         DataError, match=r"no entry <bye> to end a document with; its special entries are <\|endoftext\|>"
     ):

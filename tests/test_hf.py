@@ -1,6 +1,8 @@
 """Parity with Hugging Face: logits and gradients of random small models, and weights that go in and out."""
 
+import copy
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,17 @@ import torch
 from torch import Tensor
 
 from tests.helpers import checkpoint, losses, python, start, succeeded, tiny
-from torchtitan_lite import hf, init, settings
+from torchtitan_lite import hf, hf_layout, init, settings
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models.llama import rotary_tables
 
 transformers = pytest.importorskip("transformers")
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
-    "rope_theta": 5e5,
+    "rope_theta": 100.0,  # so that some wavelengths are in the band that is blended
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -61,7 +64,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def config_of(folder: Path, **more: Any) -> ModelConfig:
-    values = hf.from_hf_config(json.loads((folder / "config.json").read_text()))
+    values = hf_layout.from_hf_config(json.loads((folder / "config.json").read_text()))
     return ModelConfig.model_validate(values | more)
 
 
@@ -94,20 +97,20 @@ def test_logits_and_gradients(theirs: tuple[Any, Path]) -> None:
     mine(TOKENS, targets).backward()
     # the gradient of a tensor changes place as the tensor does
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    expected = hf.drop_tied(hf.from_hf(gradients, config.family), config)
+    expected = hf_layout.drop_tied(hf_layout.from_hf(gradients, config.family), config)
     found = {name: p.grad for name, p in mine.named_parameters()}
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         assert gradient is not None
-        # keys' biases don't change attention: their gradients are rounding errors around 0
-        if not name.endswith("wk.bias"):
+        # without rotation the biases of keys change no attention: their gradients are rounding errors around 0
+        if not (config.family == "gpt" and name.endswith("wk.bias")):
             assert relative(gradient, expected[name]) < 1e-5, name
 
 
 def test_weights_go_out_as_they_came(theirs: tuple[Any, Path]) -> None:
     model, folder = theirs
     config = config_of(folder)
-    out = hf.to_hf(hf.open_weights(folder, config), config.family)
+    out = hf_layout.to_hf(hf.open_weights(folder, config), config.family)
     state = {name: tensor for name, tensor in model.state_dict().items() if name in out}
     assert out.keys() == {name for name, _ in model.named_parameters()}
     assert all(out[name].equal(state[name]) for name in out)
@@ -116,8 +119,8 @@ def test_weights_go_out_as_they_came(theirs: tuple[Any, Path]) -> None:
 def test_config_goes_out_as_it_came(theirs: tuple[Any, Path]) -> None:
     _, folder = theirs
     config = config_of(folder)
-    again = hf.from_hf_config(hf.to_hf_config(config, config.vocab_size))
-    assert again == hf.from_hf_config(json.loads((folder / "config.json").read_text()))
+    again = hf_layout.from_hf_config(hf_layout.to_hf_config(config, config.vocab_size))
+    assert again == hf_layout.from_hf_config(json.loads((folder / "config.json").read_text()))
 
 
 LLAMA = {
@@ -143,13 +146,16 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     tokens = TOKENS[:, :32]
     assert relative(mine(tokens), model(tokens).logits) < 1e-5
     assert (exported / "tokenizer.json").is_file()
+    assert model.config.eos_token_id == 0  # our end mark
 
     # and a run goes on from there, from a run, and from a checkpoint, with the same first loss, at step 1
-    sources = [exported, tmp_path / "first", checkpoint(tmp_path / "first", 4)]
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(checkpoint(tmp_path / "first", 4), elsewhere)
+    sources = [exported, tmp_path / "first", elsewhere]
     first = []
     for i, source in enumerate(sources if family == "llama" else sources[:1]):
         command = tiny(text, tmp_path, run__name=f"fork{i}", model__init_from=source, **more)
-        succeeded(python(*command))
+        assert f"starts from the weights of {source}" in succeeded(python(*command))
         first.append(losses(tmp_path / f"fork{i}"))
     assert all(curve == first[0] for curve in first)
     assert first[0][1][0] < losses(tmp_path / "first")[1][0] - 0.005
@@ -177,11 +183,14 @@ def test_init_from_with_another_vocabulary_names_both(text: Path, tmp_path: Path
     result = python(*tiny(text, tmp_path, model__init_from=tmp_path / "hf", model__tie_embeddings=True))
     assert result.returncode == 2
     assert "tok_embeddings.weight is (400, 32) in the checkpoint and (517, 32) here" in result.stderr
+    assert "set [model], and its vocab_size or [tokenizer] path" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
+        ({"model_type": "llama", "vocab_size": 9}, "config.json lacks 'num_attention_heads'"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({"model_type": "mamba"}, 'model_type "mamba" is not among llama, qwen2, qwen3, gpt2'),
         ({"model_type": "llama", "mlp_bias": True}, "biases of attention or feed-forward"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding windows"),
@@ -190,7 +199,39 @@ def test_init_from_with_another_vocabulary_names_both(text: Path, tmp_path: Path
 )
 def test_models_that_are_not_ours(content: dict[str, Any], expected: str) -> None:
     with pytest.raises(CheckpointError, match=expected):
-        hf.from_hf_config(content)
+        hf_layout.from_hf_config(content)
+
+
+def test_rope_scaling_blends() -> None:
+    """The test of parity above would not notice if no wavelength were in the band."""
+    values = hf_layout.from_hf_config(transformers.LlamaConfig(**CASES["llama, rope scaling, tied"][1]).to_dict())
+    scaled, plain = (
+        rotary_tables(ModelConfig.model_validate(values | {"rope_factor": factor}))[0][1].acos()
+        for factor in (8.0, 1.0)
+    )
+    ratios = plain / scaled  # of the angles at position 1
+    assert ratios.min() == pytest.approx(1, abs=1e-3)
+    assert ((ratios > 1.05) & (ratios < 7.5)).any()
+
+
+def test_both_norms_and_biases_can_not_go_out() -> None:
+    config = ModelConfig(family="llama", qk_norm=True, qkv_bias=True)
+    with pytest.raises(CheckpointError, match=r"both model\.qk_norm and model\.qkv_bias"):
+        hf_layout.to_hf_config(config, 97)
+
+
+def test_half_precision_comes_in(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = theirs
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path)
+    config = config_of(folder)
+    weights = hf.open_weights(tmp_path, config)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
+    assert relative(ours(config, weights)(TOKENS), ours(config, hf.open_weights(folder, config))(TOKENS)) < 0.1
+
+
+def test_export_needs_a_checkpoint_and_a_new_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no run with a checkpoint, and no checkpoint"):
+        hf.export(tmp_path, tmp_path / "out")
 
 
 def test_other_rope_scaling_is_refused() -> None:
@@ -198,7 +239,7 @@ def test_other_rope_scaling_is_refused() -> None:
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}
     }
     with pytest.raises(CheckpointError, match="rope_type yarn is not supported"):
-        hf.from_hf_config(content)
+        hf_layout.from_hf_config(content)
 
 
 def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ their own section, never the whole. How files, `base` and the command line becom
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -81,6 +81,11 @@ class ModelConfig(Section):
     rope_original_max_seq_len: PositiveInt = 8192
     """llama: the context before stretching"""
 
+    def resolved(self) -> dict[str, Any]:
+        """Every key, with the numbers that 0 stands for (but for vocab_size, which is the tokenizer's then)."""
+        derived = {"n_kv_heads": self.kv_heads, "head_dim": self.dim_of_heads, "hidden_dim": self.dim_of_ffn}
+        return self.model_dump() | derived
+
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
@@ -148,7 +153,7 @@ class OptimConfig(Section):
     """adamw: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
     """adamw: added to the root of the second moment"""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.9, gt=0, lt=1)
     """sgd: momentum"""
     weight_decay: NonNegativeFloat = 0.1
     """decay of matrices; biases and norms have none"""

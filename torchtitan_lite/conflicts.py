@@ -61,6 +61,12 @@ def _length_conflicts(config: Config) -> dict[str, str]:
             f"optim.warmup_steps = {optim.warmup_steps} leaves none of train.steps = {train.steps}; "
             f"warmup_steps = {train.steps // 10} works"
         )
+    elif optim.schedule == "wsd" and optim.warmup_steps > (1 - optim.decay_ratio) * train.steps:
+        found["optim.warmup_steps optim.decay_ratio train.steps"] = (
+            f"optim.warmup_steps = {optim.warmup_steps} reaches into the decay, the last optim.decay_ratio = "
+            f"{optim.decay_ratio} of train.steps = {train.steps}; "
+            f"warmup_steps = {int((1 - optim.decay_ratio) * train.steps)} works"
+        )
     if any(not 0 <= beta < 1 for beta in optim.betas):
         found["optim.betas"] = f"optim.betas = {list(optim.betas)} should be in [0, 1), e.g. [0.9, 0.95]"
     return found
@@ -83,7 +89,9 @@ def _mesh_conflicts(config: Config, world_size: int) -> dict[str, str]:
 
 def _path_conflicts(config: Config) -> dict[str, str]:
     found, data = {}, config.data
-    for key, path in (("tokenizer.path", config.tokenizer.path), ("model.init_from", config.model.init_from)):
+    # what the run started from may be gone once it has a checkpoint of its own
+    init_from = "" if list(config.folder.glob("checkpoints/step-*")) else config.model.init_from
+    for key, path in (("tokenizer.path", config.tokenizer.path), ("model.init_from", init_from)):
         if path and not Path(path).expanduser().exists():
             found[key] = f"{key}: nothing at {path} (looked in {Path.cwd()})"
     paths = [data.path] if isinstance(data.path, str) else data.path

@@ -11,7 +11,7 @@ from torchtitan_lite.data.prepare import Meta
 from torchtitan_lite.distributed import World
 from torchtitan_lite.init import local_rows
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.resume import differences
+from torchtitan_lite.resume import changed, differences
 from torchtitan_lite.storage import TrainState
 
 
@@ -50,10 +50,12 @@ def start_lines(
     ]
     if not state.setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
-    if loaded and (changed := differences(loaded.config, state.config)):
-        lines.append(f"run     changed since then: {changed}")
-    if loaded and (changed := differences(loaded.setting, state.setting)):
-        lines.append(f"run     the same data in the same order, but not bit for bit: {changed}")
+    if loaded and (values := changed(loaded, state)):
+        lines.append(f"run     changed since then: {values}")
+    if loaded and (values := differences(loaded.setting, state.setting)):
+        lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
+    if config.model.init_from and not loaded:
+        lines.append(f"run     starts from the weights of {config.model.init_from}")
     return "\n".join(lines)
 
 

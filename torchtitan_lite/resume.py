@@ -8,6 +8,7 @@ import torch
 from torchtitan_lite.config import Config
 from torchtitan_lite.data.prepare import Meta
 from torchtitan_lite.distributed import World
+from torchtitan_lite.settings import default_of, known_keys
 from torchtitan_lite.storage import TrainState
 
 
@@ -22,11 +23,23 @@ def flatten(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
 
 
+def changed(saved: TrainState, here: TrainState) -> str:
+    """The config keys whose values changed, as `differences` shows them, but for those only read at step 0."""
+    return differences(saved.config, {key: v for key, v in here.config.items() if key != "model.init_from"})
+
+
 def identity(config: Config, meta: Meta) -> dict[str, Any]:
     """What can't change while a run goes on, by config key: a checkpoint that differs is refused."""
-    values = flatten(config)
+    values = flatten(config) | {f"model.{key}": value for key, value in config.model.resolved().items()}
+    values["model.vocab_size"] = config.model.vocab_size or meta.vocab_size
     content = {"tokenizer": meta.tokenizer_sha256, "data": meta.tokens_sha256}
     return content | {key: values[key] for key in values if is_refused(key)}
+
+
+def with_defaults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved identity, with the default of each key that is younger than the checkpoint."""
+    known = known_keys()
+    return {key: default_of(key) for key in wanted if key in known} | dict(saved)
 
 
 def is_refused(key: str) -> bool:

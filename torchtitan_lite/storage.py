@@ -88,8 +88,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_state(folder: Path) -> TrainState:
-    """The state.json of a checkpoint.
+def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
+    """The state.json of a checkpoint, which by default has to be in the folder of its step.
 
     Raises:
         CheckpointError: it is damaged, or of a format that this version does not know.
@@ -102,7 +102,7 @@ def read_state(folder: Path) -> TrainState:
                 f"{folder} has format_version {version}, and this version of torchtitan_lite reads {FORMAT_VERSION}"
             )
         state = TrainState(**content)
-        if folder.name != step_folder(folder.parent, state.step).name:
+        if named_by_step and folder.name != step_folder(folder.parent, state.step).name:
             raise CheckpointError(f"{folder} holds step {state.step}: it was renamed; give it back its name")
         return state
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -131,8 +131,15 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         ) from None
 
 
-def compare(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
-    """
+def compare(
+    folder: Path,
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    what: str,
+    advice: str = "go back to these values, or start another run with --run.name=NAME",
+) -> None:
+    """Hold what a checkpoint says against what is wanted, by key.
+
     Raises:
         CheckpointError: values differ; it names each key with both values.
     """
@@ -143,11 +150,8 @@ def compare(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], w
         if saved.get(key, missing) != wanted.get(key, missing)
     ]
     if differences:
-        shown = differences[:8] + ([f"and {len(differences) - 8} more"] if len(differences) > 8 else [])
-        raise CheckpointError(
-            "\n  ".join([f"{folder} belongs to another {what}:", *shown])
-            + "\n  go back to these values, or start another run with --run.name=NAME"
-        )
+        shown = differences[:16] + ([f"and {len(differences) - 16} more"] if len(differences) > 16 else [])
+        raise CheckpointError("\n  ".join([f"{folder} belongs to another {what}:", *shown, advice]))
 
 
 def _show(value: Any) -> str:

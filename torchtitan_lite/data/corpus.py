@@ -126,6 +126,10 @@ def _json_texts(file: Path, key: str) -> Iterator[str]:
                 raise DataError(f'{file}: line {number}: no "{key}": {found}; data.text_key names the key of the text')
             if not isinstance(record[key], str) or not record[key]:
                 raise DataError(f'{file}: line {number}: "{key}" should be text, and is {json.dumps(record[key])[:40]}')
+            try:
+                record[key].encode()
+            except UnicodeEncodeError as error:  # "\\ud83d", half of a pair, is valid JSON and no text
+                raise DataError(f'{file}: line {number}: "{key}" is no text: {error.reason}') from None
             yield record[key]
 
 

@@ -42,12 +42,16 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """
+    """A tokenizer.json, without the truncation and padding that some files ask for: they would change the text.
+
     Raises:
         DataError: the file is no tokenizer.json.
     """
     try:
-        return Tokenizer.from_file(str(path.expanduser()))
+        tokenizer = Tokenizer.from_file(str(path.expanduser()))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     except Exception as error:  # tokenizers raises plain Exceptions
         raise DataError(f"tokenizer.path: {path} can't be read as a tokenizer.json: {error}") from None
 

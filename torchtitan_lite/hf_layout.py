@@ -1,0 +1,230 @@
+"""Hugging Face's names, layout and config keys against ours: Llama, Qwen2, Qwen3 (family llama) and GPT-2 (family gpt).
+
+Our layout is theirs, so this renames; only GPT-2 stores its matrices transposed, and queries, keys and values in one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.errors import CheckpointError
+
+# ours -> theirs; {} is the layer
+_LLAMA = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
+    "layers.{}.attention.wk": "model.layers.{}.self_attn.k_proj",
+    "layers.{}.attention.wv": "model.layers.{}.self_attn.v_proj",
+    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
+    "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+    "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
+    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
+    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GPT2 = {
+    "tok_embeddings.weight": "transformer.wte.weight",
+    "pos_embeddings.weight": "transformer.wpe.weight",
+    "layers.{}.attention_norm": "transformer.h.{}.ln_1",
+    "layers.{}.attention.wqkv": "transformer.h.{}.attn.c_attn",  # ours are three; see _to_gpt2
+    "layers.{}.attention.wo": "transformer.h.{}.attn.c_proj",
+    "layers.{}.ffn_norm": "transformer.h.{}.ln_2",
+    "layers.{}.feed_forward.w1": "transformer.h.{}.mlp.c_fc",
+    "layers.{}.feed_forward.w2": "transformer.h.{}.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "output.weight": "lm_head.weight",
+}
+_TRANSPOSED = (".wqkv.weight", ".wo.weight", ".w1.weight", ".w2.weight")  # GPT-2's Conv1D
+
+
+def rename(name: str, table: Mapping[str, str]) -> str:
+    """A tensor's name by the table, whose entries may leave out the last part (weight or bias)."""
+    parts = name.split(".")
+    layer = next((part for part in parts if part.isdigit()), "")
+    general = ".".join("{}" if part == layer else part for part in parts) if layer else name
+    for known in (general, general.rpartition(".")[0]):
+        if known in table:
+            return (table[known] + general[len(known) :]).replace("{}", layer)
+    raise CheckpointError(f"there is no place for a tensor of the name {name}")
+
+
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+def to_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Our tensors under Hugging Face's names and in its layout."""
+    if family == "llama":
+        return {rename(name, _LLAMA): tensor.contiguous() for name, tensor in weights.items()}
+    merged = dict(weights)
+    for name in [name for name in weights if ".attention.wq." in name]:
+        parts = [merged.pop(name.replace(".wq.", f".{w}.")) for w in ("wq", "wk", "wv")]
+        merged[name.replace(".wq.", ".wqkv.")] = torch.cat(parts)
+    return {
+        rename(name, _GPT2): (tensor.T if name.endswith(_TRANSPOSED) else tensor).contiguous()
+        for name, tensor in merged.items()
+    }
+
+
+def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Hugging Face's tensors under our names and in our layout."""
+    if family == "llama":
+        table = {theirs: ours for ours, theirs in _LLAMA.items()}
+        skipped = ("rotary_emb.inv_freq",)  # tables that old checkpoints hold
+        return {rename(name, table): tensor for name, tensor in weights.items() if not name.endswith(skipped)}
+    table = {theirs: ours for ours, theirs in _GPT2.items()}
+    ours: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue  # the causal mask
+        prefix = "" if name.startswith(("transformer.", "lm_head.")) else "transformer."  # GPT2Model has no prefix
+        renamed = rename(prefix + name, table)
+        whole = tensor.T if renamed.endswith(_TRANSPOSED) else tensor
+        if ".wqkv." in renamed:
+            for w, part in zip(("wq", "wk", "wv"), whole.chunk(3), strict=True):
+                ours[renamed.replace("wqkv", w)] = part.contiguous()
+        else:
+            ours[renamed] = whole.contiguous()
+    return ours
+
+
+def drop_tied(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Without the output matrix, if it is the embeddings."""
+    return {name: t for name, t in weights.items() if not (config.tie_embeddings and name == "output.weight")}
+
+
+# --- configs ----------------------------------------------------------------------------------------------------
+
+
+# model_type: architecture, and our keys that it fixes
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"family": "llama", "qk_norm": False, "qkv_bias": False}),
+    "qwen2": ("Qwen2ForCausalLM", {"family": "llama", "qk_norm": False, "qkv_bias": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"family": "llama", "qk_norm": True, "qkv_bias": False}),
+    "gpt2": ("GPT2LMHeadModel", {"family": "gpt"}),
+}
+
+
+def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Our [model] keys for a Hugging Face config.json.
+
+    Raises:
+        CheckpointError: an architecture, or a variant of one, that is not ours; or a value that is missing.
+    """
+    try:
+        return _model_keys(content)
+    except KeyError as error:
+        raise CheckpointError(f"config.json lacks {error}") from None
+
+
+def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+    model_type = content.get("model_type")
+    if model_type not in _KINDS:
+        raise CheckpointError(f'model_type "{model_type}" is not among {", ".join(_KINDS)}')
+    fixed = _KINDS[model_type][1]
+    if model_type == "gpt2":
+        if content.get("activation_function", "gelu_new") != "gelu_new":
+            raise CheckpointError(f"activation_function {content['activation_function']} is not gelu_new")
+        if content.get("scale_attn_by_inverse_layer_idx") or not content.get("scale_attn_weights", True):
+            raise CheckpointError("scale_attn_by_inverse_layer_idx and unscaled attention are not supported")
+        return fixed | {
+            "vocab_size": content["vocab_size"],
+            "dim": content["n_embd"],
+            "n_layers": content["n_layer"],
+            "n_heads": content["n_head"],
+            "max_seq_len": content["n_positions"],
+            "norm_eps": float(content.get("layer_norm_epsilon", 1e-5)),
+            "tie_embeddings": content.get("tie_word_embeddings", True),
+        }
+    if content.get("mlp_bias") or (content.get("attention_bias") and model_type != "qwen2"):
+        raise CheckpointError("biases of attention or feed-forward are not supported for this architecture")
+    if content.get("use_sliding_window") or content.get("hidden_act", "silu") != "silu":
+        raise CheckpointError("sliding windows and activations other than silu are not supported")
+    heads = content["num_attention_heads"]
+    return fixed | {
+        "vocab_size": content["vocab_size"],
+        "dim": content["hidden_size"],
+        "n_layers": content["num_hidden_layers"],
+        "n_heads": heads,
+        "n_kv_heads": content.get("num_key_value_heads") or heads,
+        "head_dim": content.get("head_dim") or (128 if model_type == "qwen3" else content["hidden_size"] // heads),
+        "hidden_dim": content["intermediate_size"],
+        "max_seq_len": content.get("max_position_embeddings", 2048),
+        "norm_eps": float(content.get("rms_norm_eps", 1e-6)),
+        "tie_embeddings": content.get("tie_word_embeddings", False),
+        **_rope_keys(content),
+    }
+
+
+def _rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    keys = {"rope_theta": float(rope.get("rope_theta") or content.get("rope_theta") or 1e4), "rope_factor": 1.0}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "llama3":
+        keys |= {
+            "rope_factor": float(rope["factor"]),
+            "rope_low_freq_factor": float(rope["low_freq_factor"]),
+            "rope_high_freq_factor": float(rope["high_freq_factor"]),
+            "rope_original_max_seq_len": rope["original_max_position_embeddings"],
+        }
+    elif kind != "default":
+        raise CheckpointError(f"rope_type {kind} is not supported; default and llama3 are")
+    return keys
+
+
+def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a model of ours.
+
+    Raises:
+        CheckpointError: Hugging Face has no such model.
+    """
+    if config.qk_norm and config.qkv_bias:
+        raise CheckpointError("no architecture of Hugging Face has both model.qk_norm and model.qkv_bias")
+    model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    model_type = "gpt2" if config.family == "gpt" else model_type
+    common = {
+        "architectures": [_KINDS[model_type][0]],
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": "float32",
+    }
+    if model_type == "gpt2":
+        return common | {
+            "n_embd": config.dim,
+            "n_layer": config.n_layers,
+            "n_head": config.n_heads,
+            "n_positions": config.max_seq_len,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": "gelu_new",
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
+        }
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_factor > 1:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": config.rope_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_max_seq_len,
+        }
+    return common | {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.dim_of_heads,
+        "intermediate_size": config.dim_of_ffn,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_parameters": rope,
+        **({"rope_scaling": rope} if config.rope_factor > 1 else {}),
+    }
