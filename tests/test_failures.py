@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tests.helpers import ROOT, checkpoint, python, tiny, torchrun
+from tests.helpers import ROOT, checkpoint, python, succeeded, tensors, tiny, torchrun
 from torchtitan_lite import storage
 
 
@@ -41,6 +41,17 @@ def test_ctrl_c_is_one_line(text: Path, tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.strip() == "train.py: stopped; the same command goes on from the newest checkpoint"
+
+
+def test_a_vocabulary_that_does_not_fit_names_both_numbers(text: Path, tmp_path: Path) -> None:
+    succeeded(python(*tiny(text, tmp_path, run__name="first", train__steps=3)))
+    own = tmp_path / "first/tokenizer.json"
+    command = tiny(text, tmp_path, run__name="second", train__steps=3, tokenizer__path=own)
+    result = python(*command, "--model.vocab_size=400")
+    assert result.returncode == 2
+    assert "model.vocab_size = 400 is smaller than the tokenizer's 517 entries" in result.stderr
+    succeeded(python(*command, "--model.vocab_size=600"))
+    assert tensors(checkpoint(tmp_path / "second", 3))["output.weight"].shape == (600, 32)
 
 
 def test_bad_text_is_an_error_without_a_traceback(tmp_path: Path) -> None:
