@@ -89,7 +89,7 @@ class Checkpointer:
         """Load a model's weights, and nothing else.
 
         Args:
-            open_weights: called on rank 0; returns whole tensors by our names. May read each when it is asked for.
+            open_weights: called on rank 0; returns whole tensors by our names, all of them in its memory.
 
         Raises:
             CheckpointError: on every rank, before anything is overwritten, if they are of another model.
