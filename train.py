@@ -210,6 +210,7 @@ def validate(t: Training, step: int) -> None:
     before = time.perf_counter()
     score = evaluate(t.model, t.validation, t.world.device)
     unigram = t.validation.unigram_bits_per_byte()
+    gain = 100 * (1 - score.bits_per_byte / unigram)
     t.log.record(
         {
             "step": step,
@@ -220,7 +221,7 @@ def validate(t: Training, step: int) -> None:
     )
     t.log.say(
         f"eval    step {step}  loss {score.loss:.4f}  bits/byte {score.bits_per_byte:.3f}  "
-        f"({100 * (1 - score.bits_per_byte / unigram):.0f} % below unigram {unigram:.3f}; "
+        f"({abs(gain):.0f} % {'below' if gain >= 0 else 'above'} unigram {unigram:.3f}; "
         f"{t.validation.n_samples} sequences, {time.perf_counter() - before:.1f} s)"
     )
 
