@@ -128,7 +128,7 @@ class Checkpointer:
         return {
             f"{key}.{name}": value
             for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state[parameter].items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()  # a frozen one has none
             if isinstance(value, Tensor)
         }
 

@@ -11,6 +11,7 @@ The same command again resumes the run. Read on from `run`.
 """
 
 import hashlib
+import math
 import shutil
 import sys
 import time
@@ -20,9 +21,10 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
-from torchtitan_lite import cli, hf, models, run_folder
+from torchtitan_lite import cli, hf, inspection, models, run_folder
 from torchtitan_lite.config import Config, Layout, derive
 from torchtitan_lite.console import duration, start_lines, step_line, what_next
 from torchtitan_lite.data.loader import Loader, Samples
@@ -43,9 +45,16 @@ from torchtitan_lite.evaluate import Validation, evaluate
 from torchtitan_lite.guard import FiniteGuard, require_finite
 from torchtitan_lite.init import materialise
 from torchtitan_lite.metrics import Clock, Log, peak_memory_gib
-from torchtitan_lite.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from torchtitan_lite.parallelize import apply_fsdp, unshard_first
+from torchtitan_lite.optim import build_optimizer, clip_gradients, freeze, learning_rate, set_learning_rate
+from torchtitan_lite.parallelize import (
+    apply_activation_checkpointing,
+    apply_compile,
+    apply_fsdp,
+    before_micro_batch,
+    unshard_first,
+)
 from torchtitan_lite.resume import fresh_state
+from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import to_toml, to_toml_with_origins
 from torchtitan_lite.storage import TrainState
 
@@ -59,6 +68,7 @@ class Training:
     world: World
     model: models.Transformer
     optimizer: torch.optim.Optimizer
+    scaler: GradScaler
     guard: FiniteGuard
     loader: Loader
     validation: Validation
@@ -88,10 +98,8 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
 
     # 2. The model. On the meta device it has shapes and no storage, so that any size can be cut up before a byte is
     #    allocated; then each rank gets the storage of its own shards, and fills it.
-    with torch.device("meta"):
-        model = models.build(config.model, meta.vocab_size)
-    apply_fsdp(model, mesh, config.fsdp)
-    materialise(model, world.device, config.run.seed)
+    model = sharded_model(config, meta.vocab_size, mesh)
+    materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: it holds the DTensors.
     optimizer = build_optimizer(model, config.optim)
@@ -110,9 +118,10 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
     if config.model.init_from and not loaded:
         checkpointer.load_weights(lambda: hf.open_weights(Path(config.model.init_from), config.model))
 
-    guard = FiniteGuard(optimizer)
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
+    guard = FiniteGuard(optimizer, scaler)
     training = Training(
-        config, layout, world, model, optimizer, guard, loader, validation, checkpointer, state, log, Clock()
+        config, layout, world, model, optimizer, scaler, guard, loader, validation, checkpointer, state, log, Clock()
     )
     log.say(start_lines(config, layout, world, model, meta, train_samples.n_samples, state, loaded))
     if state.step >= config.train.steps:
@@ -123,6 +132,17 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
         shutil.copyfile(data / "tokenizer.json", config.folder / "tokenizer.json")
     log.cut_after(state.step)
     train(training)
+
+
+def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.Transformer:
+    """The model on the meta device, cut up: every parameter is a DTensor that knows its rows, and has no storage."""
+    with torch.device("meta"):
+        model = models.build(config.model, vocab_size)
+    freeze(model, config.optim.freeze)
+    apply_activation_checkpointing(model, config.activation_checkpointing)
+    apply_compile(model, config.compile)
+    apply_fsdp(model, mesh, config.fsdp)
+    return model
 
 
 def train(t: Training) -> None:
@@ -170,11 +190,13 @@ def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     for i, micro in enumerate(batch.micro_batches):
         # Dropout is a function of this, so that there is no random state to save.
         torch.manual_seed(stream(t.config.run.seed, step, i, world.rank))
+        before_micro_batch(t.model, t.config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = t.model(micro.tokens.to(device, non_blocking=True), micro.targets.to(device, non_blocking=True))
         # FSDP averages gradients over the ranks; the loss is a sum over all of them, divided once by all tokens.
-        (loss * (world.world_size / batch.global_tokens)).backward()
+        t.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
 
+    t.scaler.unscale_(t.model)
     grad_norm = clip_gradients(t.model, t.config.optim.max_norm)
     totals = torch.zeros(1 + world.world_size, device=device)
     totals[0] = loss_sum
@@ -229,7 +251,7 @@ def validate(t: Training, step: int) -> None:
 def save(t: Training) -> None:
     """Save a checkpoint, and only then say so."""
     before = time.perf_counter()
-    folder = t.checkpointer.save(t.state)
+    folder = t.checkpointer.save(replace(t.state, grad_scaler=t.scaler.state_dict()))
     size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20 if t.world.rank == 0 else 0
     t.log.say(f"saved   {folder}  ({size:.1f} MiB, {time.perf_counter() - before:.1f} s)")
 
@@ -240,13 +262,15 @@ def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_steps: 
     record = {
         "step": step,
         "loss": loss,
-        "grad_norm": grad_norm,
+        "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # float16: a step that was skipped
         "lr": learning_rate(t.config.optim, step, t.config.train.steps),
         "tokens": t.state.tokens,
         "tokens_per_second": n_steps * t.layout.tokens_per_step / seconds,
         "peak_memory_gib": peak_memory_gib(t.world.device),
         "data_s": data_s,
     }
+    if t.scaler.enabled:
+        record |= {"loss_scale": t.scaler.scale.item(), "skipped_steps": t.scaler.skipped_steps}
     t.log.record(record)
     left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
     t.log.say(step_line(record, t.config.train.steps, data_s / seconds, left_s))
@@ -271,9 +295,16 @@ def main(argv: Sequence[str]) -> int:
             if speaks:
                 print(to_toml_with_origins(command.loaded) if command.print_config else "the configuration is fine")
             return 0
-        run_folder.make(config.folder)
+        if not command.inspect:
+            run_folder.make(config.folder)
         data = prepare(config.data, config.tokenizer, lambda text: print(text, flush=True))
         with process_group(config.run) as world:
+            if command.inspect:
+                mesh = build_mesh(derive(config, world.world_size), world.device)
+                model = sharded_model(config, read_meta(data).vocab_size, mesh)
+                if world.rank == 0:
+                    print(inspection.describe(model, config.fsdp))
+                return 0
             lock = run_folder.lock(config.folder, world)
             run(config, data, world, Log(config.folder, speaks=world.rank == 0))
             lock.release()

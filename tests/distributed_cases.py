@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
-from torchtitan_lite.config import FsdpConfig, ModelConfig, OptimConfig, RunConfig
+from torchtitan_lite.config import FsdpConfig, GradScalerConfig, ModelConfig, OptimConfig, RunConfig
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
 from torchtitan_lite.distributed import World, leave, process_group
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
@@ -30,6 +30,7 @@ from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.optim import build_optimizer, clip_gradients, set_learning_rate
 from torchtitan_lite.parallelize import apply_fsdp, unshard_first
+from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.storage import TrainState
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
@@ -276,7 +277,7 @@ def _nan_on_one_rank(config: OptimConfig) -> None:
     rank = dist.get_rank()
     model = sharded(make_mesh(MESHES["4"]))
     optimizer = build_optimizer(model, config)
-    guard = FiniteGuard(optimizer)
+    guard = FiniteGuard(optimizer, GradScaler(GradScalerConfig(), enabled=False, device=CPU))
     everything = [*model.parameters()]
 
     def step(number: int, loss: torch.Tensor, bad: list[float]) -> None:

@@ -52,10 +52,12 @@ def start(command: list[str], timeout: float = 120) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def torchrun(n: int, *arguments: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
+def torchrun(
+    n: int, *arguments: str, script: str = "train.py", timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc-per-node n script arguments`, on a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    return start([*launcher, script, *arguments])
+    return start([*launcher, script, *arguments], timeout)
 
 
 def python(*arguments: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:

@@ -24,6 +24,7 @@ class Command:
     loaded: settings.Loaded
     print_config: bool
     check_config: bool
+    inspect: bool
 
 
 def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size: int = 1) -> Command:
@@ -66,7 +67,7 @@ def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size
         local_world_size=local_world_size,
         problems=problems,
     )
-    return Command(loaded, given["print_config"], given["check_config"])
+    return Command(loaded, given["print_config"], given["check_config"], given["inspect"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML experiment, see configs/")
     parser.add_argument("--print-config", action="store_true", help="print every value with its origin, and exit")
     parser.add_argument("--check-config", action="store_true", help="check the config for this world size, and exit")
+    parser.add_argument("--inspect", action="store_true", help="print the sharded model and its groups, and exit")
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())

@@ -7,11 +7,26 @@ their own section, never the whole. How files, `base` and the command line becom
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+)
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _reshard(value: Any) -> Any:
+    if value == "default" or (isinstance(value, int) and (isinstance(value, bool) or value > 1)):
+        return value
+    raise ValueError('should be "default", true, false, or a number of ranks above 1')
 
 
 class Section(BaseModel):
@@ -157,6 +172,8 @@ class OptimConfig(Section):
     """sgd: momentum"""
     weight_decay: NonNegativeFloat = 0.1
     """decay of matrices; biases and norms have none"""
+    freeze: list[str] = []
+    """names of parameters that keep their values, e.g. ["tok_embeddings.*", "layers.0.*"]"""
     groups: list[ParameterGroup] = []
     """parameters with a learning rate or decay of their own: [[optim.groups]] match = "*", lr_factor, weight_decay"""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -171,21 +188,83 @@ class OptimConfig(Section):
     """gradients are clipped to this global norm; inf: not clipped"""
 
 
+class PrecisionOverride(Section):
+    match: str
+    """names of parameters, e.g. "layers.0.*"; the first override that matches counts"""
+    param_dtype: Dtype | None = None
+    """instead of [fsdp] param_dtype; absent: the same"""
+    reduce_dtype: Dtype | None = None
+    """instead of [fsdp] reduce_dtype; absent: the same"""
+    output_dtype: Dtype | None = None
+    """instead of [fsdp] output_dtype; absent: the same"""
+
+
 class FsdpConfig(Section):
-    dp_replicate: PositiveInt = 1
-    """copies of the sharded model (HSDP); 1: plain FSDP"""
+    sharding_strategy: Literal["", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"] = (
+        ""
+    )
+    """FSDP1's name for a choice of dp_replicate, dp_shard and reshard_after_forward; empty: those decide"""
+    dp_replicate: int = -1
+    """copies of the sharded model (HSDP); -1: as many as dp_shard leaves, and 1 if that is -1 too"""
     dp_shard: int = -1
-    """ranks that share one copy; -1: all that dp_replicate leaves"""
+    """ranks that share one copy; -1: all that dp_replicate leaves; 1: nothing is sharded"""
+    reshard_after_forward: Annotated[bool | int | Literal["default"], PlainValidator(_reshard)] = "default"
+    """free gathered parameters after forward (true), keep them for backward (false), or keep them in shards over this \
+many ranks; default: all but the head, which backward needs at once"""
+    reshard_after_backward: bool = True
+    """free gathered parameters after backward; false: keep them for the next micro-batch of the step"""
+    grad_sync: Literal["every", "last", "all_reduce_last"] = "every"
+    """when gradients are summed over the ranks: with every micro-batch, or with the last of a step (more memory); \
+all_reduce_last: within a copy with every one, between copies with the last"""
     param_dtype: Dtype = "float32"
     """dtype of the parameters in forward and backward (they are kept and updated in float32)"""
     reduce_dtype: Dtype = "float32"
     """dtype in which gradients are summed over the ranks"""
+    output_dtype: Literal["", Dtype] = ""
+    """dtype of what each group hands to the next; empty: its param_dtype"""
+    cast_forward_inputs: bool = False
+    """let FSDP cast every floating input of a group, also llama's rotary tables, which lose precision"""
+    precision_overrides: list[PrecisionOverride] = []
+    """groups with dtypes of their own: [[fsdp.precision_overrides]] match = "layers.0.*", with any of the dtypes"""
+    cpu_offload: bool = False
+    """keep parameters, gradients and optimizer state on the host (with a GPU only)"""
     explicit_prefetching: bool = False
     """issue the first all-gather before the batch is fetched, and each group's next ones by explicit lists"""
     forward_prefetch: PositiveInt = 2
     """with explicit_prefetching: how many groups ahead to gather in forward"""
     backward_prefetch: PositiveInt = 2
     """with explicit_prefetching: how many groups ahead to gather in backward"""
+
+    @property
+    def uses_float16(self) -> bool:
+        """Whether anything is computed or summed in float16, whose range needs a scaled loss."""
+        dtypes = [self.param_dtype, self.reduce_dtype]
+        for override in self.precision_overrides:
+            dtypes += [dtype for dtype in (override.param_dtype, override.reduce_dtype) if dtype]
+        return "float16" in dtypes
+
+
+class ActivationCheckpointingConfig(Section):
+    mode: Literal["none", "full", "selective"] = "none"
+    """what backward recomputes instead of keeping it: whole blocks (full), or all but matrix products and attention"""
+    every: PositiveInt = 1
+    """every how many blocks; 1: all of them"""
+
+
+class CompileConfig(Section):
+    enabled: bool = False
+    """compile each block by torch.compile, in place"""
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """inductor: fused kernels, needs a compiler; the others only trace (to look for the cause of a difference)"""
+
+
+class GradScalerConfig(Section):
+    init_scale: PositiveFloat = 65536.0
+    """float16: the loss is multiplied by this, so that small gradients do not vanish; halved when one overflows"""
+    growth_interval: PositiveInt = 2000
+    """float16: the scale doubles after this many steps without an overflow"""
+    min_scale: PositiveFloat = 1.0
+    """float16: below this scale the run stops"""
 
 
 class EvalConfig(Section):
@@ -217,6 +296,9 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     fsdp: FsdpConfig = FsdpConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    compile: CompileConfig = CompileConfig()
+    grad_scaler: GradScalerConfig = GradScalerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -240,8 +322,11 @@ class Layout:
 
 def derive(config: Config, world_size: int) -> Layout:
     """Every number that follows from the config and the world size, in one place."""
-    replicate = config.fsdp.dp_replicate
-    shard = config.fsdp.dp_shard if config.fsdp.dp_shard != -1 else max(world_size // replicate, 1)
+    replicate, shard = config.fsdp.dp_replicate, config.fsdp.dp_shard
+    if replicate == -1:
+        replicate = 1 if shard == -1 else max(world_size // shard, 1)
+    if shard == -1:
+        shard = max(world_size // replicate, 1)
     train = config.train
     per_round = world_size * train.micro_batch_size
     accum = math.ceil(train.global_batch_size / per_round)

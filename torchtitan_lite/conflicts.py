@@ -1,10 +1,14 @@
 """Combinations of values that make no sense, each with one that works."""
 
 import glob
+import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan_lite.config import Config, ModelConfig, RunConfig, derive
+from torchtitan_lite.config import Config, ModelConfig, RunConfig, Section, derive
 
 
 def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[Config], dict[str, str]]:
@@ -24,6 +28,8 @@ def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[
             | _model_conflicts(config.model)
             | _length_conflicts(config)
             | _mesh_conflicts(config, world_size)
+            | _fsdp_conflicts(config, world_size, n_gpus)
+            | _block_conflicts(config, n_gpus)
             | _path_conflicts(config)
         )
 
@@ -73,18 +79,94 @@ def _length_conflicts(config: Config) -> dict[str, str]:
 
 
 def _mesh_conflicts(config: Config, world_size: int) -> dict[str, str]:
-    fsdp = config.fsdp
-    if fsdp.dp_shard != -1 and fsdp.dp_shard < 1:
-        return {"fsdp.dp_shard": f"fsdp.dp_shard = {fsdp.dp_shard} should be -1 (all that is left) or at least 1"}
+    for key, value in (("dp_shard", config.fsdp.dp_shard), ("dp_replicate", config.fsdp.dp_replicate)):
+        if value != -1 and value < 1:
+            return {f"fsdp.{key}": f"fsdp.{key} = {value} should be -1 (all that is left) or at least 1"}
     layout = derive(config, world_size)
     if layout.dp_replicate * layout.dp_shard == world_size:
         return {}
-    works = fsdp.dp_replicate if world_size % fsdp.dp_replicate == 0 else 1
+    works = layout.dp_replicate if world_size % layout.dp_replicate == 0 else 1
     return {
-        "fsdp.dp_shard fsdp.dp_replicate": f"fsdp.dp_replicate = {fsdp.dp_replicate} x fsdp.dp_shard = {fsdp.dp_shard} "
-        f"does not give the world size {world_size}; "
+        "fsdp.dp_shard fsdp.dp_replicate": f"fsdp.dp_replicate = {layout.dp_replicate} x fsdp.dp_shard = "
+        f"{layout.dp_shard} does not give the world size {world_size}; "
         f"fsdp.dp_replicate = {works} with fsdp.dp_shard = {world_size // works} works"
     }
+
+
+def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, str]:
+    found, fsdp = {}, config.fsdp
+    if _mesh_conflicts(config, world_size):
+        return {}  # the sizes below would not mean anything
+    layout = derive(config, world_size)
+    ranks = fsdp.reshard_after_forward
+    if not isinstance(ranks, bool | str) and (layout.dp_shard % ranks or ranks >= layout.dp_shard):
+        divisors = [str(n) for n in range(2, layout.dp_shard) if layout.dp_shard % n == 0]
+        found["fsdp.reshard_after_forward fsdp.dp_shard"] = (
+            f"fsdp.reshard_after_forward = {ranks} should divide the dp_shard = {layout.dp_shard} ranks of a copy, "
+            f"and be less; {' or '.join([*divisors, 'true'])} works"
+        )
+    if fsdp.grad_sync == "all_reduce_last" and (layout.dp_replicate == 1 or layout.dp_shard == 1):
+        found["fsdp.grad_sync fsdp.dp_replicate fsdp.dp_shard"] = (
+            f'fsdp.grad_sync = "all_reduce_last" needs copies of a sharded model, and there are {layout.dp_replicate} '
+            f'copies over {layout.dp_shard} ranks each; "every" or "last" works'
+        )
+    if not fsdp.explicit_prefetching:
+        for key in ("forward_prefetch", "backward_prefetch"):
+            found |= _without_effect(fsdp, "fsdp", key, "fsdp.explicit_prefetching = true")
+    if fsdp.cpu_offload and (config.run.device == "cpu" or n_gpus == 0):
+        found["fsdp.cpu_offload run.device"] = (
+            "fsdp.cpu_offload = true moves parameters between a GPU and the host, and there is no GPU here: "
+            "on the CPU they are on the host anyway; fsdp.cpu_offload = false works"
+        )
+    if not fsdp.uses_float16:
+        for key in type(config.grad_scaler).model_fields:
+            found |= _without_effect(config.grad_scaler, "grad_scaler", key, 'a dtype "float16" in [fsdp]')
+    if config.grad_scaler.min_scale > config.grad_scaler.init_scale:
+        found["grad_scaler.min_scale grad_scaler.init_scale"] = (
+            f"grad_scaler.min_scale = {config.grad_scaler.min_scale} is above grad_scaler.init_scale = "
+            f"{config.grad_scaler.init_scale}; min_scale = 1.0 works"
+        )
+    return found
+
+
+def _block_conflicts(config: Config, n_gpus: int) -> dict[str, str]:
+    found: dict[str, str] = {}
+    checkpointing = config.activation_checkpointing
+    if checkpointing.mode == "none":
+        found |= _without_effect(
+            checkpointing, "activation_checkpointing", "every", 'activation_checkpointing.mode = "full" or "selective"'
+        )
+    elif checkpointing.every > config.model.n_layers:
+        found["activation_checkpointing.every model.n_layers"] = (
+            f"activation_checkpointing.every = {checkpointing.every} reaches only the first of model.n_layers = "
+            f"{config.model.n_layers}; every = {config.model.n_layers} works"
+        )
+    if not config.compile.enabled:
+        found |= _without_effect(config.compile, "compile", "backend", "compile.enabled = true")
+    elif config.compile.backend == "inductor" and (missing := _missing_for_inductor(config.run, n_gpus)):
+        found["compile.enabled compile.backend run.device"] = (
+            f"compile.enabled = true needs {missing}, which is not here; install it, or compile.enabled = false"
+        )
+    return found
+
+
+def _missing_for_inductor(run: RunConfig, n_gpus: int) -> str:
+    """What torch.compile's default backend lacks on this machine; empty if it is complete."""
+    if run.device != "cpu" and n_gpus:
+        return "" if importlib.util.find_spec("triton") else "the package triton"
+    named = os.environ.get("CXX", "")
+    if not any(shutil.which(compiler) for compiler in ([named] if named else ["g++", "clang++", "c++"])):
+        return f"the C++ compiler {named} (of $CXX)" if named else "a C++ compiler (g++ or clang++)"
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return "" if headers.is_file() else f"Python's headers ({headers}; python3-dev or similar)"
+
+
+def _without_effect(section: Section, name: str, key: str, needs: str) -> dict[str, str]:
+    """A key that was set, and that nothing reads."""
+    value, default = getattr(section, key), type(section).model_fields[key].default
+    if value == default:
+        return {}
+    return {f"{name}.{key}": f"{name}.{key} = {value} means nothing without {needs}; leave it out, or set that"}
 
 
 def _path_conflicts(config: Config) -> dict[str, str]:

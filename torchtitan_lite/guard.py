@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torchtitan_lite.distributed import sum_over_ranks
 from torchtitan_lite.errors import NonFiniteError
 from torchtitan_lite.init import local_rows
+from torchtitan_lite.scaler import GradScaler
 
 
 def require_finite(model: nn.Module, step: int) -> None:
@@ -29,11 +30,16 @@ class FiniteGuard:
     Fused AdamW leaves parameters, moments and step counts alone where its `found_inf` is 1. The host's copy of the
     verdict is read while the device already works on the next step, so that a healthy run never waits for it. SGD has
     no such form for DTensors: there the host waits for the verdict, and skips the update itself.
+
+    With float16 a gradient that is not finite under a finite loss is an overflow: the step is skipped and counted, and
+    the scale of the loss is halved. Otherwise it is an error.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
         self.optimizer = optimizer
+        self.scaler = scaler
         self._fused = bool(optimizer.defaults.get("fused"))
+        self._device = optimizer.param_groups[0]["params"][0].device
         self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
 
     def update(self, step: int, bad_ranks: Tensor, grad_norm: Tensor) -> None:
@@ -44,12 +50,16 @@ class FiniteGuard:
             bad_ranks: (world_size,), not 0 for each rank whose own loss is not finite; equal on all ranks.
             grad_norm: (), the global norm of the gradients.
         """
-        verdict = torch.cat([bad_ranks != 0, ~grad_norm.isfinite().reshape(1)])
+        bad_norm = ~grad_norm.isfinite().to(bad_ranks.device)
+        bad = (bad_ranks != 0).any() | bad_norm
         if self._fused:
-            self.optimizer.found_inf = verdict.any().float()  # type: ignore[attr-defined]  # read by the fused kernel
-        if self._fused or not verdict.any():
+            # read by the fused kernel, which runs where the parameters are: on the host with cpu_offload
+            self.optimizer.found_inf = bad.float().to(self._device)  # type: ignore[attr-defined]
+        if self._fused or not bad:
             self.optimizer.step()
         self.optimizer.zero_grad()
+        self.scaler.update(bad)
+        verdict = torch.cat([bad_ranks, torch.stack([bad_norm.float(), self.scaler.scale])])
         if verdict.is_cuda:
             copy = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=True).copy_(verdict, non_blocking=True)
             event = torch.cuda.Event()
@@ -69,14 +79,20 @@ class FiniteGuard:
         if copied is not None:
             copied.synchronize()
         self._pending = None
-        if verdict.any():
-            ranks = verdict[:-1].nonzero().flatten().tolist()
-            what = (
-                f"the loss is not finite on rank {', '.join(map(str, ranks))}"
-                if ranks
-                else ("the gradient norm is not finite, though the loss of every rank is")
-            )
-            raise NonFiniteError(
-                f"step {step}: {what}. The update was withheld, nothing was saved since. "
-                "A lower optim.lr, more optim.warmup_steps or a smaller optim.max_norm may help"
-            )
+        *bad_ranks, bad_norm, scale = verdict.tolist()
+        ranks = [str(rank) for rank, bad in enumerate(bad_ranks) if bad]
+        if not ranks and not bad_norm:
+            return
+        if ranks:
+            what = f"the loss is not finite on rank {', '.join(ranks)}"
+        elif not self.scaler.enabled:
+            what = "the gradient norm is not finite, though the loss of every rank is"
+        else:
+            self.scaler.skipped_steps += 1
+            if scale >= self.scaler.min_scale:
+                return
+            what = f"gradients overflow float16 still, with the loss scaled by {scale:g} (grad_scaler.min_scale)"
+        raise NonFiniteError(
+            f"step {step}: {what}. The update was withheld, nothing was saved since. "
+            "A lower optim.lr, more optim.warmup_steps or a smaller optim.max_norm may help"
+        )

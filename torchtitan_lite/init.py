@@ -28,13 +28,20 @@ _LEVELS = 1 << 16
 _CHUNK = 1 << 20  # elements that are drawn at a time: bounds the memory of the integers
 
 
-def materialise(model: Transformer, device: torch.device, seed: int) -> None:
+def materialise(model: Transformer, device: torch.device, seed: int, *, offload: bool = False) -> None:
     """Give a sharded model on the meta device its storage and its initial values, and prove that it has them.
+
+    Args:
+        offload: put the parameters on the host, and only the buffers on the device.
 
     Raises:
         RuntimeError: a tensor stayed on meta, was not initialised, or is constant though it should be random.
     """
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if offload else device)
+    if offload:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
     model.tie_weights()  # to_empty makes a tensor for each name, also where two names are one parameter
     _poison(model)
     model.reset_parameters(functools.partial(_normal_, seed))

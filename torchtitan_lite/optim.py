@@ -2,6 +2,7 @@
 
 import fnmatch
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,25 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config import OptimConfig
 from torchtitan_lite.errors import ConfigError
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Have the parameters whose names match a pattern keep their values. Call it before anything is sharded.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise ConfigError(
+                f'optim.freeze: "{pattern}" matches no parameter: names look like {names[0]}, {names[-1]}'
+            )
+        for name in matched:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"optim.freeze = {list(patterns)} leaves no parameter to train")
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -29,6 +49,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     chosen: dict[tuple[float, float], list[nn.Parameter]] = {}
     used = set()
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         decay = config.weight_decay if parameter.ndim > 1 else 0.0
         factor = 1.0
         for i, group in enumerate(config.groups):
@@ -40,7 +62,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         chosen.setdefault((decay, factor), []).append(parameter)
     for i, group in enumerate(config.groups):
         if i not in used:
-            names = [name for name, _ in model.named_parameters()]
+            names = [name for name, p in model.named_parameters() if p.requires_grad]
             other = any(fnmatch.fnmatchcase(name, group.match) for name in names)
             why = "an earlier group has all that it matches" if other else f"names look like {names[0]}, {names[-1]}"
             raise ConfigError(f'optim.groups: match = "{group.match}" matches no parameter: {why}')

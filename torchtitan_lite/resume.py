@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import Config, derive
 from torchtitan_lite.data.prepare import Meta
 from torchtitan_lite.distributed import World
 from torchtitan_lite.settings import default_of, known_keys
@@ -46,18 +46,20 @@ def is_refused(key: str) -> bool:
     """Whether a run can't be resumed with another value of this key. (The text and the tokenizer: by their hashes.)"""
     if key.startswith("model."):
         return key not in ("model.size", "model.init_from")  # a name for others; only read at step 0
-    return key in ("train.seq_len", "run.seed", "optim.name")
+    return key in ("train.seq_len", "run.seed", "optim.name", "optim.freeze")
 
 
 def setting(config: Config, world: World) -> dict[str, Any]:
     """What has to be the same for a bitwise resume: all of it changes the order in which numbers are summed."""
     on_gpu = world.device.type == "cuda"
+    fsdp = config.fsdp.model_dump(mode="json")
+    keys = "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "precision_overrides", "grad_sync"
     return {
         "world_size": world.world_size,
-        "dp_replicate": config.fsdp.dp_replicate,
+        "dp_replicate": derive(config, world.world_size).dp_replicate,
         "micro_batch_size": config.train.micro_batch_size,
-        "param_dtype": config.fsdp.param_dtype,
-        "reduce_dtype": config.fsdp.reduce_dtype,
+        **{key: fsdp[key] for key in keys},
+        "compile": config.compile.backend if config.compile.enabled else "off",
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "deterministic": config.run.deterministic or not on_gpu,
         "threads": world.threads,
@@ -67,4 +69,6 @@ def setting(config: Config, world: World) -> dict[str, Any]:
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """The values that changed, as "threads 1 -> 2, ..."; empty if none did."""
-    return ", ".join(f"{key} {saved.get(key)} -> {value}" for key, value in here.items() if saved.get(key) != value)
+    return ", ".join(
+        f"{key} {saved.get(key)} -> {value}" for key, value in here.items() if saved.get(key, value) != value
+    )

@@ -3,7 +3,8 @@
 A value is looked for in this order, and the last one found counts; `--print-config` shows where each came from:
 
   1. the default in config.py,
-  2. the named model size (`[model] size = "1M"` stands for dim, n_layers and n_heads),
+  2. the named model size (`[model] size = "1M"` stands for dim, n_layers and n_heads), and FSDP1's name of a sharding
+     strategy (strategies.py),
   3. the files: `base = "other.toml"` (relative to the file that says it) is read first, the file on top of it,
   4. the command line: `--section.key=value`, and shorthands such as `--mixed-precision`.
 
@@ -25,6 +26,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.conflicts import conflicts
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.sizes import SIZES
+from torchtitan_lite.strategies import contradiction, stands_for
 
 # --- where values come from -------------------------------------------------------------------------------------
 
@@ -191,6 +193,23 @@ def _size_layer(settings: Settings, problems: list[str], refused: set[str]) -> S
     return {f"model.{key}": Setting(value, origin) for key, value in sizes[size.value].items()}
 
 
+def _strategy_layer(settings: Settings, local_world_size: int, problems: list[str]) -> Settings:
+    """The settings that `[fsdp] sharding_strategy` stands for, where they are not set, or to their neutral value."""
+    strategy = settings.get("fsdp.sharding_strategy", Setting("", "default")).value
+    if not isinstance(strategy, str):
+        return {}  # it is reported as a wrong type
+    explicit = {key.removeprefix("fsdp."): setting.value for key, setting in settings.items() if key[:5] == "fsdp."}
+    for key, value in explicit.items():
+        if wrong := contradiction(strategy, key, value):
+            problems.append(_describe(f"fsdp.{key}", settings[f"fsdp.{key}"], f"{wrong}; leave one of the two out"))
+    origin = f'sharding_strategy "{strategy}"'
+    return {
+        f"fsdp.{key}": Setting(value, origin)
+        for key, value in stands_for(strategy, explicit, local_world_size).items()
+        if explicit.get(key, -1) in (-1, "default")
+    }
+
+
 def _describe(key: str, setting: Setting, message: str) -> str:
     if setting.origin == "command line":
         return f"command line: --{key}={setting.value}: {message}"
@@ -221,6 +240,7 @@ def example(key: str) -> str:
 def _sentence(item: Any) -> str:
     message = str(item["msg"]).removeprefix("Input ")
     inside = ".".join(str(part) for part in item["loc"][2:] if part not in ("str", "list[str]"))
+    message = message.removeprefix("Value error, ")
     return (f"{inside} " if inside else "") + message[:1].lower() + message[1:]
 
 
@@ -254,6 +274,7 @@ def load(
     settings = (read_file(file, problems) if file else {}) | overrides
     if file and "run.name" not in settings:
         settings["run.name"] = Setting(file.stem, "name of the file")
+    settings |= _strategy_layer(settings, local_world_size, problems)
     config = build(settings, conflicts(world_size, n_gpus, local_world_size), problems)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

@@ -2,7 +2,7 @@
 
     checkpoints/step-00000100/model.safetensors       name -> whole tensor
                               optimizer.safetensors   state.name -> whole tensor, e.g. exp_avg.output.weight
-                              state.json              format_version, step, tokens, samples_consumed, identity, setting
+                              state.json              format_version and TrainState
 
 A checkpoint is written into a hidden folder beside, and renamed last: a folder named step-N is whole.
 """
@@ -34,6 +34,7 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     samples_consumed: int = 0
+    grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # float16's, see scaler.py
     identity: Mapping[str, Any] = field(default_factory=dict)  # must be the same on a resume, by config key
     setting: Mapping[str, Any] = field(default_factory=dict)  # must be the same for a bitwise resume
     config: Mapping[str, Any] = field(default_factory=dict)  # the whole config, by "section.key"

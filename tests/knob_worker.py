@@ -1,0 +1,120 @@
+"""Runs the rows of knob_table.py and the cases of knob_effects.py that belong to this world size, in one process group.
+
+    torchrun --nproc-per-node 2 tests/knob_worker.py RESULTS
+
+The real train_step runs; only the text is made up. RESULTS gets losses, norms and hashes of each row, and "passed" or a
+traceback for each effect, as JSON.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import train
+from tests import knob_effects
+from tests.knob_table import CASES, STEPS, VOCABULARY, FixedSamples
+from torchtitan_lite.config import Config, RunConfig, derive
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed import World, build_mesh, leave, process_group
+from torchtitan_lite.guard import FiniteGuard
+from torchtitan_lite.init import local_rows, materialise
+from torchtitan_lite.metrics import Clock
+from torchtitan_lite.optim import build_optimizer
+from torchtitan_lite.scaler import GradScaler
+from torchtitan_lite.storage import TrainState
+
+
+def training(config: Config, world: World) -> train.Training:
+    """What train.run builds, without files."""
+    layout = derive(config, world.world_size)
+    model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device))
+    materialise(model, world.device, seed=7)
+    optimizer = build_optimizer(model, config.optim)
+    samples = FixedSamples(config.train.seq_len)
+    loader = Loader(samples, config.train.micro_batch_size, world.rank, world.world_size, seed=None)
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
+    unused: Any = None
+    return train.Training(
+        config,
+        layout,
+        world,
+        model,
+        optimizer,
+        scaler,
+        FiniteGuard(optimizer, scaler),
+        loader,
+        validation=unused,
+        checkpointer=unused,
+        state=TrainState(),
+        log=unused,
+        clock=Clock(),
+    )
+
+
+def digest(parameter: torch.Tensor) -> str:
+    """Of the whole parameter."""
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
+
+
+def measure(t: train.Training) -> dict[str, Any]:
+    """Losses and norms of some steps, names, and the frozen parameters before and after."""
+    frozen = {name: p for name, p in t.model.named_parameters() if not p.requires_grad}
+    before = {name: digest(p) for name, p in frozen.items()}
+    losses, norms = [], []
+    for step in range(1, STEPS + 1):
+        loss, norm = train.train_step(t, step)
+        t.guard.raise_if_bad()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return {
+        "losses": losses,
+        "norms": norms,
+        "names": list(t.model.state_dict()),
+        "frozen": [before, {name: digest(p) for name, p in frozen.items()}],
+        "shard": sum(local_rows(p)[0].numel() for p in t.model.parameters()),
+        "whole": sum(p.numel() for p in t.model.parameters()),
+        "skipped": t.scaler.skipped_steps,
+    }
+
+
+def main() -> None:
+    results: dict[str, Any] = {}
+    file = Path(sys.argv[1])
+    with process_group(RunConfig(device="cpu", threads=1)) as world:
+        rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size}
+        for name, case in rows.items():
+            results[name] = measure(training(case.config(), world))
+            if world.rank == 0:
+                file.write_text(json.dumps(results))
+        for name, effect in knob_effects.EFFECTS.items():
+            if effect.ranks != world.world_size:
+                continue
+            try:
+                effect.run(lambda **more: training(_config(world, more), world))
+                results[name] = "passed"
+            except Exception:
+                # the others may wait in a collective: this ends the run, and the tests of later effects fail with it
+                print(f"{name} failed on rank {world.rank}:\n{traceback.format_exc()}", file=sys.stderr)
+                leave(1)
+            dist.barrier()
+            if world.rank == 0:
+                file.write_text(json.dumps(results))
+    leave()
+
+
+def _config(world: World, more: dict[str, Any]) -> Config:
+    base = dataclasses.replace(CASES["llama"], ranks=world.world_size)
+    values = {key.replace("__", "."): value for key, value in more.items()}
+    return dataclasses.replace(base, set=values).config()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Every row of knob_table.py against one plain model in one process, and every effect of knob_effects.py.
+
+Two launches of torchrun, on 2 and on 4 ranks, run them all.
+"""
+
+import fnmatch
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import torchrun
+from tests.knob_effects import EFFECTS
+from tests.knob_table import CASES, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
+from torchtitan_lite import optim
+from torchtitan_lite.init import materialise
+from torchtitan_lite.models import build
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, Any], str]]:
+    """What the ranks measured, by world size, and what they said."""
+    found = {}
+    for ranks in (2, 4):
+        file = tmp_path_factory.mktemp("knobs") / "results.json"
+        file.write_text("{}")
+        said = torchrun(ranks, str(file), script="tests/knob_worker.py", timeout=300).stderr
+        found[ranks] = json.loads(file.read_text()), said
+    return found
+
+
+@functools.cache
+def _reference(base: str, tied: bool, patterns: tuple[str, ...]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of one whole model in float32, on the whole batch at once."""
+    config = Case(2, {"model.tie_embeddings": tied}, base=base).config()
+    with torch.device("meta"):
+        model = build(config.model, VOCABULARY)
+    materialise(model, torch.device("cpu"), seed=7)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    decayed = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
+    others = [p for p in model.parameters() if p.ndim == 1 and p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
+    samples = FixedSamples(config.train.seq_len)
+    curve = []
+    for step in range(1, STEPS + 1):
+        rows = torch.stack([samples[i] for i in range((step - 1) * 6, step * 6)])
+        loss = model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = optim.learning_rate(config.optim, step, config.train.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def reference(case: Case) -> list[tuple[float, float]]:
+    """Of the row's model and frozen parameters."""
+    return _reference(case.base, case.set.get("model.tie_embeddings", False), tuple(case.set.get("optim.freeze", ())))
+
+
+def test_there_are_at_most_40_rows() -> None:
+    assert len(CASES) <= 40
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_computes_the_same(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
+    case = CASES[name]
+    measured, said = results[case.ranks]
+    assert name in measured, said
+    found = measured[name]
+    curve = list(zip(found["losses"], found["norms"], strict=True))
+    assert len(curve) == STEPS
+    assert found["skipped"] == 0
+    if case.reference:
+        loss_tolerance, norm_tolerance = TOLERANCE[case.dtype]
+        for (loss, norm), (expected_loss, expected_norm) in zip(curve, reference(case), strict=True):
+            assert loss == pytest.approx(expected_loss, rel=loss_tolerance), curve
+            assert norm == pytest.approx(expected_norm, rel=norm_tolerance), curve
+        exact = [value for pair in reference(case) for value in pair]
+        assert case.dtype == "float32" or [*found["losses"], *found["norms"]] != exact, "nothing was rounded"
+    if case.same_as:
+        other = measured[case.same_as]
+        assert curve == list(zip(other["losses"], other["norms"], strict=True)), "not bit for bit"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_names_stay_as_they_are_and_frozen_tensors_too(
+    name: str, results: dict[int, tuple[dict[str, Any], str]]
+) -> None:
+    case = CASES[name]
+    found = results[case.ranks][0][name]
+    config = case.config()
+    with torch.device("meta"):
+        model = build(config.model, VOCABULARY)
+    assert found["names"] == list(model.state_dict())
+    before, after = found["frozen"]
+    assert before == after
+    frozen = [n for n, _ in model.named_parameters() if any(fnmatch.fnmatchcase(n, p) for p in config.optim.freeze)]
+    assert list(before) == frozen
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_has_its_effect(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
+    measured, said = results[EFFECTS[name].ranks]
+    assert measured.get(name) == "passed", said
