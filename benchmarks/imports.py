@@ -12,6 +12,7 @@ MODULES = (
     "tomli",
     "tomli_w",
     "pydantic",
+    "yaml",
     "numpy",
     "filelock",
     "tqdm",
@@ -21,7 +22,9 @@ MODULES = (
 def seconds(module: str) -> float:
     """One import of a module in a fresh process; torch, where it is not the module, is imported before."""
     before = (
-        "" if module in ("torch", "numpy", "tomli", "tomli_w", "pydantic", "filelock", "tqdm") else "import torch; "
+        ""
+        if module in ("torch", "numpy", "tomli", "tomli_w", "pydantic", "yaml", "filelock", "tqdm")
+        else "import torch; "
     )
     code = f"{before}import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

@@ -28,7 +28,7 @@ from torchtitan_lite.init import local_rows, materialise
 from torchtitan_lite.loss import IGNORE
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT
-from torchtitan_lite.optim import build_optimizer, clip_gradients, set_learning_rate
+from torchtitan_lite.optim import build_optimizer, clip_gradients, freeze, set_learning_rate
 from torchtitan_lite.parallelize import apply_fsdp, unshard_first
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.storage import TrainState
@@ -61,10 +61,11 @@ def make_mesh(ranks: torch.Tensor) -> DeviceMesh:
 
 
 def sharded(
-    mesh: DeviceMesh, config: FsdpConfig | None = None, seed: int = 7, family: ModelConfig = MODEL
+    mesh: DeviceMesh, config: FsdpConfig | None = None, seed: int = 7, family: ModelConfig = MODEL, frozen: str = ""
 ) -> Transformer:
     with torch.device("meta"):
         model = build(family, 517)
+    freeze(model, [frozen] if frozen else [])
     apply_fsdp(model, mesh, config or FsdpConfig())
     materialise(model, CPU, seed)
     return model
@@ -109,22 +110,24 @@ def case_both_apis_save_the_same_files_and_load_each_others() -> None:
     dist.broadcast_object_list(shared)
     folder = Path(shared[0])
     flat, grid = make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])
-    cases = [(flat, name, "adamw") for name in FAMILIES] + [(flat, "gpt", "sgd"), (grid, "llama, tied", "adamw")]
-    for number, (mesh, name, optimizer) in enumerate(cases):
+    cases = [(flat, name, "adamw", "") for name in FAMILIES]
+    cases += [(flat, "gpt", "sgd", ""), (grid, "llama, tied", "adamw", "")]
+    cases += [(flat, "gpt", "adamw", "layers.0.*"), (flat, "llama, tied", "sgd", "tok_embeddings.*")]
+    for number, (mesh, name, optimizer, frozen) in enumerate(cases):
         try:
-            _save_and_load(folder / str(number), mesh, FAMILIES[name], optimizer, world)
+            _save_and_load(folder / str(number), mesh, FAMILIES[name], optimizer, world, frozen)
         except Exception as error:
-            raise AssertionError(f"{mesh.ndim}-d mesh, {name}, {optimizer}") from error
+            raise AssertionError(f"{mesh.ndim}-d mesh, {name}, {optimizer}, frozen {frozen}") from error
     dist.barrier()
     if world.rank == 0:
         shutil.rmtree(folder)
 
 
-def _save_and_load(folder: Path, mesh: DeviceMesh, config: ModelConfig, name: str, world: World) -> None:
+def _save_and_load(folder: Path, mesh: DeviceMesh, config: ModelConfig, name: str, world: World, frozen: str) -> None:
     optim = OptimConfig.model_validate({"name": name, "groups": [{"match": "*norm*", "lr_factor": 0.5}], "lr": 0.01})
 
     def fresh(seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
-        model = sharded(mesh, seed=seed, family=config)
+        model = sharded(mesh, seed=seed, family=config, frozen=frozen)
         return model, build_optimizer(model, optim)
 
     def step(model: Transformer, optimizer: torch.optim.Optimizer, number: int) -> float:

@@ -1,6 +1,6 @@
 """The table of [fsdp] and its neighbours that tests/test_knobs.py holds against one plain model: at most 40 rows."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ LLAMA = {
     "model.family": "llama",
     **{"model.dim": 36, "model.n_heads": 6, "model.n_kv_heads": 2, "model.hidden_dim": 50, "model.n_layers": 3},
     **{"model.max_seq_len": 16, "train.seq_len": 16, "train.steps": 20, "optim.warmup_steps": 2, "optim.lr": 0.002},
-    **{"train.micro_batch_size": 1, "train.global_batch_size": 6, "run.device": "cpu", "run.threads": 1},
+    **{"train.micro_batch_size": 1, "train.global_batch_size": 6, "run.threads": 1},
 }
 GPT = {key: value for key, value in LLAMA.items() if key not in ("model.n_kv_heads", "model.hidden_dim")} | {
     "model.family": "gpt"
@@ -40,11 +40,12 @@ class Case:
     same_as: str = ""  # another row whose losses and norms have to be the same bit for bit
     reference: bool = True  # with dropout there is none: masks depend on the ranks
 
-    def config(self) -> Config:
+    def config(self, device: str = "cpu") -> Config:
         """As if all of it had been given on the command line."""
-        values = {"llama": LLAMA, "gpt": GPT}[self.base] | {"model.size": "1M"} | self.set
+        values = {"llama": LLAMA, "gpt": GPT}[self.base] | {"model.size": "1M", "run.device": device} | self.set
         given = {key: settings.Setting(value, "command line") for key, value in values.items()}
-        return settings.load(None, given, world_size=self.ranks, local_world_size=2).config
+        n_gpus = int(device == "cuda")
+        return settings.load(None, given, world_size=self.ranks, n_gpus=n_gpus, local_world_size=2 - n_gpus).config
 
 
 BF16 = {"fsdp.param_dtype": "bfloat16"}
@@ -127,6 +128,12 @@ CASES = {
         dtype="bfloat16",
     ),
 }  # fmt: skip
+
+
+# On one GPU: the rows that need no second rank, and those that need a GPU.
+OFFLOAD = {"fsdp.cpu_offload": True}
+ON_CUDA = {name: replace(case, ranks=1) for name, case in CASES.items() if case.ranks == 2 and name != "NO_SHARD"}
+ON_CUDA |= {"host offload": Case(1, OFFLOAD), "host offload, fp16": Case(1, OFFLOAD | FP16, dtype="float16")}
 
 
 class FixedSamples(Samples):

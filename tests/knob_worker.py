@@ -1,6 +1,7 @@
 """Runs the rows of knob_table.py and the cases of knob_effects.py that belong to this world size, in one process group.
 
     torchrun --nproc-per-node 2 tests/knob_worker.py RESULTS
+    torchrun --nproc-per-node 1 tests/knob_worker.py RESULTS cuda
 
 The real train_step runs; only the text is made up. RESULTS gets losses, norms and hashes of each row, and "passed" or a
 traceback for each effect, as JSON.
@@ -12,14 +13,14 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 import train
 from tests import knob_effects
-from tests.knob_table import CASES, STEPS, VOCABULARY, FixedSamples
+from tests.knob_table import CASES, ON_CUDA, STEPS, VOCABULARY, FixedSamples
 from torchtitan_lite.config import Config, RunConfig, derive
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed import World, build_mesh, leave, process_group
@@ -35,7 +36,7 @@ def training(config: Config, world: World) -> train.Training:
     """What train.run builds, without files."""
     layout = derive(config, world.world_size)
     model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device))
-    materialise(model, world.device, seed=7)
+    materialise(model, world.device, seed=7, offload=config.fsdp.cpu_offload)
     optimizer = build_optimizer(model, config.optim)
     samples = FixedSamples(config.train.seq_len)
     loader = Loader(samples, config.train.micro_batch_size, world.rank, world.world_size, seed=None)
@@ -61,7 +62,7 @@ def training(config: Config, world: World) -> train.Training:
 def digest(parameter: torch.Tensor) -> str:
     """Of the whole parameter."""
     whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(whole.detach().cpu().numpy().tobytes()).hexdigest()
 
 
 def measure(t: train.Training) -> dict[str, Any]:
@@ -82,16 +83,23 @@ def measure(t: train.Training) -> dict[str, Any]:
         "shard": sum(local_rows(p)[0].numel() for p in t.model.parameters()),
         "whole": sum(p.numel() for p in t.model.parameters()),
         "skipped": t.scaler.skipped_steps,
+        "peak": torch.cuda.max_memory_allocated() if t.world.device.type == "cuda" else 0,
+        "devices": sorted({local_rows(p)[0].device.type for p in (*t.model.parameters(), *_state(t))}),
     }
+
+
+def _state(t: train.Training) -> list[torch.Tensor]:
+    return [value for state in t.optimizer.state.values() for key, value in state.items() if key != "step"]
 
 
 def main() -> None:
     results: dict[str, Any] = {}
     file = Path(sys.argv[1])
-    with process_group(RunConfig(device="cpu", threads=1)) as world:
+    device: Literal["cpu", "cuda"] = "cuda" if sys.argv[2:] == ["cuda"] else "cpu"
+    with process_group(RunConfig(device=device, threads=1)) as world:
         rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size}
-        for name, case in rows.items():
-            results[name] = measure(training(case.config(), world))
+        for name, case in (ON_CUDA if device == "cuda" else rows).items():
+            results[name] = measure(training(case.config(device), world))
             if world.rank == 0:
                 file.write_text(json.dumps(results))
         for name, effect in knob_effects.EFFECTS.items():

@@ -1,5 +1,6 @@
 """What can only be shown on a GPU: one rank, NCCL. Run by hand where there is one: `pytest tests/test_cuda.py`."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,37 @@ import pytest
 import torch
 
 from tests.helpers import checkpoint, losses, succeeded, tensors, tiny, torchrun
+from tests.knob_table import ON_CUDA, TOLERANCE
+from tests.test_knobs import reference
 from torchtitan_lite import init
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.models import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+@pytest.fixture(scope="module")
+def knobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The table of knobs, in a world of one."""
+    file = tmp_path_factory.mktemp("knobs") / "results.json"
+    succeeded(torchrun(1, str(file), "cuda", script="tests/knob_worker.py", timeout=550))
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_every_knob_computes_the_same(name: str, knobs: dict[str, Any]) -> None:
+    case, found = ON_CUDA[name], knobs[name]
+    assert found["skipped"] == 0
+    assert found["frozen"][0] == found["frozen"][1]
+    assert found["devices"] == (["cpu"] if "offload" in name else ["cuda"])
+    if case.reference:
+        # kernels of another library sum in another order
+        loss_tolerance, norm_tolerance = (10 * tolerance for tolerance in TOLERANCE[case.dtype])
+        for loss, norm, (expected_loss, expected_norm) in zip(
+            found["losses"], found["norms"], reference(case), strict=True
+        ):
+            assert loss == pytest.approx(expected_loss, rel=loss_tolerance)
+            assert norm == pytest.approx(expected_norm, rel=norm_tolerance)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

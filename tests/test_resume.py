@@ -8,12 +8,17 @@ import pytest
 
 from tests.helpers import checkpoint, losses, records, succeeded, tensors, tiny, torchrun
 
-# Accumulation (6 sequences on 2 ranks, one at a time), sizes that don't divide by 2; dropout, where there is any.
+# Accumulation (6 sequences on 2 ranks, one at a time), sizes that don't divide by 2; dropout, where there is any; a
+# scaled loss that overflows and recovers.
 RUNS: dict[str, dict[str, Any]] = {
-    "dtensor": {"checkpoint__api": "dtensor", "model__dropout": 0.1},
+    "dtensor": {
+        **{"checkpoint__api": "dtensor", "model__dropout": 0.1, "fsdp__grad_sync": "last"},
+        **{"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 2.0**24, "grad_scaler__growth_interval": 2},
+    },
     "dcp": {
         **{"checkpoint__api": "dcp", "model__family": "llama", "model__n_heads": 4, "model__n_kv_heads": 1},
         **{"model__hidden_dim": 50, "model__tie_embeddings": True, "fsdp__param_dtype": "bfloat16"},
+        **{"fsdp__explicit_prefetching": True, "activation_checkpointing__mode": "selective"},
     },
 }
 
@@ -60,6 +65,14 @@ def test_20_steps_are_10_and_10(api: str, straight: dict[str, Path], text: Path,
         forget_after(run, 15)
         assert "resumed after step 15" in succeeded(torchrun(2, *command))
         assert_equal_runs(run, straight[api])
+
+
+def test_the_scale_of_the_loss_is_resumed_too(straight: dict[str, Path]) -> None:
+    """Steps were skipped before and after the checkpoint of step 10, so that a forgotten scale would show above."""
+    skipped = {r["step"]: r["skipped_steps"] for r in records(straight["dtensor"]) if "skipped_steps" in r}
+    assert 0 < skipped[10] < skipped[20], skipped
+    scales = {r["loss_scale"] for r in records(straight["dtensor"]) if "loss_scale" in r}
+    assert len(scales) > 3, scales
 
 
 @pytest.mark.parametrize("api", RUNS)

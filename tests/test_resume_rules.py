@@ -48,6 +48,7 @@ REFUSED = {
     "train__seq_len": 16,
     "run__seed": 3,
     "optim__name": "sgd",
+    "optim__freeze": '["layers.0.*"]',
     "tokenizer__vocab_size": 400,
     "data__val_fraction": 0.3,
 }
@@ -65,6 +66,7 @@ def test_refused_with_both_values_all_at_once(first: Path, text: Path, tmp_path:
         "train.seq_len is 32 in the checkpoint and 16 here",
         "run.seed is 0 in the checkpoint and 3 here",
         "optim.name is adamw in the checkpoint and sgd here",
+        "optim.freeze is [] in the checkpoint and ['layers.0.*'] here",
         "tokenizer is ",
         "data is ",
     ):
@@ -84,6 +86,7 @@ ALLOWED: dict[str, Any] = {
     "checkpoint.every": 1,
     "checkpoint.api": "dcp",
     "fsdp.param_dtype": "bfloat16",
+    "activation_checkpointing.mode": "full",
     "run.threads": 2,
 }
 

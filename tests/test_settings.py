@@ -151,11 +151,93 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--eval.evry=3"], "the nearest known one is eval.every"),
         (["--checkpoint.evry=3"], "the nearest known one is checkpoint.every"),
         (["--optim.lr=inf"], "should be a finite number"),
-        (["--fsdp.param_dtype=float16"], "should be 'float32' or 'bfloat16'"),
+        (["--fsdp.param_dtype=float8"], "should be 'float32', 'bfloat16' or 'float16'"),
+        (["--fsdp.reshard_after_forward=1"], 'should be "default", true, false, or a number of ranks above 1'),
+        (["--fsdp.reshard_after_forward=never"], 'should be "default", true, false, or a number of ranks above 1'),
+        (["--fsdp.reshard_after_forward=2"], "should divide the dp_shard = 1 ranks of a copy, and be less; true works"),
+        (["--fsdp.dp_replicate=0"], "fsdp.dp_replicate = 0 should be -1 (all that is left) or at least 1"),
+        (["--fsdp.sharding_strategy=ZERO"], "should be '', 'FULL_SHARD', 'SHARD_GRAD_OP'"),
+        (
+            ["--fsdp.sharding_strategy=FULL_SHARD", "--fsdp.reshard_after_forward=false"],
+            'sharding_strategy = "FULL_SHARD" stands for reshard_after_forward = true; leave one of the two out',
+        ),
+        (["--fsdp.sharding_strategy=NO_SHARD", "--fsdp.dp_shard=2"], "stands for dp_shard = 1"),
+        (["--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.dp_replicate=1"], 'without them it is "FULL_SHARD"'),
+        (["--fsdp.sharding_strategy=_HYBRID_SHARD_ZERO2", "--fsdp.dp_shard=1"], 'without them it is "NO_SHARD"'),
+        (["--fsdp.grad_sync=all_reduce_last"], 'there are 1 copies over 1 ranks each; "every" or "last" works'),
+        (["--fsdp.cpu_offload"], "there is no GPU here: on the CPU they are on the host anyway"),
+        (["--fsdp.forward_prefetch=3"], "fsdp.forward_prefetch = 3 means nothing without fsdp.explicit_prefetching"),
+        (["--grad_scaler.min_scale=2"], 'means nothing without a dtype "float16" in [fsdp]'),
+        (
+            ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=8", "--grad_scaler.min_scale=9"],
+            "grad_scaler.min_scale = 9.0 is above grad_scaler.init_scale = 8.0",
+        ),
+        (["--activation_checkpointing.every=2"], 'means nothing without activation_checkpointing.mode = "full"'),
+        (
+            ["--activation_checkpointing.mode=full", "--activation_checkpointing.every=9"],
+            "reaches only the first of model.n_layers = 4; every = 4 works",
+        ),
+        (["--compile.backend=eager"], "compile.backend = eager means nothing without compile.enabled = true"),
+        (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "0.match field required"),
+        (["--fsdp.precision_overrides=[{match = '*', param_dtype = 'int8'}]"], "0.param_dtype should be 'float32'"),
     ],
 )
 def test_message(argv: list[str], expected: str) -> None:
     assert expected in mistakes(*argv)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "expected"),
+    [
+        ("", True, "compile.enabled = true needs a C++ compiler (g++ or clang++), which is not here"),
+        (None, False, "Python.h; python3-dev or similar), which is not here"),
+    ],
+)
+def test_compilation_without_a_compiler(
+    path: str | None, headers: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if path is not None:
+        monkeypatch.setenv("PATH", path)
+    else:
+        monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    if not headers:
+        monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
+    assert expected in mistakes("--compile.enabled")
+    assert parse("--compile.enabled", "--compile.backend=aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "expected"),
+    [
+        ("FULL_SHARD", [], (True, 1, 8)),
+        ("SHARD_GRAD_OP", [], (False, 1, 8)),
+        ("HYBRID_SHARD", [], (True, 2, 4)),
+        ("_HYBRID_SHARD_ZERO2", [], (False, 2, 4)),
+        ("HYBRID_SHARD", ["--fsdp.dp_replicate=4"], (True, 4, 2)),
+        ("HYBRID_SHARD", ["--fsdp.dp_shard=2"], (True, 4, 2)),
+        ("NO_SHARD", [], (False, 8, 1)),
+        ("FULL_SHARD", ["--fsdp.reshard_after_forward=true", "--fsdp.dp_shard=8"], (True, 1, 8)),
+    ],
+)
+def test_the_names_of_fsdp1(strategy: str, more: list[str], expected: tuple[bool, int, int]) -> None:
+    """On two machines of four ranks each."""
+    argv = [f"--fsdp.sharding_strategy={strategy}", *more]
+    loaded = cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4).loaded
+    layout = derive(loaded.config, 8)
+    assert (loaded.config.fsdp.reshard_after_forward, layout.dp_replicate, layout.dp_shard) == expected
+    assert loaded.origins["fsdp.reshard_after_forward"] in (f'sharding_strategy "{strategy}"', "command line")
+
+
+def test_axes_of_the_mesh_fill_each_other() -> None:
+    for argv, expected in (
+        ([], (1, 8)),
+        (["--fsdp.dp_shard=1"], (8, 1)),
+        (["--fsdp.dp_shard=2"], (4, 2)),
+        (["--fsdp.dp_replicate=2"], (2, 4)),
+    ):
+        layout = derive(parse(*argv, world_size=8).config, 8)
+        assert (layout.dp_replicate, layout.dp_shard) == expected
 
 
 def test_a_missing_file_suggests_the_one_that_was_meant(tmp_path: Path) -> None:

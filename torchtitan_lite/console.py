@@ -45,6 +45,7 @@ def start_lines(
         f"accumulation{masked}, of {train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step",
         f"data    {meta.train_tokens:,} tokens to train on, {epochs:.2f} epochs in {train.steps} steps; "
         f"{meta.val_tokens:,} held out; vocabulary {meta.vocab_size}",
+        f"fsdp    {fsdp_line(config)}",
         f"run     {config.folder}  "
         + (f"resumed after step {loaded.step}" if loaded else "new; the same command resumes it"),
     ]
@@ -59,12 +60,35 @@ def start_lines(
     return "\n".join(lines)
 
 
+def fsdp_line(config: Config) -> str:
+    """What is gathered when, and the options of blocks, as far as they are in use."""
+    fsdp, checkpointing = config.fsdp, config.activation_checkpointing
+    parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"sums in {fsdp.reduce_dtype}"]
+    if fsdp.explicit_prefetching:
+        parts.append(f"gathers {fsdp.forward_prefetch} groups ahead, in backward {fsdp.backward_prefetch}")
+    if fsdp.grad_sync != "every":
+        parts.append(f"grad_sync {fsdp.grad_sync}")
+    if fsdp.precision_overrides:
+        parts.append(f"precision of its own for {', '.join(o.match for o in fsdp.precision_overrides)}")
+    if fsdp.cpu_offload:
+        parts.append("offloaded to the host")
+    if checkpointing.mode != "none":
+        parts.append(f"{checkpointing.mode} activation checkpointing of every {checkpointing.every}. block")
+    if config.compile.enabled:
+        parts.append(f"blocks compiled by {config.compile.backend}")
+    if config.optim.freeze:
+        parts.append(f"frozen: {', '.join(config.optim.freeze)}")
+    return "; ".join(parts)
+
+
 def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
     """A step's record on one line; the times of the end are those of this machine's clock."""
     end = time.strftime("%H:%M", time.localtime(time.time() + left_s))
+    norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
+    scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
     return (
         f"step    {record['step']:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}  "
-        f"grad_norm {record['grad_norm']:.2f}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}  "
+        f"grad_norm {norm}{scale}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}  "
         f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
     )
 

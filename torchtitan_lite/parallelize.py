@@ -177,6 +177,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
         )
     # ids and a float32 loss go in and out of the root: nothing to cast
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), offload_policy=offload)
+    if not model.config.tie_embeddings:
+        _fsdp(model.tok_embeddings).set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
     _cast_inputs(groups)
     if config.explicit_prefetching:
         _set_prefetch(model, config.forward_prefetch, config.backward_prefetch, mesh.device_type)

@@ -1,0 +1,134 @@
+"""An Accelerate config becomes one of ours, and no key of it gets lost."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers import python, succeeded
+from torchtitan_lite import migrate, settings
+from torchtitan_lite.errors import ConfigError
+
+# what `accelerate config` writes for FSDP, as in Accelerate's documentation
+EXAMPLE = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_forward_prefetch: false
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def translated(text: str) -> migrate.Translation:
+    return migrate.translate(yaml.safe_load(text))
+
+
+def values(text: str) -> dict[str, object]:
+    return {key: value for key, (value, _) in translated(text).sets.items()}
+
+
+def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(EXAMPLE)
+    output = succeeded(python(str(file), script="torchtitan_lite/migrate.py"))
+    for line in EXAMPLE.split():
+        key = line.removesuffix(":")
+        if line.endswith(":") and key != "fsdp_config":
+            assert f"{key}: " in output, key
+    assert "not a key that this tool knows" not in output
+    mine = tmp_path / "mine.toml"
+    mine.write_text(output)
+    fsdp = settings.load(mine, {}, world_size=2).config.fsdp
+    assert fsdp.sharding_strategy == "FULL_SHARD"
+    assert fsdp.reshard_after_forward is True
+    assert (fsdp.param_dtype, fsdp.reduce_dtype) == ("bfloat16", "bfloat16")
+    assert "torchrun --nproc-per-node 2 train.py" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fsdp_config: {fsdp_sharding_strategy: 1}", {"fsdp.sharding_strategy": "FULL_SHARD"}),
+        ("fsdp_config: {fsdp_sharding_strategy: 5}", {"fsdp.sharding_strategy": "_HYBRID_SHARD_ZERO2"}),
+        ("fsdp_config: {sharding_strategy: HYBRID_SHARD_ZERO2}", {"fsdp.sharding_strategy": "_HYBRID_SHARD_ZERO2"}),
+        ("fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}", {"fsdp.reshard_after_forward": False}),
+        ("fsdp_config: {fsdp_reshard_after_forward: NO_SHARD}", {"fsdp.sharding_strategy": "NO_SHARD"}),
+        ("fsdp_config: {fsdp_forward_prefetch: true}", {"fsdp.explicit_prefetching": True}),
+        ("fsdp_config: {fsdp_activation_checkpointing: true}", {"activation_checkpointing.mode": "full"}),
+        ("fsdp_config: {fsdp_offload_params: true}", {"fsdp.cpu_offload": True}),
+        ("mixed_precision: no", {"fsdp.param_dtype": "float32", "fsdp.reduce_dtype": "float32"}),
+        ("mixed_precision: fp16", {"fsdp.param_dtype": "float16", "fsdp.reduce_dtype": "float16"}),
+        ("distributed_type: MULTI_GPU", {"fsdp.sharding_strategy": "NO_SHARD"}),
+        ("deepspeed_config: {zero_stage: 3}", {"fsdp.sharding_strategy": "FULL_SHARD"}),
+        ("deepspeed_config: {gradient_clipping: 1}", {"optim.max_norm": 1.0}),
+        ("dynamo_config: {dynamo_backend: INDUCTOR}", {"compile.enabled": True}),
+        ("parallelism_config: {parallelism_config_dp_replicate_size: 2}", {"fsdp.dp_replicate": 2}),
+        ("use_cpu: true", {"run.device": "cpu"}),
+    ],
+)  # fmt: skip
+def test_values(text: str, expected: dict[str, object]) -> None:
+    assert values(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "reason"),
+    [
+        ("fsdp_config: {fsdp_backward_prefetch: BACKWARD_POST}", "fsdp_backward_prefetch", "BACKWARD_PRE only"),
+        ("fsdp_config: {limit_all_gathers: true}", "limit_all_gathers", "no longer needed"),
+        ("fsdp_config: {fsdp_min_num_params: 100}", "fsdp_min_num_params", "the groups are fixed"),
+        ("mixed_precision: fp8", "mixed_precision", "float8"),
+        ("wild_key: 3", "wild_key", "not a key that this tool knows"),
+    ],
+)
+def test_no_counterpart(text: str, key: str, reason: str) -> None:
+    t = translated(text)
+    assert reason in t.no_counterpart[key]
+    assert not t.sets
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fsdp_config: {fsdp_sharding_strategy: HALF}", "fsdp_sharding_strategy = HALF is not one of FULL_SHARD"),
+        ("mixed_precision: int4", "mixed_precision = int4 is not one of"),
+        (
+            "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_reshard_after_forward: NO_SHARD}",
+            'wants fsdp.sharding_strategy = "NO_SHARD"',
+        ),
+    ],
+)
+def test_wrong_values(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        translated(text)
+
+
+@pytest.mark.parametrize("text", ["a: b: c", "- 1", "", "!!python/object/apply:os.system [id]"])
+def test_files_that_are_no_config(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    result = python(str(file), script="torchtitan_lite/migrate.py")
+    assert result.returncode == 2
+    assert result.stderr.startswith("migrate: ")
+    assert "Traceback" not in result.stderr
+    assert "uid=" not in result.stdout
