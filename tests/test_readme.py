@@ -53,6 +53,10 @@ def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
     if "--print-config" in command or "--help" in command:
         assert "train" in output
         return
+    if "--inspect" in command:
+        assert "FSDPLlama" in output
+        assert "norm, output" in output
+        return
     (folder,) = out_dir.iterdir()
     assert f"the run is in {folder}" in output
     assert set(losses(folder)) == set(range(1, 7))

@@ -1,0 +1,86 @@
+"""What the options of docs/fsdp.md cost or bring on this machine: `python -m benchmarks.knobs [rounds]`.
+
+Tokens per second on two processes, as a ratio to the same run without the option, interleaved; and the memory of one
+forward and backward of a model of 10 M parameters by mode of activation checkpointing, from the allocator's events.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torchtitan_lite import settings
+from torchtitan_lite.init import materialise
+from torchtitan_lite.models import build
+from torchtitan_lite.parallelize import apply_activation_checkpointing
+
+ROOT = Path(__file__).parent.parent
+BASE = ["--train.micro_batch_size=4", "--train.global_batch_size=16", "--fsdp.param_dtype=bfloat16"]
+OPTIONS = {
+    "param_dtype float32": ["--fsdp.param_dtype=float32"],
+    "reduce_dtype bfloat16": ["--fsdp.reduce_dtype=bfloat16"],
+    "output_dtype float32": ["--fsdp.output_dtype=float32"],
+    "reshard_after_forward true": ["--fsdp.reshard_after_forward=true"],
+    "reshard_after_forward false": ["--fsdp.reshard_after_forward=false"],
+    "nothing freed in a step": ["--fsdp.reshard_after_forward=false", "--fsdp.reshard_after_backward=false"],
+    "explicit_prefetching": ["--fsdp.explicit_prefetching=true"],
+    "grad_sync last": ["--fsdp.grad_sync=last"],
+    "NO_SHARD": ["--fsdp.sharding_strategy=NO_SHARD"],
+    "checkpointing selective": ["--activation_checkpointing.mode=selective"],
+    "checkpointing full": ["--activation_checkpointing.mode=full"],
+    "compile": ["--compile.enabled=true"],
+}
+
+
+def rate(options: list[str]) -> float:
+    """Tokens per second: the median of the lines after the first."""
+    with tempfile.TemporaryDirectory() as out_dir:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        common = ["--train.steps=25", "--optim.warmup_steps=2", "--eval.every=0", "--checkpoint.every=0"]
+        common += ["--log.every=5", "--run.device=cpu", f"--run.out_dir={out_dir}", "--run.name=run"]
+        subprocess.run([*launcher, "train.py", *common, *BASE, *options], cwd=ROOT, check=True, capture_output=True)
+        lines = (Path(out_dir) / "run/metrics.jsonl").read_text().splitlines()
+    return statistics.median(json.loads(line)["tokens_per_second"] for line in lines[1:])
+
+
+def peak_mib(mode: str) -> float:
+    """The most that one forward and backward hold beyond parameters, in MiB: gradients and activations."""
+    setting = {"activation_checkpointing.mode": settings.Setting(mode, ""), "model.size": settings.Setting("15M", "")}
+    config = settings.load(None, setting).config
+    with torch.device("meta"):
+        model = build(config.model, 4096)
+    apply_activation_checkpointing(model, config.activation_checkpointing)
+    materialise(model, torch.device("cpu"), 0)
+    tokens = torch.randint(4096, (4, 512))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        model(tokens, tokens).backward()
+    assert trace.profiler is not None
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak / 2**20
+
+
+def main() -> None:
+    """Print both tables."""
+    rounds = int(sys.argv[1]) if sys.argv[1:] else 3
+    ratios: dict[str, list[float]] = {name: [] for name in OPTIONS}
+    for _ in range(rounds):
+        for name, options in OPTIONS.items():
+            ratios[name].append(rate(options) / rate([]))
+    print(f"torch {torch.__version__}, {rounds} interleaved pairs each: median (lowest to highest)")
+    for name, found in ratios.items():
+        print(f"| {name:<28} | {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f}) |", flush=True)
+    for mode in ("none", "selective", "full"):
+        print(f"| activation checkpointing {mode:<10} | {peak_mib(mode):.0f} MiB |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
