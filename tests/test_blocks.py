@@ -1,6 +1,7 @@
 """Activation checkpointing and compilation of blocks, in one process: what they compute, keep, and compute again."""
 
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ def gradients(model: Transformer) -> list[torch.Tensor]:
 
 def peak_bytes(model: Transformer) -> int:
     """The most that one forward and backward hold beyond what was there, by the allocator's events."""
+    gc.collect()  # an earlier model that is freed in between would be subtracted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         loss_of(model).backward()
     assert trace.profiler is not None
