@@ -1,74 +1,112 @@
-"""Save and load whole ("full") state dicts of an FSDP2 model and its optimizer, in two ways with the same result.
+"""Save and load the state of an FSDP2 model and its optimizer: two APIs, two kinds of state dict, one result.
 
-FSDP2's parameters and AdamW's moments are DTensors: each rank holds its rows. A full state dict holds whole tensors,
-so that one plain process can read it, and any other number of ranks can load it.
+FSDP2's parameters and AdamW's moments are DTensors: each rank holds its rows.
 
-    api        saving                                            loading
-    dtensor    full_tensor(), parameter by parameter             distribute_tensor(), parameter by parameter
-    dcp        get_model_state_dict, get_optimizer_state_dict    set_model_state_dict, set_optimizer_state_dict
+    state_dict   api       saving                                             loading
+    full         dtensor   full_tensor(), tensor by tensor                    distribute_tensor(), tensor by tensor
+    full         dcp       get_model_state_dict, get_optimizer_state_dict     set_model_state_dict, set_optimizer_...
+    sharded      dtensor   dcp.save of the dict of DTensors                   dcp.load into the dict of DTensors
+    sharded      dcp       get_state_dict, then dcp.save                      dcp.load, then set_state_dict
 
-Both gather to the CPU of rank 0, which alone reads and writes files: no shared file system is needed. Both write the
-same files (torchtitan_lite/storage.py), and each loads what the other wrote. The dtensor way shows what happens and is
+Full: whole tensors, which rank 0 alone writes and reads; no shared file system is needed, and one plain process can
+read them. Sharded: every rank writes and reads its own part, and nothing is gathered. Both APIs write the same files,
+and each of the four ways loads what any other has written, on any world size. The dtensor way shows what happens and is
 where to customise; the dcp way leaves it to torch.
+
+`python checkpoint.py verify | inspect | convert | export | show` looks at checkpoints: checkpoint_tools.py.
+When a checkpoint counts: torchtitan_lite/storage.py. Which one is loaded: choose.py. Saving beside training: saving.py.
 """
 
+import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_lite import storage
-from torchtitan_lite.distributed import World, from_rank0
+from torchtitan_lite import checkpoint_tools, names, shards, storage
+from torchtitan_lite.choose import choose, on_rank0
+from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.distributed import World
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim import make_state
 from torchtitan_lite.resume import with_defaults
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.saving import Saver, Write
+from torchtitan_lite.storage import Manifest, TrainState
+from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter, layout
 
-T = TypeVar("T")
-FullStateDict = dict[str, Tensor]  # whole tensors on the CPU of rank 0; empty on the others
+Tensors = dict[str, Tensor]
 
 
 class Checkpointer:
-    """Saves a run's checkpoints and loads the newest. Every rank calls it; rank 0 touches the disk."""
+    """Saves a run's checkpoints, and loads the one to go on from. Every rank calls it alike."""
 
     def __init__(
-        self, folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, api: str, world: World
+        self,
+        folder: Path,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        config: CheckpointConfig,
+        world: World,
     ) -> None:
         self.folder = folder
         self.model = model
         self.optimizer = optimizer
+        self.config = config
         self.world = world
-        self._gather, self._spread = {
-            "dtensor": (self._gather_dtensor, self._spread_dtensor),
-            "dcp": (self._gather_dcp, self._spread_dcp),
-        }[api]
+        self.notes: list[str] = []  # what a load has to say: damaged checkpoints, and what was set aside
+        self._saver = Saver(folder, config, world)
+        self.finished, self.wait = self._saver.finished, self._saver.wait
+        self._buffers: Tensors = {}  # host copies of this rank's part, kept from save to save
 
-    def save(self, state: TrainState) -> Path:
-        """Save model, optimizer and state, and return the checkpoint's folder.
+    def save(self, state: TrainState) -> None:
+        """Save model, optimizer and state. With `async_save`, return when they are copied, and write beside training.
 
-        Raises:
-            CheckpointError: on every rank, if rank 0 could not write it.
+        No error is raised: `wait` says what came of it.
         """
-        model, optimizer = self._gather()
-        return self._on_rank0(lambda: storage.write(self.folder, state, model, optimizer))
+        began = time.perf_counter()
+        way = {
+            ("full", "dtensor"): self._full_by_dtensor,
+            ("full", "dcp"): self._full_by_dcp,
+            ("sharded", "dtensor"): self._sharded_by_dtensor,
+            ("sharded", "dcp"): self._sharded_by_dcp,
+        }[self.config.state_dict, self.config.api]
+        beside = self.config.async_save
+        write = way(beside)
+        self._saver.start(state, write, self.n_bytes(), began, beside=beside)
 
-    def load_newest(self, identity: Mapping[str, Any]) -> TrainState | None:
-        """Load the newest checkpoint into model and optimizer, and return its state; None if there is none.
+    def n_bytes(self) -> int:
+        """What a checkpoint takes, without some JSON."""
+        return sum(t.numel() * t.element_size() for part in self._parts().values() for t in part.values())
 
-        Only tensors are restored: learning rate and weight decay are the config's.
+    def require_space(self) -> None:
+        """
+        Raises:
+            CheckpointError: on every rank, if the disk has no room for one checkpoint.
+        """
+        on_rank0(self.world, lambda: storage.require_space(self.folder, self.n_bytes()))
+
+    def load(self, identity: Mapping[str, Any]) -> TrainState | None:
+        """Load what `config.resume` asks for into model and optimizer, and return its state; None if there is nothing.
+
+        Only tensors are restored: learning rate and weight decay are the config's. `notes` says what else happened.
 
         Args:
             identity: what the checkpoint's own identity must be equal to.
@@ -77,90 +115,184 @@ class Checkpointer:
             CheckpointError: on every rank, before anything is overwritten, if it is damaged or belongs to another
                 model or other data.
         """
-        state = self._on_rank0(lambda: self._read_state(identity))
-        if state is not None:
-            make_state(self.optimizer)
-            newest = storage.step_folder(self.folder, state.step)
-            self._on_rank0(lambda: self._compare(newest))
-            self._spread(newest)
+        choice = choose(self.folder, self.config, self.world)
+        self.notes = choice.notes
+        folder, manifest = choice.folder, choice.manifest
+        if folder is None or manifest is None:
+            return None
+        state = on_rank0(self.world, lambda: self._read_state(folder, identity))
+        make_state(self.optimizer)
+        on_rank0(self.world, lambda: self._compare(folder, manifest))
+        self._spread(folder, manifest)
+        self._saver.protect = {state.step}
         return state
 
     def load_weights(self, open_weights: Callable[[], Mapping[str, Tensor]]) -> None:
         """Load a model's weights, and nothing else.
 
         Args:
-            open_weights: called on rank 0; returns whole tensors by our names, all of them in its memory.
+            open_weights: called on rank 0; returns whole tensors by our names, read one at a time.
 
         Raises:
             CheckpointError: on every rank, before anything is overwritten, if they are of another model.
         """
-        shapes = _shapes(self._own_tensors())
+        targets = names.own_tensors(self.model)
+        shapes = _shapes(targets)
+        weights: Mapping[str, Tensor] = {}
 
         def compare() -> None:
-            weights.update(open_weights())
+            nonlocal weights
+            weights = open_weights()
             advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
             storage.compare(Path("model.init_from"), _shapes(weights), shapes, "model", advice)
 
-        weights: dict[str, Tensor] = {}
-        self._on_rank0(compare)
-        self._fill(self._own_tensors(), weights.__getitem__)
+        on_rank0(self.world, compare)
+        self._fill(targets, weights.__getitem__)
 
-    def _read_state(self, identity: Mapping[str, Any]) -> TrainState | None:
-        steps = storage.find_steps(self.folder)
-        if not steps:
-            return None
-        newest = storage.step_folder(self.folder, steps[-1])
-        state = storage.read_state(newest)
-        storage.compare(newest, with_defaults(state.identity, identity), identity, "model, or other data")
+    # --- what there is to save ----------------------------------------------------------------------------------
+
+    def _parts(self) -> dict[str, Tensors]:
+        """The tensors of each file of a full state dict."""
+        model, optimizer = names.own_tensors(self.model), names.optimizer_tensors(self.model, self.optimizer)
+        return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
+
+    def _read_state(self, folder: Path, identity: Mapping[str, Any]) -> TrainState:
+        state = storage.read_state(folder, named_by_step=folder.parent == self.folder)
+        storage.compare(folder, with_defaults(state.identity, identity), identity, "model, or other data")
         return state
 
-    def _compare(self, folder: Path) -> None:
-        for file, tensors in ((storage.MODEL, self._own_tensors()), (storage.OPTIMIZER, self._optimizer_tensors())):
+    def _compare(self, folder: Path, manifest: Manifest) -> None:
+        if manifest.state_dict == "sharded":
+            storage.compare(folder, shards.shapes(folder), _shapes(self._by_name()), "model or optimizer")
+            return
+        for file, tensors in self._parts().items():
             storage.compare(folder, storage.read_shapes(folder / file), _shapes(tensors), file.split(".")[0])
 
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers, each once: of two names of a tied parameter the first."""
-        once = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
-        return {name: value for name, value in self.model.state_dict().items() if name in once}
+    # --- saving -------------------------------------------------------------------------------------------------
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, as "exp_avg.output.weight"."""
-        return {
-            f"{key}.{name}": value
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()  # a frozen one has none
-            if isinstance(value, Tensor)
-        }
+    def _full_by_dtensor(self, beside: bool) -> Write:
+        if beside:
+            gathered = {
+                file: {name: self._whole(value, copy=True) for name, value in tensors.items()}
+                for file, tensors in self._parts().items()
+            }
+            return self._writer(gathered)
+        return self._write_while_gathering
 
-    def _on_rank0(self, action: Callable[[], T]) -> T:
-        """Do it on rank 0, and let every rank have the result or the error."""
-        outcome: tuple[T | None, str] = None, ""
-        if self.world.rank == 0:
+    def _write_while_gathering(self, folder: Path) -> dict[str, FileRecord]:
+        """Rank 0 holds one whole tensor at a time."""
+        records, failure = {}, None
+        for file, tensors in self._parts().items():
+            announced = _announced(tensors)
+            writer = None
+            for name in layout(announced)[1]:
+                whole = self._whole(tensors[name])  # all ranks take part, also after rank 0 has failed to write
+                if self.world.rank == 0 and failure is None:
+                    try:
+                        writer = writer or TensorFileWriter(folder / file, announced)
+                        writer.write(whole)
+                    except OSError as error:
+                        failure = error
             try:
-                outcome = action(), ""
-            except CheckpointError as error:
-                outcome = None, str(error)
-        result, error_text = from_rank0(outcome)
-        if error_text:
-            raise CheckpointError(error_text)
-        return cast(T, result)
+                if writer is not None and failure is None:
+                    records[file] = writer.close()
+                elif writer is not None:
+                    writer.abandon()
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return records
 
-    # --- the DTensor API ----------------------------------------------------------------------------------------
-
-    def _gather_dtensor(self) -> tuple[FullStateDict, FullStateDict]:
-        model = {name: self._full(value) for name, value in self._own_tensors().items()}
-        optimizer = {name: self._full(value) for name, value in self._optimizer_tensors().items()}
-        return (model, optimizer) if self.world.rank == 0 else ({}, {})
-
-    def _full(self, value: Tensor) -> Tensor:
-        """The whole tensor on rank 0's CPU. All ranks gather it, one tensor at a time, and the others let it go."""
+    def _whole(self, value: Tensor, copy: bool = False) -> Tensor:
+        """The whole tensor on rank 0's CPU. All ranks gather it, and the others let it go."""
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.cpu().contiguous() if self.world.rank == 0 else torch.empty(0)
+        return whole.to("cpu", copy=copy).contiguous() if self.world.rank == 0 else torch.empty(0)
 
-    def _spread_dtensor(self, folder: Path) -> None:
-        for file, targets in ((storage.MODEL, self._own_tensors()), (storage.OPTIMIZER, self._optimizer_tensors())):
-            read = storage.open_tensors(folder / file).get_tensor if self.world.rank == 0 else None
-            self._fill(targets, read)
+    def _full_by_dcp(self, beside: bool) -> Write:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole: Any = get_model_state_dict(self.model, options=options)
+        nested: Any = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        content: dict[str, Tensors] = {}
+        if self.world.rank == 0:
+            moments = names.flat(nested)
+            content = {
+                file: {name: (whole if file == storage.MODEL else moments)[name] for name in tensors}
+                for file, tensors in self._parts().items()
+            }
+        if beside:  # on one rank, they are the live tensors
+            content = {file: {n: t.clone() for n, t in tensors.items()} for file, tensors in content.items()}
+        return self._writer(content)
+
+    def _writer(self, content: dict[str, Tensors]) -> Write:
+        """Writes whole tensors on rank 0."""
+
+        def write(folder: Path) -> dict[str, FileRecord]:
+            records = {}
+            for file, tensors in content.items() if self.world.rank == 0 else ():
+                writer = TensorFileWriter(folder / file, _announced(tensors))
+                try:
+                    for name in writer.order:
+                        writer.write(tensors[name])
+                except BaseException:
+                    writer.abandon()
+                    raise
+                records[file] = writer.close()
+            return records
+
+        return write
+
+    def _sharded_by_dtensor(self, beside: bool) -> Write:
+        return self._shard_writer(self._by_name(), beside)
+
+    def _sharded_by_dcp(self, beside: bool) -> Write:
+        model, nested = get_state_dict(self.model, self.optimizer)
+        state: Any = {f"{_prefix(storage.MODEL)}{name}": value for name, value in model.items()}
+        state |= {f"{_prefix(storage.OPTIMIZER)}{name}": value for name, value in names.flat(nested).items()}
+        return self._shard_writer({name: state[name] for name in self._by_name()}, beside)
+
+    def _by_name(self) -> Tensors:
+        return {f"{_prefix(file)}{name}": t for file, tensors in self._parts().items() for name, t in tensors.items()}
+
+    def _shard_writer(self, state: Tensors, beside: bool) -> Write:
+        copies = self._copied(state) if beside else None
+
+        def write(folder: Path) -> dict[str, FileRecord]:
+            writer = shards.ShardWriter(folder, copies)
+            try:
+                dcp.save(state, storage_writer=writer, process_group=self._saver.group)
+            except CheckpointException as error:  # no Exception, and with every rank's traceback in its text
+                whys = (f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+                raise CheckpointError("; ".join(whys)) from error
+            return writer.records
+
+        return write
+
+    def _copied(self, state: Tensors) -> Tensors:
+        """This rank's part, on the host; pinned where a GPU copies, so that it does so at full speed."""
+        for name, value in state.items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if name not in self._buffers or self._buffers[name].shape != local.shape:
+                self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            self._buffers[name].copy_(local, non_blocking=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self._buffers
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    def _spread(self, folder: Path, manifest: Manifest) -> None:
+        """Load a checkpoint of either kind by the configured API."""
+        if manifest.state_dict == "full" and self.config.api == "dtensor":
+            for file, targets in self._parts().items():
+                read = storage.open_tensors(folder / file).get_tensor if self.world.rank == 0 else None
+                self._fill(targets, read)
+        elif manifest.state_dict == "full":
+            self._set_full(folder)
+        elif self.config.api == "dtensor":
+            dcp.load(self._by_name(), storage_reader=shards.ShardReader(folder))
+        else:
+            self._set_sharded(folder)
 
     @torch.no_grad()
     def _fill(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor] | None) -> None:
@@ -174,45 +306,44 @@ class Checkpointer:
                 dist.broadcast(whole, src=0)
                 target.copy_(whole)
 
-    # --- the DCP state-dict API ---------------------------------------------------------------------------------
-
-    def _gather_dcp(self) -> tuple[FullStateDict, FullStateDict]:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole: Any = get_model_state_dict(self.model, options=options)
-        nested: Any = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        model, optimizer = self._own_tensors().keys(), self._optimizer_tensors().keys()
-        if self.world.rank != 0:
-            return {}, {}
-        states = nested["state"].items()
-        flat = {f"{key}.{name}": value for name, state in states for key, value in state.items()}
-        return {name: whole[name] for name in model}, {name: flat[name] for name in optimizer}
-
-    def _spread_dcp(self, folder: Path) -> None:
+    def _set_full(self, folder: Path) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         model: dict[str, Any] = {}
         nested: dict[str, Any] = {}
-        # It also restores the saved hyperparameters of each group; ours are the config's, so hand in those.
-        ours = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
         if self.world.rank == 0:
-            names = {parameter: name for name, parameter in self.model.named_parameters()}
-            content = load_file(folder / storage.MODEL)
-            # a tied parameter has one name in the file, and here all of its names
-            tied = {name: names[p] for name, p in self.model.named_parameters(remove_duplicate=False)}
-            model = content | {name: content[first] for name, first in tied.items()}
-            groups = [
-                {**values, "params": [names[p] for p in group["params"]]}
-                for values, group in zip(ours, self.optimizer.param_groups, strict=True)
-            ]
-            state: dict[str, dict[str, Tensor]] = {}
-            for key_and_name, value in load_file(folder / storage.OPTIMIZER).items():
-                key, name = key_and_name.split(".", 1)
-                state.setdefault(name, {})[key] = value
-            nested = {"state": state, "param_groups": groups}
+            model = names.with_tied(self.model, load_file(folder / storage.MODEL))
+            nested = names.nested_state(self.model, self.optimizer, load_file(folder / storage.OPTIMIZER))
+        ours = names.hyperparameters(self.optimizer)
         set_model_state_dict(self.model, model, options=options)
         set_optimizer_state_dict(self.model, self.optimizer, nested, options=options)
-        for group, values in zip(self.optimizer.param_groups, ours, strict=True):
-            group.update(values)  # torch hands back lists for tuples
+        names.restore(self.optimizer, ours)
+
+    def _set_sharded(self, folder: Path) -> None:
+        ours = names.hyperparameters(self.optimizer)
+        state = self._by_name()
+        dcp.load(state, storage_reader=shards.ShardReader(folder))
+        model, optimizer = (
+            {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+            for prefix in (_prefix(storage.MODEL), _prefix(storage.OPTIMIZER))
+        )
+        whole: Any = names.with_tied(self.model, model)
+        nested: Any = names.nested_state(self.model, self.optimizer, optimizer)
+        set_state_dict(self.model, self.optimizer, model_state_dict=whole, optim_state_dict=nested)
+        names.restore(self.optimizer, ours)
+
+
+def _prefix(file: str) -> str:
+    """Of a full state dict's file, in the names of a sharded one: "model." or "optimizer."."""
+    return file.removesuffix("safetensors")
+
+
+def _announced(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(checkpoint_tools.main(sys.argv[1:]))

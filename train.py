@@ -11,25 +11,22 @@ The same command again resumes the run. Read on from `run`.
 """
 
 import hashlib
-import math
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
 from torchtitan_lite import cli, hf, inspection, models, run_folder
-from torchtitan_lite.config import Config, Layout, derive
-from torchtitan_lite.console import duration, start_lines, step_line, what_next
+from torchtitan_lite.config import Config
+from torchtitan_lite.console import duration, start_lines, what_next
 from torchtitan_lite.data.loader import Loader, Samples
 from torchtitan_lite.data.prepare import prepare, read_meta
-from torchtitan_lite.data.tokenizer import bytes_per_token
 from torchtitan_lite.distributed import (
     World,
     build_mesh,
@@ -40,42 +37,34 @@ from torchtitan_lite.distributed import (
     say_once,
     sum_over_ranks,
 )
-from torchtitan_lite.errors import ConfigError, DataError, UserError
-from torchtitan_lite.evaluate import Validation, evaluate
+from torchtitan_lite.errors import ConfigError, DataError, SaveError, UserError
+from torchtitan_lite.evaluate import Validation
 from torchtitan_lite.guard import FiniteGuard, require_finite
 from torchtitan_lite.init import materialise
-from torchtitan_lite.metrics import Clock, Log, peak_memory_gib
-from torchtitan_lite.optim import build_optimizer, clip_gradients, freeze, learning_rate, set_learning_rate
+from torchtitan_lite.layout import derive
+from torchtitan_lite.leaving import Leaving
+from torchtitan_lite.metrics import Clock, Log
+from torchtitan_lite.optim import (
+    build_optimizer,
+    clip_gradients,
+    freeze,
+    learning_rate,
+    parameter_groups,
+    set_learning_rate,
+)
 from torchtitan_lite.parallelize import (
     apply_activation_checkpointing,
     apply_compile,
     apply_fsdp,
     before_micro_batch,
+    groups_of,
     unshard_first,
 )
 from torchtitan_lite.resume import fresh_state
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import to_toml, to_toml_with_origins
-from torchtitan_lite.storage import TrainState
-
-
-@dataclass
-class Training:
-    """What the loop works with."""
-
-    config: Config
-    layout: Layout
-    world: World
-    model: models.Transformer
-    optimizer: torch.optim.Optimizer
-    scaler: GradScaler
-    guard: FiniteGuard
-    loader: Loader
-    validation: Validation
-    checkpointer: Checkpointer
-    state: TrainState
-    log: Log
-    clock: Clock
+from torchtitan_lite.training import Training, judge, log_step, report_save, validate
+from torchtitan_lite.watch import Watch
 
 
 def run(config: Config, data: Path, world: World, log: Log) -> None:
@@ -108,20 +97,25 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
     train_samples = Samples(data, "train", config.train.seq_len)
     cut = config.train.micro_batch_size, world.rank, world.world_size
     loader = Loader(train_samples, *cut, seed=config.run.seed, pin=world.device.type == "cuda")
-    validation = build_validation(config, data, *cut)
+    validation = Validation.of(config, data, *cut)
 
     # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
-    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint.api, world)
+    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world)
     fresh = fresh_state(config, meta, world)
-    loaded = checkpointer.load_newest(fresh.identity)
+    loaded = checkpointer.load(fresh.identity)
+    for note in checkpointer.notes:
+        log.say(f"note    {note}")
     state = replace(loaded, setting=fresh.setting, config=fresh.config) if loaded else fresh
     if config.model.init_from and not loaded:
         checkpointer.load_weights(lambda: hf.open_weights(Path(config.model.init_from), config.model))
 
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
-    guard = FiniteGuard(optimizer, scaler)
+    skips = config.train.on_nonfinite == "skip"
+    guard = FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0)
+    leaving, watch = Leaving(config.run.max_minutes), Watch(config.folder, world, config.run.timeout_minutes)
     training = Training(
-        config, layout, world, model, optimizer, scaler, guard, loader, validation, checkpointer, state, log, Clock()
+        *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation, checkpointer),
+        *(state, log, Clock()),
     )
     log.say(start_lines(config, layout, world, model, meta, train_samples.n_samples, state, loaded))
     if state.step >= config.train.steps:
@@ -131,7 +125,14 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
         (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         shutil.copyfile(data / "tokenizer.json", config.folder / "tokenizer.json")
     log.cut_after(state.step)
-    train(training)
+    run_folder.write_status(config.folder, world, "running", state.step)
+    checkpointer.require_space()
+    try:
+        with leaving, watch.explained():
+            train(training)
+    except UserError as error:
+        run_folder.write_status(config.folder, world, "failed", training.state.step, str(error))
+        raise
 
 
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.Transformer:
@@ -145,32 +146,56 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.T
     return model
 
 
+def check_patterns(config: Config) -> None:
+    """Hold names in the config against the model's parameters, which takes no storage and no process group.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or only a part of what is gathered together.
+    """
+    with torch.device("meta"):
+        model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
+    freeze(model, config.optim.freeze)
+    parameter_groups(model, config.optim)
+    groups_of(model, config.fsdp)
+
+
 def train(t: Training) -> None:
     """Train from the step after `t.state` to the last one."""
     config, log = t.config, t.log
     log.start_bar(t.state.step, config.train.steps)
     first, logged = t.state.step, t.state.step
     for step in range(first + 1, config.train.steps + 1):
+        t.watch.step(step)
         loss, grad_norm = train_step(t, step)
-        last = step == config.train.steps
+        last = step == config.train.steps or t.guard.leaving
         if due(step, config.log.every) or last:
-            t.guard.raise_if_bad()
+            judge(t)
             log_step(t, step, loss.item(), grad_norm.item(), n_steps=step - logged, first=first)
             logged = step
-        if config.eval.every and (due(step, config.eval.every) or last):
+        if config.eval.every and (due(step, config.eval.every) or step == config.train.steps):
             with t.clock.paused():
                 validate(t, step)
         if due(step, config.checkpoint.every) or last:
-            t.guard.raise_if_bad()
+            judge(t)
             require_finite(t.model, step)
             with t.clock.paused():
-                save(t)
+                save(t, last=last)
+        report_save(t, wait=False)
         log.advance_bar()
+        if last:
+            break
     log.close()
+    t.watch.close()
     seconds = time.perf_counter() - t.clock.started
-    log.say(
-        f"done    {config.train.steps - first} steps in {duration(seconds)}; {what_next(config, config.train.steps)}"
-    )
+    if t.state.step < config.train.steps:
+        why = t.leaving.reason or "another rank was asked to"
+        log.say(
+            f"left    after step {t.state.step} of {config.train.steps} ({why}); the same command goes on from there"
+        )
+        run_folder.write_status(config.folder, t.world, "preempted", t.state.step, why)
+        return
+    run_folder.write_status(config.folder, t.world, "complete", t.state.step)
+    log.say(f"done    {t.state.step - first} steps in {duration(seconds)}; {what_next(config, t.state.step)}")
 
 
 def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,18 +223,20 @@ def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     t.scaler.unscale_(t.model)
     grad_norm = clip_gradients(t.model, t.config.optim.max_norm)
-    totals = torch.zeros(1 + world.world_size, device=device)
+    totals = torch.zeros(2 + world.world_size, device=device)
     totals[0] = loss_sum
-    totals[1 + world.rank] = (~loss_sum.isfinite()).float()
+    totals[1] = float(t.leaving.asked())
+    totals[2 + world.rank] = (~loss_sum.isfinite()).float()
     sum_over_ranks(totals)
 
-    t.guard.raise_if_bad()  # the step before: by now the device is done with it
+    judge(t)  # the step before: by now the device is done with it
     set_learning_rate(t.optimizer, learning_rate(t.config.optim, step, t.config.train.steps))
-    t.guard.update(step, totals[1:], grad_norm)
+    t.guard.update(step, totals[2:], grad_norm, totals[1])
 
     t.state = replace(
         t.state,
         step=step,
+        val_loss=None,
         tokens=t.state.tokens + batch.global_tokens,
         samples_consumed=t.state.samples_consumed + t.config.train.global_batch_size,
     )
@@ -227,61 +254,17 @@ def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def validate(t: Training, step: int) -> None:
-    """Score the validation set, and say what a model without context would reach."""
-    before = time.perf_counter()
-    score = evaluate(t.model, t.validation, t.world.device)
-    unigram = t.validation.unigram_bits_per_byte()
-    gain = 100 * (1 - score.bits_per_byte / unigram)
-    t.log.record(
-        {
-            "step": step,
-            "val_loss": score.loss,
-            "val_bits_per_byte": score.bits_per_byte,
-            "unigram_bits_per_byte": unigram,
-        }
-    )
-    t.log.say(
-        f"eval    step {step}  loss {score.loss:.4f}  bits/byte {score.bits_per_byte:.3f}  "
-        f"({abs(gain):.0f} % {'below' if gain >= 0 else 'above'} unigram {unigram:.3f}; "
-        f"{t.validation.n_samples} sequences, {time.perf_counter() - before:.1f} s)"
-    )
+def save(t: Training, *, last: bool) -> None:
+    """Save a checkpoint, after the one before.
 
-
-def save(t: Training) -> None:
-    """Save a checkpoint, and only then say so."""
-    before = time.perf_counter()
-    folder = t.checkpointer.save(replace(t.state, grad_scaler=t.scaler.state_dict()))
-    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20 if t.world.rank == 0 else 0
-    t.log.say(f"saved   {folder}  ({size:.1f} MiB, {time.perf_counter() - before:.1f} s)")
-
-
-def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_steps: int, first: int) -> None:
-    """The step line and its record. Rates are over the n_steps since the last line, without saves and validations."""
-    seconds, data_s = t.clock.lap()
-    record = {
-        "step": step,
-        "loss": loss,
-        "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # float16: a step that was skipped
-        "lr": learning_rate(t.config.optim, step, t.config.train.steps),
-        "tokens": t.state.tokens,
-        "tokens_per_second": n_steps * t.layout.tokens_per_step / seconds,
-        "peak_memory_gib": peak_memory_gib(t.world.device),
-        "data_s": data_s,
-    }
-    if t.scaler.enabled:
-        record |= {"loss_scale": t.scaler.scale.item(), "skipped_steps": t.scaler.skipped_steps}
-    t.log.record(record)
-    left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
-    t.log.say(step_line(record, t.config.train.steps, data_s / seconds, left_s))
-
-
-def build_validation(config: Config, data: Path, micro_batch_size: int, rank: int, world_size: int) -> Validation:
-    """The fixed validation set: the first eval.samples sequences of the held-out text, or all if there are fewer."""
-    samples = Samples(data, "val", config.train.seq_len)
-    loader = Loader(samples, micro_batch_size, rank, world_size, seed=None)
-    tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
-    return Validation(loader, min(config.eval.samples, samples.n_samples), bytes_per_token(tokenizer))
+    Raises:
+        SaveError: the last one of a run could not be written.
+    """
+    report_save(t, wait=True)
+    t.checkpointer.save(replace(t.state, grad_scaler=t.scaler.state_dict()))
+    error = report_save(t, wait=last or not t.config.checkpoint.async_save)
+    if last and error:
+        raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -291,6 +274,7 @@ def main(argv: Sequence[str]) -> int:
         sizes = {"world_size": env_int("WORLD_SIZE", 1), "local_world_size": env_int("LOCAL_WORLD_SIZE", 1)}
         command = cli.parse(argv, n_gpus=torch.cuda.device_count(), **sizes)
         config = command.loaded.config
+        check_patterns(config)
         if command.print_config or command.check_config:
             if speaks:
                 print(to_toml_with_origins(command.loaded) if command.print_config else "the configuration is fine")

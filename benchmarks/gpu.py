@@ -44,7 +44,9 @@ def measure(options: list[str], n: int) -> tuple[float, float]:
         common += ["--checkpoint.every=0", f"--run.out_dir={out_dir}"]
         result = subprocess.run([*launcher, "train.py", *options, *common], cwd=ROOT, capture_output=True, text=True)
         if result.returncode:
-            return 0.0, math.nan  # out of memory, most likely: the table says so, and goes on
+            why = next((line for line in result.stderr.splitlines() if "Error" in line), "no message")
+            print(f"    {why.strip()[:150]}")  # out of memory, most likely: the table goes on
+            return 0.0, math.nan
         lines = (Path(out_dir) / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines][1:]
     return statistics.median(r["tokens_per_second"] for r in records), records[-1]["peak_memory_gib"]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
-from torchtitan_lite.config import FsdpConfig, GradScalerConfig, ModelConfig, OptimConfig, RunConfig
+from torchtitan_lite.config import CheckpointConfig, FsdpConfig, GradScalerConfig, ModelConfig, OptimConfig, RunConfig
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
 from torchtitan_lite.distributed import World, leave, process_group
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
@@ -110,8 +110,11 @@ def case_both_apis_save_the_same_files_and_load_each_others() -> None:
     dist.broadcast_object_list(shared)
     folder = Path(shared[0])
     flat, grid = make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])
-    cases = [(flat, name, "adamw", "") for name in FAMILIES]
-    cases += [(flat, "gpt", "sgd", ""), (grid, "llama, tied", "adamw", "")]
+    cases = [
+        (flat, "gpt", "sgd", ""),
+        (flat, "llama, qk_norm, qkv_bias", "adamw", ""),
+        (grid, "gpt, tied", "adamw", ""),
+    ]
     cases += [(flat, "gpt", "adamw", "layers.0.*"), (flat, "llama, tied", "sgd", "tok_embeddings.*")]
     for number, (mesh, name, optimizer, frozen) in enumerate(cases):
         try:
@@ -145,23 +148,45 @@ def _save_and_load(folder: Path, mesh: DeviceMesh, config: ModelConfig, name: st
     for number in (1, 2):
         step(model, optimizer, number)
     state = TrainState(step=2)
-    for api in ("dtensor", "dcp"):
-        Checkpointer(folder / api, model, optimizer, api, world).save(state)
+    for api, kind, beside in WAYS:
+        checkpointer = Checkpointer(
+            folder / f"{api}, {kind}, {beside}", model, optimizer, way(api, kind, beside), world
+        )
+        checkpointer.save(state)
+        saved = checkpointer.wait()
+        assert saved is not None
+        assert not saved.error, saved.error
     if world.rank == 0:
-        for file in ("model.safetensors", "optimizer.safetensors"):
-            one, other = ((folder / api / "step-00000002" / file).read_bytes() for api in ("dtensor", "dcp"))
-            assert one == other, f"{file} differs between the APIs"
+        for kind in ("full", "sharded"):
+            folders = [folder / f"{api}, {k}, {beside}" / "step-00000002" for api, k, beside in WAYS if k == kind]
+            for file in folders[0].glob("*.safetensors"):
+                assert len({(other / file.name).read_bytes() for other in folders}) == 1, f"{kind}: {file.name} differs"
     before = whole(model)
     expected = [step(model, optimizer, number) for number in (3, 4)]
     after = whole(model)
-    for saved_by, loaded_by in (("dtensor", "dcp"), ("dcp", "dtensor")):
+    for (api, kind, beside), by in zip(WAYS, ("dcp", "dtensor", "dcp", "dtensor", "dtensor"), strict=True):
         again, its_optimizer = fresh(99)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in its_optimizer.param_groups]
-        assert Checkpointer(folder / saved_by, again, its_optimizer, loaded_by, world).load_newest({}) == state
+        where = folder / f"{api}, {kind}, {beside}"
+        assert Checkpointer(where, again, its_optimizer, way(by, "full", False), world).load({}) == state
         assert groups == [{k: v for k, v in group.items() if k != "params"} for group in its_optimizer.param_groups]
-        assert all(value.equal(before[key]) for key, value in whole(again).items()), loaded_by
-        assert [step(again, its_optimizer, number) for number in (3, 4)] == expected, loaded_by
-        assert all(value.equal(after[key]) for key, value in whole(again).items()), loaded_by
+        assert all(value.equal(before[key]) for key, value in whole(again).items()), (where, by)
+        assert [step(again, its_optimizer, number) for number in (3, 4)] == expected, (where, by)
+        assert all(value.equal(after[key]) for key, value in whole(again).items()), (where, by)
+
+
+# api, state_dict, async_save
+WAYS = [
+    ("dtensor", "full", False),
+    ("dcp", "full", False),
+    ("dtensor", "sharded", False),
+    ("dcp", "sharded", False),
+    ("dcp", "sharded", True),
+]
+
+
+def way(api: str, kind: str, beside: bool) -> CheckpointConfig:
+    return CheckpointConfig.model_validate({"api": api, "state_dict": kind, "async_save": beside})
 
 
 def case_another_seed_gives_other_parameters() -> None:
@@ -246,7 +271,9 @@ def case_weights_of_another_run_reach_every_rank() -> None:
     for name, family in FAMILIES.items():
         reference = {key: p.detach().bfloat16() for key, p in plain(seed=3, family=family).named_parameters()}
         model = sharded(make_mesh(MESHES["2 x 2"]), seed=4, family=family)
-        checkpointer = Checkpointer(Path("unused"), model, build_optimizer(model, OptimConfig()), "dtensor", world)
+        checkpointer = Checkpointer(
+            Path("unused"), model, build_optimizer(model, OptimConfig()), CheckpointConfig(), world
+        )
         checkpointer.load_weights(lambda reference=reference: reference)  # type: ignore[misc]
         for key, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -287,7 +314,7 @@ def _nan_on_one_rank(config: OptimConfig) -> None:
         loss.backward()
         norm = clip_gradients(model, 1.0)
         set_learning_rate(optimizer, 1e-3)
-        guard.update(number, torch.tensor(bad), norm)
+        guard.update(number, torch.tensor(bad), norm, torch.tensor(0.0))
 
     def snapshot() -> list[torch.Tensor]:
         moments = [value for p in everything for value in optimizer.state[p].values()]

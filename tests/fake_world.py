@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite import models, settings
-from torchtitan_lite.config import derive
 from torchtitan_lite.distributed import build_mesh
+from torchtitan_lite.layout import derive
 from torchtitan_lite.parallelize import apply_fsdp
 
 

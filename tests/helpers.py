@@ -28,6 +28,7 @@ TINY = {
     "eval.every": 10,
     "eval.samples": 5,
     "checkpoint.every": 10,
+    "checkpoint.keep_latest": 0,
     "log.every": 1,
     "run.device": "cpu",
     "run.threads": 1,

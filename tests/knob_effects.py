@@ -14,17 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.errors import ConfigError, NonFiniteError
 from torchtitan_lite.init import local_rows
 from torchtitan_lite.parallelize import groups_of
+from torchtitan_lite.training import Training
 
-Build = Callable[..., train.Training]
+Build = Callable[..., Training]
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 GROUPS = ["tok_embeddings", *LAYERS, "norm, output"]
 ACCUMULATION = 3  # micro-batches of a step on 2 ranks; 2 on 4 ranks
@@ -72,7 +75,7 @@ class _Reduce(_Written):
 
 
 @contextmanager
-def recorded(t: train.Training) -> Iterator[list[Event]]:
+def recorded(t: Training) -> Iterator[list[Event]]:
     """What happens in here, in order."""
     events: list[Event] = []
     handles = []
@@ -114,7 +117,7 @@ def recorded(t: train.Training) -> Iterator[list[Event]]:
             handle.remove()
 
 
-def counted(t: train.Training, what: str) -> Counter[str]:
+def counted(t: Training, what: str) -> Counter[str]:
     """How often each group does something in one step."""
     with recorded(t) as events:
         train.train_step(t, 1)
@@ -151,6 +154,7 @@ def reshard_to_some_ranks_gathers_over_them_in_backward(build: Build) -> None:
     for layer in LAYERS:
         sizes = [event.ranks for event in events if event.what == "gather" and event.group == layer]
         assert sizes == [4, 2] * 2, sizes
+    assert sum(event.what == "gather" and event.group == GROUPS[-1] for event in events) == 2, "the head stays whole"
 
 
 # --- the mesh ---------------------------------------------------------------------------------------------------
@@ -259,7 +263,7 @@ def on_the_cpu_explicit_all_gathers_run_beside_the_computation(build: Build) -> 
 # --- precision --------------------------------------------------------------------------------------------------
 
 
-def dtypes_of(t: train.Training) -> tuple[dict[str, tuple[torch.dtype, ...]], list[Event]]:
+def dtypes_of(t: Training) -> tuple[dict[str, tuple[torch.dtype, ...]], list[Event]]:
     """Of each group's first module inside forward: a weight, the first input, other inputs, the output; and events."""
     seen: dict[str, tuple[torch.dtype, ...]] = {}
 
@@ -331,10 +335,19 @@ def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
     for match, expected in (
         ("layers.0.attention.*", "gathered and cast together, as parameters of layers.0"),
         ("output.*", "as parameters of norm, output"),
-        ("layer.0.*", "matches no parameter"),
+        ("layer.0.*", "matches no parameter: names look like"),
     ):
         with pytest.raises(ConfigError, match=expected):
             build(fsdp__precision_overrides=[{"match": match, "param_dtype": "bfloat16"}])
+    with pytest.raises(ConfigError, match="an earlier override has all that it matches"):
+        build(fsdp__precision_overrides=[{"match": m, "param_dtype": "bfloat16"} for m in ("*", "layers.0.*")])
+    ordered = [
+        {"match": "layers.0.*", "reduce_dtype": "bfloat16"},
+        {"match": "*", "param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    ]
+    seen, events = dtypes_of(build(fsdp__precision_overrides=ordered))
+    assert seen["layers.0"][0] == torch.float32, "the first that matches counts"
+    assert {e.group for e in events if e.what == "reduce" and e.dtype == torch.bfloat16} == {"layers.0"}
     both = [{"match": match, "param_dtype": "bfloat16"} for match in ("norm.*", "output.*")]
     seen, _ = dtypes_of(build(fsdp__precision_overrides=both))
     assert seen["output"] == (torch.bfloat16,) * 3
@@ -372,6 +385,15 @@ def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Buil
     again = type(t.scaler)(t.config.grad_scaler, True, torch.device("cpu"), t.scaler.state_dict())
     again.update(torch.tensor(False))
     assert again.state_dict() == {"scale": 8192.0, "good_steps": 0, "skipped_steps": 0}
+    late = type(t.scaler)(t.config.grad_scaler, True, torch.device("cpu"), {"scale": 2.0, "good_steps": 900})
+    late.update(torch.tensor(False))
+    assert late.state_dict()["scale"] == 4.0, "a count beyond the interval, which was longer before"
+    for keys in (
+        {"fsdp__output_dtype": "float16"},
+        {"fsdp__reduce_dtype": "float16"},
+        {"fsdp__precision_overrides": [{"match": "layers.1.*", "param_dtype": "float16"}]},
+    ):
+        assert build(**keys).scaler.enabled, keys
 
 
 def a_loss_that_is_not_finite_stops_a_float16_run(build: Build) -> None:
@@ -399,6 +421,48 @@ def small_gradients_survive_float16_because_the_loss_is_scaled(build: Build) -> 
     assert kept[65536.0] > 2 * kept[1.0], kept
 
 
+# --- blocks -----------------------------------------------------------------------------------------------------
+
+
+class _Silu(TorchDispatchMode):
+    """Counts one operator of a block's forward."""
+
+    n = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += function is torch.ops.aten.silu.default
+        return function(*args, **(kwargs or {}))
+
+
+def blocks_are_checkpointed_and_compiled_as_configured(build: Build) -> None:
+    for mode, every, expected in (("none", 1, 3), ("full", 1, 6), ("selective", 1, 6), ("full", 2, 5)):
+        t = build(**{"activation_checkpointing__mode": mode, "activation_checkpointing__every": every})
+        batch = t.loader.batch(0, 2).micro_batches[0]
+        with _Silu() as silu:  # type: ignore[no-untyped-call]
+            t.model(batch.tokens, batch.targets).backward()
+        assert silu.n == expected, (mode, every, silu.n)
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        t = build(**{"compile__enabled": True, "compile__backend": "eager"} if compiled else {})
+        train.train_step(t, 1)
+        assert counters["stats"]["unique_graphs"] == int(compiled)
+
+
+def many_kinds_of_blocks_can_be_compiled_and_validated(build: Build) -> None:
+    overrides = [{"match": f"layers.{i}.*", "param_dtype": d} for i, d in ((0, "bfloat16"), (1, "float16"))]
+    torch._dynamo.reset()
+    t = build(
+        **{"compile__enabled": True, "compile__backend": "eager", "fsdp__precision_overrides": overrides},
+        optim__freeze=["tok_embeddings.*", "layers.0.*"],
+    )
+    train.train_step(t, 1)
+    batch = t.loader.batch(0, 2).micro_batches[0]
+    with torch.no_grad():
+        t.model.eval()(batch.tokens, batch.targets)
+    assert torch._dynamo.config.recompile_limit >= 12
+
+
 # --- parameters -------------------------------------------------------------------------------------------------
 
 
@@ -408,6 +472,11 @@ def tied_ends_are_one_group_and_gathered_once(build: Build) -> None:
     assert counts["tok_embeddings, norm, output"] == ACCUMULATION
     assert all(counts[layer] == 2 * ACCUMULATION for layer in LAYERS)
     assert t.model.tok_embeddings.weight is t.model.output.weight
+    t = build(model__tie_embeddings=True, fsdp__explicit_prefetching=True, fsdp__forward_prefetch=1)
+    with recorded(t) as events:
+        train.train_step(t, 1)
+    order = [event.group for event in events if event.what == "gather"]
+    assert order[:4] == ["tok_embeddings, norm, output", *LAYERS], order
 
 
 def frozen_parameters_have_no_gradient_and_no_state(build: Build) -> None:
@@ -470,5 +539,7 @@ _ON_2 = (
     tied_ends_are_one_group_and_gathered_once,
     frozen_parameters_have_no_gradient_and_no_state,
     the_model_is_wrapped_as_the_tutorial_says,
+    blocks_are_checkpointed_and_compiled_as_configured,
+    many_kinds_of_blocks_can_be_compiled_and_validated,
 )
 EFFECTS = {run.__name__: Effect(ranks, run) for ranks, runs in ((2, _ON_2), (4, _ON_4)) for run in runs}

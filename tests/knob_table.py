@@ -78,7 +78,7 @@ CASES = {
     "first layer fp32, tied": Case(
         2, BF16 | FIRST_LAYER_FP32 | {"model.tie_embeddings": True}, base="gpt", dtype="bfloat16"
     ),
-    "fp32 between groups": Case(2, BF16 | {"fsdp.output_dtype": "float32"}, dtype="bfloat16"),
+    "fp32 between groups": Case(2, BF16 | {"fsdp.output_dtype": "float32"}, dtype="bfloat16", same_as="bf16"),
     "all inputs cast": Case(2, BF16 | {"fsdp.cast_forward_inputs": True}, dtype="bfloat16"),
     # accumulation
     "sync last": Case(2, {"fsdp.grad_sync": "last"}),
@@ -91,9 +91,9 @@ CASES = {
         2, {"activation_checkpointing.mode": "selective", "activation_checkpointing.every": 2}, same_as="llama"
     ),
     "dropout": Case(2, {"model.dropout": 0.2}, base="gpt", reference=False),
-    "dropout, checkpointing full": Case(
+    "dropout, checkpointing selective": Case(
         2,
-        {"model.dropout": 0.2, "activation_checkpointing.mode": "full"},
+        {"model.dropout": 0.2, "activation_checkpointing.mode": "selective"},
         base="gpt",
         reference=False,
         same_as="dropout",

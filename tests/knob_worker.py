@@ -21,18 +21,21 @@ import torch.distributed as dist
 import train
 from tests import knob_effects
 from tests.knob_table import CASES, ON_CUDA, STEPS, VOCABULARY, FixedSamples
-from torchtitan_lite.config import Config, RunConfig, derive
+from torchtitan_lite.config import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed import World, build_mesh, leave, process_group
 from torchtitan_lite.guard import FiniteGuard
 from torchtitan_lite.init import local_rows, materialise
+from torchtitan_lite.layout import derive
+from torchtitan_lite.leaving import Leaving
 from torchtitan_lite.metrics import Clock
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.storage import TrainState
+from torchtitan_lite.training import Training
 
 
-def training(config: Config, world: World) -> train.Training:
+def training(config: Config, world: World) -> Training:
     """What train.run builds, without files."""
     layout = derive(config, world.world_size)
     model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device))
@@ -41,8 +44,8 @@ def training(config: Config, world: World) -> train.Training:
     samples = FixedSamples(config.train.seq_len)
     loader = Loader(samples, config.train.micro_batch_size, world.rank, world.world_size, seed=None)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
-    unused: Any = None
-    return train.Training(
+    unused: Any = None  # the loop's, not a step's
+    return Training(
         config,
         layout,
         world,
@@ -50,6 +53,8 @@ def training(config: Config, world: World) -> train.Training:
         optimizer,
         scaler,
         FiniteGuard(optimizer, scaler),
+        Leaving(max_minutes=0),
+        unused,
         loader,
         validation=unused,
         checkpointer=unused,
@@ -65,7 +70,7 @@ def digest(parameter: torch.Tensor) -> str:
     return hashlib.sha256(whole.detach().cpu().numpy().tobytes()).hexdigest()
 
 
-def measure(t: train.Training) -> dict[str, Any]:
+def measure(t: Training) -> dict[str, Any]:
     """Losses and norms of some steps, names, and the frozen parameters before and after."""
     frozen = {name: p for name, p in t.model.named_parameters() if not p.requires_grad}
     before = {name: digest(p) for name, p in frozen.items()}
@@ -80,15 +85,12 @@ def measure(t: train.Training) -> dict[str, Any]:
         "norms": norms,
         "names": list(t.model.state_dict()),
         "frozen": [before, {name: digest(p) for name, p in frozen.items()}],
-        "shard": sum(local_rows(p)[0].numel() for p in t.model.parameters()),
-        "whole": sum(p.numel() for p in t.model.parameters()),
         "skipped": t.scaler.skipped_steps,
-        "peak": torch.cuda.max_memory_allocated() if t.world.device.type == "cuda" else 0,
         "devices": sorted({local_rows(p)[0].device.type for p in (*t.model.parameters(), *_state(t))}),
     }
 
 
-def _state(t: train.Training) -> list[torch.Tensor]:
+def _state(t: Training) -> list[torch.Tensor]:
     return [value for state in t.optimizer.state.values() for key, value in state.items() if key != "step"]
 
 

@@ -1,18 +1,22 @@
 """What is wrong with a checkpoint is said before anything is overwritten."""
 
+import hashlib
 import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.helpers import checkpoint, python, records, start, succeeded, tensors, tiny
+from tests.helpers import checkpoint, python, records, start, succeeded, tensors, tiny, torchrun
 from torchtitan_lite import storage
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +60,6 @@ def test_more_steps_continue_a_finished_run(finished: Path, text: Path, tmp_path
     ("key", "value", "saved", "here"),
     [
         ("model__n_layers", 3, "2", "3"),
-        ("model__dim", 48, "32", "48"),
-        ("train__seq_len", 16, "32", "16"),
-        ("run__seed", 5, "0", "5"),
     ],
 )
 def test_checkpoint_of_another_run(
@@ -77,88 +78,301 @@ def test_other_text_or_vocabulary(finished: Path, text: Path, tmp_path: Path) ->
     assert "data is " in message
 
 
-def damage_json(folder: Path) -> None:
-    (folder / "state.json").write_text((folder / "state.json").read_text()[:50])
+def flip_a_bit(path: Path, bit: int = 12_345) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
 
 
-def future_format(folder: Path) -> None:
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"format_version": 99}))
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
 
 
-def cut_short(folder: Path) -> None:
-    with (folder / "optimizer.safetensors").open("r+b") as stream:
-        stream.truncate(1000)
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" ")
 
 
-def rename(folder: Path) -> None:
-    folder.rename(folder.with_name("step-00000009"))
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("harm", [flip_a_bit, cut_short, Path.unlink])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    file: str, harm: Callable[[Path], None], finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    folder = checkpoint(tmp_path / "run", 4)
+    harm(folder / file)
+    if file == "manifest.json" and harm is cut_short:
+        assert storage.verify(folder) == [], "only the end of its last line was lost"
+        return
+    problems = storage.verify(folder)
+    assert any(file in problem for problem in problems), problems
 
 
-def lose_a_tensor(folder: Path) -> None:
-    content = load_file(folder / "model.safetensors")
-    del content["norm.weight"]
-    save_file(content, folder / "model.safetensors")
+def test_the_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(
+    finished: Path, text: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    flip_a_bit(checkpoint(tmp_path / "run", 4) / "optimizer.safetensors")
+    command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2)
+    output = succeeded(torchrun(2, *command))
+    assert "resumed after step 2" in output
+    assert "optimizer.safetensors: its SHA-256 is not the manifest's: bytes have changed" in output
+    assert "step-00000004 was set aside as " in output
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == [".bad-step-00000004", "step-00000002", "step-00000004", "step-00000006"]
+    assert storage.verify(checkpoint(tmp_path / "run", 4)) == []
+    assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
-def reshape_a_tensor(folder: Path) -> None:
-    content = load_file(folder / "model.safetensors")
-    save_file(content | {"norm.weight": torch.zeros(33)}, folder / "model.safetensors")
+def test_when_no_checkpoint_is_whole_the_run_does_not_begin_again(finished: Path, text: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    for step in (2, 4):
+        cut_short(checkpoint(tmp_path / "run", step) / "model.safetensors")
+    message = again(finished, text, tmp_path)
+    assert "no checkpoint is whole:" in message
+    assert message.count("model.safetensors: ") == 2
+    assert "--checkpoint.resume=never starts from the beginning" in message
+    assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4], "nothing is moved"
+    command = tiny(text, tmp_path, run__name="run", train__steps=2, checkpoint__resume="never", optim__warmup_steps=1)
+    assert "new; the same command" in succeeded(python(*command))
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == [".old-step-00000002", ".old-step-00000004", "step-00000002"]
+
+
+def test_verification_can_be_cheaper(finished: Path, text: Path, tmp_path: Path) -> None:
+    """A choice that shows in what is found: a changed byte needs hashes, a missing one the size."""
+    shutil.copytree(finished, tmp_path / "run")
+    folder = checkpoint(tmp_path / "run", 4)
+    record = storage.read_manifest(folder).files["model.safetensors"]
+    flip_a_bit(folder / "model.safetensors")
+    assert storage.verify_file(folder, "model.safetensors", record, "full")
+    assert not storage.verify_file(folder, "model.safetensors", record, "size")
+    lengthen(folder / "model.safetensors")
+    assert storage.verify_file(folder, "model.safetensors", record, "size")
+    assert not storage.verify_file(folder, "model.safetensors", record, "off")
+
+
+def test_100_flipped_bits_and_100_cuts_are_all_found(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint(finished, 4), tmp_path / "step-00000004")
+    folder = tmp_path / "step-00000004"
+    random = Random(1)
+    files = sorted(folder.glob("*.*"))
+    weights = [file.stat().st_size for file in files]
+    for number in range(200):
+        file = random.choices(files, weights)[0] if number % 4 else random.choice(files)
+        honest = file.read_bytes()
+        if number < 100:
+            flip_a_bit(file, random.randrange(8 * len(honest)))
+        else:
+            file.write_bytes(honest[: random.randrange(len(honest))])
+        only_the_line_end = file.name == "manifest.json" and file.read_bytes() == honest[:-1]
+        assert storage.verify(folder) or only_the_line_end, (number, file)
+        file.write_bytes(honest)
+    assert storage.verify(folder) == []
+
+
+def edit(file: Path, change: Callable[[Any], None]) -> None:
+    """By somebody who knows how to make it look right."""
+    content = json.loads(file.read_text())
+    del content["sha256"]
+    change(content)
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
-    ("harm", "expected"),
+    ("change", "expected"),
     [
-        (damage_json, "state.json can't be read"),
-        (future_format, "has format_version 99, and this version of torchtitan_lite reads 1"),
-        (cut_short, "optimizer.safetensors can't be read"),
-        (rename, "step-00000009 holds step 4: it was renamed"),
-        (lose_a_tensor, "norm.weight is - in the checkpoint and (32,) here"),
-        (reshape_a_tensor, "norm.weight is (33,) in the checkpoint and (32,) here"),
+        (lambda m: m.update(format_version=99), "has format_version 99, and this version of torchtitan_lite reads 2"),
+        (lambda m: m["files"].update({"../../x": m["files"]["state.json"]}), "names '../../x', which is no plain file"),
+        (lambda m: m["files"].update({"/etc/passwd": m["files"]["state.json"]}), "names '/etc/passwd', which is no"),
+        (lambda m: m["files"].pop("state.json"), "it lacks state.json"),
+        (lambda m: m.update(files=3), "manifest.json is damaged"),
+        (lambda m: m.update(step=7), "holds step 7: it was renamed"),
     ],
 )
-def test_damaged_checkpoint_is_named(
-    harm: Callable[[Path], None], expected: str, finished: Path, text: Path, tmp_path: Path
+def test_a_manifest_that_is_not_ours_is_refused(
+    change: Callable[[Any], None], expected: str, finished: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    harm(checkpoint(tmp_path / "run", 4))
-    message = again(finished, text, tmp_path)
-    assert expected in message
-    assert "step-0000000" in message
+    folder = tmp_path / "step-00000004"
+    shutil.copytree(checkpoint(finished, 4), folder)
+    edit(folder / "manifest.json", change)
+    assert expected in "; ".join(storage.verify(folder))
 
 
-def test_only_whole_checkpoints_are_found(finished: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000004"
+    shutil.copytree(checkpoint(finished, 4), folder)
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    assert "which is no plain file of its folder" in "; ".join(storage.verify(folder))
+
+
+def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_path: Path) -> None:
+    message = again(finished, text, tmp_path, checkpoint__resume="step-3")
+    assert "there is no such checkpoint in " in message
+    assert "there are step-2, step-4" in message
+    command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2, checkpoint__resume="step-2")
+    output = succeeded(python(*command))
+    assert "resumed after step 2" in output
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == [".old-step-00000004", "step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_another_run_can_be_gone_on_from(finished: Path, text: Path, tmp_path: Path) -> None:
+    message = again(finished, text, tmp_path, run__name="other", checkpoint__resume=tmp_path)
+    assert "is no checkpoint, and no run with one" in message
+    command = tiny(text, tmp_path, run__name="fork", train__steps=6, checkpoint__resume=finished)
+    assert "resumed after step 4" in succeeded(python(*command))
+    assert storage.find_steps(tmp_path / "fork/checkpoints") == [6]
+    # its own come first from then on
+    assert "resumed after step 6" in succeeded(python(*command, "--train.steps=7"))
+
+
+def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "checkpoints", tmp_path / "c")
     for name in ("step-7", "step-00000009.bak", ".tmp-step-00000011", "step-00000012"):
         (tmp_path / "c" / name).mkdir()
     (tmp_path / "c" / "step-00000013").write_text("a file")
     assert storage.find_steps(tmp_path / "c") == [2, 4]
     assert storage.find_steps(tmp_path / "none") == []
+    said = "".join(storage.not_counted(tmp_path / "c"))
+    assert all(f"c/{name}: no folder step-N" in said for name in ("step-7", "step-00000009.bak", "step-00000012"))
 
 
-def test_a_full_disk_is_an_error_and_leaves_the_old_checkpoints(finished: Path, text: Path, tmp_path: Path) -> None:
-    """No file may grow beyond 64 KiB: the weights don't fit."""
+def test_retention(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 2.5, 6: None}
+
+    def fill() -> None:
+        for step, loss in losses.items():
+            storage.commit(storage.begin(tmp_path, step), storage.TrainState(step=step, val_loss=loss), "full", 1, {})
+
+    for (latest, every, best, also), kept in {
+        (0, 0, False, ()): {1, 2, 3, 4, 5, 6},
+        (1, 0, False, ()): {6},
+        (2, 3, False, ()): {3, 5, 6},
+        (1, 0, True, ()): {2, 6},
+        (1, 0, False, (4,)): {4, 6},
+    }.items():
+        fill()
+        assert storage.to_keep(tmp_path, latest, every, best, also) == kept
+        assert set(storage.purge(tmp_path, kept)) == set(losses) - kept
+        assert set(storage.find_steps(tmp_path)) == kept
+        shutil.rmtree(tmp_path)
+
+
+def test_old_checkpoints_go_and_the_best_stays(text: Path, tmp_path: Path) -> None:
+    more = {"checkpoint__keep_latest": 1, "checkpoint__keep_best": True, "checkpoint__keep_every": 4}
+    command = tiny(text, tmp_path, run__name="run", train__steps=7, checkpoint__every=1, eval__every=1, **more)
+    succeeded(python(*command))
+    validated = {r["step"]: r["val_loss"] for r in records(tmp_path / "run") if "val_loss" in r}
+    best = min(validated, key=lambda step: validated[step])
+    assert storage.find_steps(tmp_path / "run/checkpoints") == sorted({4, 7, best})
+
+
+def test_what_killed_processes_left_goes_away(tmp_path: Path) -> None:
+    for name in (".tmp-step-00000001-abc", ".trash-step-00000002-abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("")
+    folder = storage.begin(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_path: Path) -> None:
+    """No file may grow beyond 64 KiB: the weights don't fit. The run goes on, and fails at its end."""
     shutil.copytree(finished, tmp_path / "run")
-    command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="run", train__steps=6)]
-    result = start(["bash", "-c", 'ulimit -f 64; exec "$0" "$@"', *command])
-    assert result.returncode == 2
+    arguments = tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=2, log__every=1)
+    result = start(["bash", "-c", 'ulimit -f 64; exec "$0" "$@"', sys.executable, "train.py", *arguments])
+    assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    assert "step-00000006 could not be written" in result.stderr
-    assert "older checkpoints are untouched" in result.stderr
+    assert "NOT SAVED  step 6: " in result.stdout
+    assert "File too large; older checkpoints are untouched, training goes on" in result.stdout
+    assert "step    8/8" in result.stdout
+    assert "the last checkpoint was not saved: " in result.stderr
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    assert "resumed after step 4" in succeeded(python(*arguments)), "and with space again it saves"
+    assert storage.find_steps(tmp_path / "run/checkpoints")[-1] == 8
 
 
-def test_a_failed_write_leaves_nothing_and_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = storage.TrainState(step=1)
-    content = {"w": torch.ones(3)}
-    storage.write(tmp_path, state, content, content)
-    kept = (tmp_path / "step-00000001" / "model.safetensors").read_bytes()
+def test_too_little_space_is_said_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"a checkpoint takes 1000000000000000000.00 GB, and .* GB left"):
+        storage.require_space(tmp_path / "not" / "there", 10**27)
+    storage.require_space(tmp_path, 1)
 
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage, "_sync", full)
-    with pytest.raises(CheckpointError, match="No space left on device; older checkpoints are untouched"):
-        storage.write(tmp_path, storage.TrainState(step=2), {"w": torch.zeros(3)}, content)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert (tmp_path / "step-00000001" / "model.safetensors").read_bytes() == kept
+def test_tensor_files_are_those_of_the_library(tmp_path: Path) -> None:
+    tensors = {
+        "matrix": torch.randn(7, 5),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 4),
+        "bf16": torch.randn(3).bfloat16(),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "int64": torch.tensor([1 << 40]),
+    }
+    writer = TensorFileWriter(tmp_path / "x", {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    for name in writer.order:
+        writer.write(tensors[name])
+    record = writer.close()
+    content = (tmp_path / "x").read_bytes()
+    assert record == FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    back = load_file(tmp_path / "x")
+    assert back.keys() == tensors.keys()
+    assert all(back[name].equal(tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+
+
+@pytest.fixture(scope="module")
+def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sharded run of 4 steps on two ranks."""
+    folder = tmp_path_factory.mktemp("sharded")
+    more = {"checkpoint__state_dict": "sharded", "model__tie_embeddings": True}
+    succeeded(torchrun(2, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2, **more)))
+    return folder / "run"
+
+
+def test_verify_names_what_is_damaged(finished: Path, sharded: Path, tmp_path: Path) -> None:
+    result = python("verify", str(finished), str(sharded), script="checkpoint.py")
+    assert succeeded(result).count("whole   ") == 4
+    shutil.copytree(sharded, tmp_path / "run")
+    flip_a_bit(checkpoint(tmp_path / "run", 2) / "shard-00001-of-00002.safetensors")
+    result = python("verify", str(tmp_path / "run"), script="checkpoint.py")
+    assert result.returncode == 1
+    assert "shard-00001-of-00002.safetensors: its SHA-256" in result.stdout
+    assert result.stdout.count("whole   ") == 1
+    assert python("verify", str(tmp_path), script="checkpoint.py").returncode == 2
+
+
+def test_inspect_lists_files_and_tensors(sharded: Path) -> None:
+    output = succeeded(python("inspect", str(sharded), script="checkpoint.py"))
+    assert "step 4, 768 tokens, 24 samples; sharded state" in output
+    assert "shard-00001-of-00002.safetensors" in output
+    assert "[517, 32]  model.tok_embeddings.weight" in output
+    assert "[517, 32]  optimizer.exp_avg.tok_embeddings.weight" in output
+
+
+def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, text: Path, tmp_path: Path) -> None:
+    output = succeeded(python("convert", str(sharded), str(tmp_path / "run/checkpoints"), script="checkpoint.py"))
+    assert "converted to " in output
+    folder = checkpoint(tmp_path / "run", 4)
+    assert storage.verify(folder) == []
+    assert tensors(folder)["exp_avg.tok_embeddings.weight"].shape == (517, 32)
+    more = {"train__steps": 6, "checkpoint__every": 2, "model__tie_embeddings": True}
+    for name in ("run", "straight"):
+        if name == "straight":
+            shutil.copytree(sharded, tmp_path / name)
+        assert "resumed after step 4" in succeeded(python(*tiny(text, tmp_path, run__name=name, **more)))
+    one, other = (tensors(checkpoint(tmp_path / name, 6)) for name in ("run", "straight"))
+    assert all(one[name].equal(other[name]) for name in other)
+    again = python("convert", str(sharded), str(tmp_path / "run/checkpoints"), script="checkpoint.py")
+    assert again.returncode == 2
+    assert "step-00000004 is there already" in again.stderr
+
+
+def test_a_sharded_run_can_be_started_from_and_exported(sharded: Path, text: Path, tmp_path: Path) -> None:
+    more = {"model__init_from": sharded, "model__tie_embeddings": True, "train__steps": 3}
+    succeeded(python(*tiny(text, tmp_path, run__name="next", **more)))
+    succeeded(python("export", str(sharded), str(tmp_path / "hf"), script="checkpoint.py"))
+    assert load_file(tmp_path / "hf/model.safetensors")["transformer.wte.weight"].shape == (517, 32)
+
+
+def test_nothing_in_a_checkpoint_is_unpickled(finished: Path, sharded: Path) -> None:
+    for folder in (checkpoint(finished, 4), checkpoint(sharded, 4)):
+        assert {file.suffix for file in folder.iterdir()} == {".json", ".safetensors"}

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def config_of(folder: Path, **more: Any) -> ModelConfig:
     return ModelConfig.model_validate(values | more)
 
 
-def ours(config: ModelConfig, weights: dict[str, Tensor]) -> Transformer:
+def ours(config: ModelConfig, weights: Mapping[str, Tensor]) -> Transformer:
     with torch.device("meta"):
         model = build(config, 1)
     init.materialise(model, torch.device("cpu"), 0)

@@ -1,5 +1,6 @@
 """An Accelerate config becomes one of ours, and no key of it gets lost."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,30 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
         ("fsdp_config: {sharding_strategy: HYBRID_SHARD_ZERO2}", {"fsdp.sharding_strategy": "_HYBRID_SHARD_ZERO2"}),
         ("fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}", {"fsdp.reshard_after_forward": False}),
         ("fsdp_config: {fsdp_reshard_after_forward: NO_SHARD}", {"fsdp.sharding_strategy": "NO_SHARD"}),
-        ("fsdp_config: {fsdp_forward_prefetch: true}", {"fsdp.explicit_prefetching": True}),
+        (
+            "fsdp_config: {fsdp_forward_prefetch: true}",
+            {"fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 1},
+        ),
+        ("fsdp_config: {fsdp_sharding_strategy: 2}", {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}),
+        ("fsdp_config: {fsdp_sharding_strategy: 3}", {"fsdp.sharding_strategy": "NO_SHARD"}),
+        ("fsdp_config: {fsdp_sharding_strategy: 4}", {"fsdp.sharding_strategy": "HYBRID_SHARD"}),
+        (
+            "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_reshard_after_forward: false}",
+            {"fsdp.reshard_after_forward": False, "fsdp.dp_replicate": 1},
+        ),
+        (
+            "{distributed_type: MULTI_GPU, mixed_precision: bf16}",
+            {"fsdp.sharding_strategy": "NO_SHARD", "fsdp.param_dtype": "bfloat16", "fsdp.reduce_dtype": "float32"},
+        ),
+        ("{use_cpu: true, fsdp_config: {fsdp_offload_params: true}}", {"run.device": "cpu"}),
+        ("deepspeed_config: {zero_stage: 1}", {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}),
+        ("deepspeed_config: {zero_stage: 0}", {"fsdp.sharding_strategy": "NO_SHARD"}),
+        ("deepspeed_config: {gradient_clipping: 0}", {"optim.max_norm": math.inf}),
+        (
+            "deepspeed_config: {offload_param_device: none, offload_optimizer_device: cpu}",
+            {"fsdp.cpu_offload": True},
+        ),
+        ("dynamo_config: {dynamo_backend: inductor}", {"compile.enabled": True}),
         ("fsdp_config: {fsdp_activation_checkpointing: true}", {"activation_checkpointing.mode": "full"}),
         ("fsdp_config: {fsdp_offload_params: true}", {"fsdp.cpu_offload": True}),
         ("mixed_precision: no", {"fsdp.param_dtype": "float32", "fsdp.reduce_dtype": "float32"}),
@@ -91,6 +115,14 @@ def test_values(text: str, expected: dict[str, object]) -> None:
     assert values(text) == expected
 
 
+def test_the_launch_counts_processes_per_machine() -> None:
+    content = {"num_machines": 2, "num_processes": 16}
+    assert "--nnodes 2 --node-rank RANK --master-addr ADDRESS --nproc-per-node 8" in migrate.to_toml(
+        migrate.translate(content), content, "x"
+    )
+    assert "--nproc-per-node 1 " in migrate.to_toml(migrate.Translation(), {"num_processes": "two"}, "x")
+
+
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
     [
@@ -98,6 +130,8 @@ def test_values(text: str, expected: dict[str, object]) -> None:
         ("fsdp_config: {limit_all_gathers: true}", "limit_all_gathers", "no longer needed"),
         ("fsdp_config: {fsdp_min_num_params: 100}", "fsdp_min_num_params", "the groups are fixed"),
         ("mixed_precision: fp8", "mixed_precision", "float8"),
+        ("deepspeed_config: {gradient_clipping: auto}", "gradient_clipping", "auto is no number"),
+        ("deepspeed_config: {offload_param_device: nvme}", "offload_param_device", "not on a disk"),
         ("wild_key: 3", "wild_key", "not a key that this tool knows"),
     ],
 )
@@ -116,6 +150,7 @@ def test_no_counterpart(text: str, key: str, reason: str) -> None:
             "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_reshard_after_forward: NO_SHARD}",
             'wants fsdp.sharding_strategy = "NO_SHARD"',
         ),
+        ("fsdp_config: FULL_SHARD", "fsdp_config = FULL_SHARD should be a table"),
     ],
 )
 def test_wrong_values(text: str, expected: str) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import ROOT, checkpoint, losses, python, records, succeeded, tiny
 from torchtitan_lite import resume, settings
+from torchtitan_lite.distributed import World
 
 ROWS = [
     (re.findall(r"`([^`]+)`", keys), verdict.split(",")[0].split(":")[0].strip())
@@ -52,6 +54,31 @@ REFUSED = {
     "tokenizer__vocab_size": 400,
     "data__val_fraction": 0.3,
 }
+
+
+def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
+    """The line "not bit for bit" is made of it."""
+    world = World(0, 2, torch.device("cpu"), 1)
+    changes: list[dict[str, Any]] = [
+        {"fsdp.dp_shard": 1},
+        {"fsdp.param_dtype": "bfloat16"},
+        {"fsdp.reduce_dtype": "bfloat16"},
+        {"fsdp.output_dtype": "bfloat16"},
+        {"fsdp.cast_forward_inputs": True},
+        {"fsdp.precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]},
+        {"fsdp.grad_sync": "last"},
+        {"compile.enabled": True, "compile.backend": "eager"},
+        {"train.micro_batch_size": 3},
+    ]
+
+    def setting(values: dict[str, Any]) -> dict[str, Any]:
+        given = {key: settings.Setting(value, "") for key, value in values.items()}
+        return resume.setting(settings.load(None, given, world_size=2).config, world)
+
+    for change in changes:
+        assert resume.differences(setting({}), setting(change)), change
+    same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
+    assert not resume.differences(setting({}), setting(same))
 
 
 def test_refused_with_both_values_all_at_once(first: Path, text: Path, tmp_path: Path) -> None:
@@ -99,6 +126,7 @@ def test_values_that_mean_the_same_are_the_same(first: Path, text: Path, tmp_pat
     del state["identity"]["model.rope_factor"]
     state_file.write_text(json.dumps(state))
     more = {"model__vocab_size": 517, "model__init_from": tmp_path / "gone", "optim__schedule": "wsd"}
+    more["checkpoint__verify"] = "off"  # the file was edited
     output = succeeded(python(*tiny(text, tmp_path, run__name="run", train__steps=4, **more)))
     assert "resumed after step 3" in output
     assert "init_from" not in output

@@ -6,8 +6,9 @@ import pytest
 
 from tests.helpers import python, torchrun
 from torchtitan_lite import cli, settings
-from torchtitan_lite.config import Config, derive
+from torchtitan_lite.config import Config
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.layout import derive
 
 
 def parse(*argv: str, world_size: int = 1, n_gpus: int = 0) -> settings.Loaded:
@@ -172,10 +173,14 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
             ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=8", "--grad_scaler.min_scale=9"],
             "grad_scaler.min_scale = 9.0 is above grad_scaler.init_scale = 8.0",
         ),
+        (
+            ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=1e39"],
+            "than or equal to 1267",
+        ),
         (["--activation_checkpointing.every=2"], 'means nothing without activation_checkpointing.mode = "full"'),
         (
             ["--activation_checkpointing.mode=full", "--activation_checkpointing.every=9"],
-            "reaches only the first of model.n_layers = 4; every = 4 works",
+            "reaches only the first of model.n_layers = 4; every = 3 works",
         ),
         (["--compile.backend=eager"], "compile.backend = eager means nothing without compile.enabled = true"),
         (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "0.match field required"),
@@ -189,7 +194,7 @@ def test_message(argv: list[str], expected: str) -> None:
 @pytest.mark.parametrize(
     ("path", "headers", "expected"),
     [
-        ("", True, "compile.enabled = true needs a C++ compiler (g++ or clang++), which is not here"),
+        ("", True, "compile.enabled = true needs the C++ compiler g++ (or another one in $CXX), which is not here"),
         (None, False, "Python.h; python3-dev or similar), which is not here"),
     ],
 )
@@ -238,6 +243,21 @@ def test_axes_of_the_mesh_fill_each_other() -> None:
     ):
         layout = derive(parse(*argv, world_size=8).config, 8)
         assert (layout.dp_replicate, layout.dp_shard) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--optim.freeze=['nope']", 'optim.freeze: "nope" matches no parameter'),
+        ("--optim.groups=[{match = 'nope'}]", 'match = "nope" matches no parameter'),
+        ("--fsdp.precision_overrides=[{match = 'nope', param_dtype = 'bfloat16'}]", "matches no parameter"),
+    ],
+)
+def test_patterns_are_checked_before_there_is_a_process_group(option: str, expected: str) -> None:
+    result = python("--check-config", option)
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_missing_file_suggests_the_one_that_was_meant(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
-"""The configuration: what can be set, and what follows from it. (Which combinations make no sense: conflicts.py.)
+"""The configuration: what can be set. (What follows: layout.py. Which combinations make no sense: conflicts.py.)
 
 Every section of the TOML file is a frozen class, and the string under a field is its help text. Builders are given
 their own section, never the whole. How files, `base` and the command line become a Config is in settings.py.
 """
 
-import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +46,10 @@ class RunConfig(Section):
     """where to train; auto: cuda if there is a GPU, else cpu"""
     threads: NonNegativeInt = 0
     """CPU threads of each rank; 0: the cores divided by the ranks of this machine"""
+    max_minutes: NonNegativeFloat = 0.0
+    """save and leave after so many minutes; 0: no limit"""
+    timeout_minutes: PositiveFloat = 20.0
+    """a rank that keeps the others waiting for longer ends the run, with stack traces in stacks/"""
     deterministic: bool = False
     """CUDA: only deterministic kernels, slower, for a bitwise resume (the CPU always is)"""
 
@@ -148,6 +150,10 @@ class TrainConfig(Section):
     """sequences per rank in one forward and backward"""
     global_batch_size: PositiveInt = 16
     """sequences per optimizer step, over all ranks; gradient accumulation follows from it"""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """a loss or gradient norm that is not finite stops the run, or its step is skipped and recorded"""
+    max_skipped: PositiveInt = 10
+    """with skip: more skipped steps in a row than this stop the run"""
 
 
 class ParameterGroup(Section):
@@ -238,9 +244,8 @@ all_reduce_last: within a copy with every one, between copies with the last"""
     @property
     def uses_float16(self) -> bool:
         """Whether anything is computed or summed in float16, whose range needs a scaled loss."""
-        dtypes = [self.param_dtype, self.reduce_dtype]
-        for override in self.precision_overrides:
-            dtypes += [dtype for dtype in (override.param_dtype, override.reduce_dtype) if dtype]
+        keys = "param_dtype", "reduce_dtype", "output_dtype"
+        dtypes = [getattr(section, key) for section in (self, *self.precision_overrides) for key in keys]
         return "float16" in dtypes
 
 
@@ -259,11 +264,11 @@ class CompileConfig(Section):
 
 
 class GradScalerConfig(Section):
-    init_scale: PositiveFloat = 65536.0
+    init_scale: float = Field(default=65536.0, gt=0, le=2.0**100)
     """float16: the loss is multiplied by this, so that small gradients do not vanish; halved when one overflows"""
     growth_interval: PositiveInt = 2000
     """float16: the scale doubles after this many steps without an overflow"""
-    min_scale: PositiveFloat = 1.0
+    min_scale: float = Field(default=1.0, gt=0, le=2.0**100)
     """float16: below this scale the run stops"""
 
 
@@ -277,8 +282,23 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: NonNegativeInt = 100
     """save every so many steps and at the end; 0: only at the end"""
+    state_dict: Literal["full", "sharded"] = "full"
+    """full: rank 0 writes whole tensors; sharded: each rank writes its own part, on a file system that all share"""
     api: Literal["dtensor", "dcp"] = "dtensor"
-    """how a full state dict is gathered and spread: by DTensors, or by torch.distributed.checkpoint; same files"""
+    """how state dicts are gathered and spread: by DTensors, or by torch.distributed.checkpoint; same files"""
+    async_save: bool = False
+    """train on while a copy is written: full copies on rank 0, or each rank's part"""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint that is whole; never: begin again; step-N: go on from that one; or the \
+path of another run or checkpoint, as long as this run has none"""
+    verify: Literal["full", "size", "off"] = "full"
+    """what is compared with the manifest before a checkpoint is loaded: SHA-256 and size, size, nothing"""
+    keep_latest: NonNegativeInt = 3
+    """keep this many of the newest checkpoints; 0: all"""
+    keep_every: NonNegativeInt = 0
+    """keep those of every so many steps as well; 0: none"""
+    keep_best: bool = False
+    """keep the one with the lowest validation loss as well (validate at the steps that are saved)"""
 
 
 class LogConfig(Section):
@@ -307,33 +327,3 @@ class Config(Section):
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.run.out_dir) / self.run.name
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What follows from a config and a world size. Batches count sequences."""
-
-    dp_replicate: int
-    dp_shard: int
-    grad_accum_steps: int
-    masked_sequences: int  # fully masked sequences that fill the last micro-batches of a step
-    tokens_per_step: int
-
-
-def derive(config: Config, world_size: int) -> Layout:
-    """Every number that follows from the config and the world size, in one place."""
-    replicate, shard = config.fsdp.dp_replicate, config.fsdp.dp_shard
-    if replicate == -1:
-        replicate = 1 if shard == -1 else max(world_size // shard, 1)
-    if shard == -1:
-        shard = max(world_size // replicate, 1)
-    train = config.train
-    per_round = world_size * train.micro_batch_size
-    accum = math.ceil(train.global_batch_size / per_round)
-    return Layout(
-        dp_replicate=replicate,
-        dp_shard=shard,
-        grad_accum_steps=accum,
-        masked_sequences=accum * per_round - train.global_batch_size,
-        tokens_per_step=train.global_batch_size * train.seq_len,
-    )

@@ -3,12 +3,14 @@
 import glob
 import importlib.util
 import os
+import re
 import shutil
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan_lite.config import Config, ModelConfig, RunConfig, Section, derive
+from torchtitan_lite.config import Config, ModelConfig, RunConfig, Section
+from torchtitan_lite.layout import derive
 
 
 def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[Config], dict[str, str]]:
@@ -62,6 +64,8 @@ def _length_conflicts(config: Config) -> dict[str, str]:
             f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
             f"{config.tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's"
         )
+    if train.on_nonfinite == "stop":
+        found |= _without_effect(train, "train", "max_skipped", 'train.on_nonfinite = "skip"')
     if optim.warmup_steps >= train.steps:
         found["optim.warmup_steps train.steps"] = (
             f"optim.warmup_steps = {optim.warmup_steps} leaves none of train.steps = {train.steps}; "
@@ -136,10 +140,10 @@ def _block_conflicts(config: Config, n_gpus: int) -> dict[str, str]:
         found |= _without_effect(
             checkpointing, "activation_checkpointing", "every", 'activation_checkpointing.mode = "full" or "selective"'
         )
-    elif checkpointing.every > config.model.n_layers:
+    elif checkpointing.every > max(config.model.n_layers - 1, 1):
         found["activation_checkpointing.every model.n_layers"] = (
             f"activation_checkpointing.every = {checkpointing.every} reaches only the first of model.n_layers = "
-            f"{config.model.n_layers}; every = {config.model.n_layers} works"
+            f"{config.model.n_layers}; every = {max(config.model.n_layers - 1, 1)} works"
         )
     if not config.compile.enabled:
         found |= _without_effect(config.compile, "compile", "backend", "compile.enabled = true")
@@ -155,8 +159,8 @@ def _missing_for_inductor(run: RunConfig, n_gpus: int) -> str:
     if run.device != "cpu" and n_gpus:
         return "" if importlib.util.find_spec("triton") else "the package triton"
     named = os.environ.get("CXX", "")
-    if not any(shutil.which(compiler) for compiler in ([named] if named else ["g++", "clang++", "c++"])):
-        return f"the C++ compiler {named} (of $CXX)" if named else "a C++ compiler (g++ or clang++)"
+    if not shutil.which(named or "g++"):  # what torch looks for
+        return f"the C++ compiler {named} (of $CXX)" if named else "the C++ compiler g++ (or another one in $CXX)"
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return "" if headers.is_file() else f"Python's headers ({headers}; python3-dev or similar)"
 
@@ -170,7 +174,16 @@ def _without_effect(section: Section, name: str, key: str, needs: str) -> dict[s
 
 
 def _path_conflicts(config: Config) -> dict[str, str]:
-    found, data = {}, config.data
+    found, data, resume = {}, config.data, config.checkpoint.resume
+    if (
+        resume not in ("auto", "never")
+        and not re.fullmatch(r"step-\d+", resume)
+        and not Path(resume).expanduser().exists()
+    ):
+        found["checkpoint.resume"] = (
+            f'checkpoint.resume = "{resume}" should be auto, never, step-N, or the path of a run or checkpoint '
+            f"(looked in {Path.cwd()})"
+        )
     # what the run started from may be gone once it has a checkpoint of its own
     init_from = "" if list(config.folder.glob("checkpoints/step-*")) else config.model.init_from
     for key, path in (("tokenizer.path", config.tokenizer.path), ("model.init_from", init_from)):

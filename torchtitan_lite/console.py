@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.config import Config, Layout
+from torchtitan_lite.config import Config
 from torchtitan_lite.data.prepare import Meta
 from torchtitan_lite.distributed import World
 from torchtitan_lite.init import local_rows
+from torchtitan_lite.layout import Layout
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.resume import changed, differences
 from torchtitan_lite.storage import TrainState
@@ -66,6 +67,12 @@ def fsdp_line(config: Config) -> str:
     parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"sums in {fsdp.reduce_dtype}"]
     if fsdp.explicit_prefetching:
         parts.append(f"gathers {fsdp.forward_prefetch} groups ahead, in backward {fsdp.backward_prefetch}")
+    if not fsdp.reshard_after_backward:
+        parts.append("kept between micro-batches")
+    if fsdp.output_dtype:
+        parts.append(f"hands on {fsdp.output_dtype}")
+    if fsdp.cast_forward_inputs:
+        parts.append("casts all inputs")
     if fsdp.grad_sync != "every":
         parts.append(f"grad_sync {fsdp.grad_sync}")
     if fsdp.precision_overrides:
@@ -84,10 +91,11 @@ def fsdp_line(config: Config) -> str:
 def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
     """A step's record on one line; the times of the end are those of this machine's clock."""
     end = time.strftime("%H:%M", time.localtime(time.time() + left_s))
+    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
     norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
     scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
     return (
-        f"step    {record['step']:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}  "
+        f"step    {record['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
         f"grad_norm {norm}{scale}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}  "
         f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
     )

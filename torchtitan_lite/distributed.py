@@ -3,18 +3,22 @@
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
-from torchtitan_lite.config import Layout, RunConfig
+from torchtitan_lite.config import RunConfig
+from torchtitan_lite.layout import Layout
 
 T = TypeVar("T")
 
@@ -27,6 +31,7 @@ class World:
     world_size: int
     device: torch.device
     threads: int  # CPU threads of this rank
+    local_world_size: int = 1  # ranks of this machine
 
 
 def env_int(name: str, default: int) -> int:
@@ -51,12 +56,25 @@ def process_group(run: RunConfig) -> Iterator[World]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=run.timeout_minutes)
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        die_with_launcher()
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        # after a restart the old ranks' keys are still there, and would be taken for the new ranks'
+        store = dist.PrefixStore(f"attempt {env_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
     else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # exported, but not by name
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    yield World(dist.get_rank(), dist.get_world_size(), device, threads)
+        store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    yield World(dist.get_rank(), dist.get_world_size(), device, threads, env_int("LOCAL_WORLD_SIZE", 1))
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this process when its launcher is killed: it would write into the run's folder for ever."""
+    pr_set_pdeathsig = 1  # prctl.h
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() == 1:  # it was killed before this
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

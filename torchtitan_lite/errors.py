@@ -19,6 +19,18 @@ class CheckpointError(UserError):
     """A checkpoint that can't be read, or that belongs to another model or other data."""
 
 
+class SaveError(UserError):
+    """The last checkpoint of a run could not be written."""
+
+    exit_code = 1
+
+
+class StuckError(UserError):
+    """Another rank was lost, or kept this one waiting for too long."""
+
+    exit_code = 1
+
+
 class NonFiniteError(UserError):
     """The loss or the gradient norm became NaN or infinite. The update of that step was withheld."""
 

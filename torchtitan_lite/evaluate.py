@@ -2,11 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.config import Config
+from torchtitan_lite.data.loader import Loader, Samples
+from torchtitan_lite.data.tokenizer import bytes_per_token
 from torchtitan_lite.distributed import sum_over_ranks
 from torchtitan_lite.loss import IGNORE, bits_per_byte
 from torchtitan_lite.parallelize import reshard
@@ -19,6 +23,14 @@ class Validation:
     loader: Loader
     n_samples: int
     bytes_per_token: Tensor  # (V,) int64
+
+    @classmethod
+    def of(cls, config: Config, data: Path, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
+        """The first eval.samples sequences of the held-out text, or all if there are fewer."""
+        samples = Samples(data, "val", config.train.seq_len)
+        loader = Loader(samples, micro_batch_size, rank, world_size, seed=None)
+        tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
+        return cls(loader, min(config.eval.samples, samples.n_samples), bytes_per_token(tokenizer))
 
     def targets(self) -> Tensor:
         """All target tokens, (N,) int64, of all ranks."""

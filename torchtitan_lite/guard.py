@@ -35,20 +35,28 @@ class FiniteGuard:
     the scale of the loss is halved. Otherwise it is an error.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_skipped: int = 0) -> None:
+        """
+        Args:
+            max_skipped: so many steps in a row may be skipped before it is an error.
+        """
         self.optimizer = optimizer
         self.scaler = scaler
+        self.max_skipped = max_skipped
+        self.skipped: list[int] = []  # steps whose update was withheld, without float16's overflows
+        self.leaving = False  # whether a rank was asked to leave; as `skipped`, known one step late
         self._fused = bool(optimizer.defaults.get("fused"))
         self._device = optimizer.param_groups[0]["params"][0].device
         self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
 
-    def update(self, step: int, bad_ranks: Tensor, grad_norm: Tensor) -> None:
+    def update(self, step: int, bad_ranks: Tensor, grad_norm: Tensor, leaving: Tensor) -> None:
         """Step the optimizer, unless anything is not finite. Call `raise_if_bad` for the step before first.
 
         Args:
             step: its number.
             bad_ranks: (world_size,), not 0 for each rank whose own loss is not finite; equal on all ranks.
             grad_norm: (), the global norm of the gradients.
+            leaving: (), how many ranks were asked to leave; equal on all ranks.
         """
         bad_norm = ~grad_norm.isfinite().to(bad_ranks.device)
         bad = (bad_ranks != 0).any() | bad_norm
@@ -59,7 +67,7 @@ class FiniteGuard:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.scaler.update(bad)
-        verdict = torch.cat([bad_ranks, torch.stack([bad_norm.float(), self.scaler.scale])])
+        verdict = torch.cat([bad_ranks, torch.stack([bad_norm.float(), self.scaler.scale, leaving])])
         if verdict.is_cuda:
             copy = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=True).copy_(verdict, non_blocking=True)
             event = torch.cuda.Event()
@@ -79,7 +87,8 @@ class FiniteGuard:
         if copied is not None:
             copied.synchronize()
         self._pending = None
-        *bad_ranks, bad_norm, scale = verdict.tolist()
+        *bad_ranks, bad_norm, scale, leaving = verdict.tolist()
+        self.leaving |= bool(leaving)
         ranks = [str(rank) for rank, bad in enumerate(bad_ranks) if bad]
         if not ranks and not bad_norm:
             return
@@ -92,6 +101,11 @@ class FiniteGuard:
             if scale >= self.scaler.min_scale:
                 return
             what = f"gradients overflow float16 still, with the loss scaled by {scale:g} (grad_scaler.min_scale)"
+        if not self.scaler.enabled or ranks:
+            self.skipped.append(step)
+            in_a_row = self.skipped[-self.max_skipped - 1 :] == list(range(step - self.max_skipped, step + 1))
+            if not in_a_row:
+                return
         raise NonFiniteError(
             f"step {step}: {what}. The update was withheld, nothing was saved since. "
             "A lower optim.lr, more optim.warmup_steps or a smaller optim.max_norm may help"

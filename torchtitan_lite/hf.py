@@ -11,21 +11,21 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from torchtitan_lite import settings, storage
+from torchtitan_lite import settings, shards, storage
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.hf_layout import drop_tied, from_hf, from_hf_config, to_hf, to_hf_config
 
 
-def open_weights(path: Path, config: ModelConfig) -> dict[str, Tensor]:
+def open_weights(path: Path, config: ModelConfig) -> Mapping[str, Tensor]:
     """The weights of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder, under our names.
 
     Raises:
@@ -41,7 +41,7 @@ def open_weights(path: Path, config: ModelConfig) -> dict[str, Tensor]:
         return drop_tied(from_hf(_read_shards(folder), config.family), config)
     if steps := storage.find_steps(folder / "checkpoints"):
         folder = storage.step_folder(folder / "checkpoints", steps[-1])
-    if not (folder / storage.STATE).is_file():
+    if not (folder / storage.MANIFEST).is_file():
         raise CheckpointError(
             f"model.init_from: {path} is no run with a checkpoint, no checkpoint and no Hugging Face folder"
         )
@@ -50,10 +50,20 @@ def open_weights(path: Path, config: ModelConfig) -> dict[str, Tensor]:
     for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family == "llama" else [])):
         saved.pop(key, None)
     _compare(folder, saved, config)
-    try:
-        return load_file(folder / storage.MODEL)
-    except Exception as error:
-        raise CheckpointError(f"{folder / storage.MODEL} can't be read: {error}") from None
+    return whole_weights(folder)
+
+
+def whole_weights(folder: Path) -> Mapping[str, Tensor]:
+    """The model's tensors of a checkpoint, by our names; a sharded one's are put together when they are looked at.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if problems := storage.verify(folder):
+        raise CheckpointError("; ".join(problems))
+    if storage.read_manifest(folder).state_dict == "sharded":
+        return shards.WholeTensors(folder, "model.")
+    return load_file(folder / storage.MODEL)
 
 
 def _compare(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
@@ -95,10 +105,10 @@ def export(source: Path, out: Path) -> None:
     Raises:
         CheckpointError: there is no checkpoint, or `out` is not empty.
     """
-    run = source.parent.parent if (source / storage.STATE).is_file() else source
+    run = source.parent.parent if (source / storage.MANIFEST).is_file() else source
     steps = storage.find_steps(source / "checkpoints")
     folder = storage.step_folder(source / "checkpoints", steps[-1]) if steps else source
-    if not (folder / storage.STATE).is_file():
+    if not (folder / storage.MANIFEST).is_file():
         raise CheckpointError(f"{source} is no run with a checkpoint, and no checkpoint")
     state = storage.read_state(folder, named_by_step=False)
     if not state.config:
@@ -107,7 +117,7 @@ def export(source: Path, out: Path) -> None:
     config = ModelConfig.model_validate(values)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} is there already; name a new folder")
-    weights = load_file(folder / storage.MODEL)
+    weights = dict(whole_weights(folder))
     content = to_hf_config(config, weights["tok_embeddings.weight"].shape[0])
     out.mkdir(parents=True, exist_ok=True)
     if (run / "tokenizer.json").is_file():
@@ -119,7 +129,8 @@ def export(source: Path, out: Path) -> None:
     save_file(to_hf(weights, config.family), out / "model.safetensors", metadata={"format": "pt"})
 
 
-def _section(folder: Path) -> Iterator[str]:
+def section(folder: Path) -> Iterator[str]:
+    """The lines of a [model] section for a Hugging Face folder."""
     yield "[model]"
     for key, value in from_hf_config(_read_json(folder / "config.json")).items():
         yield f"{key} = {settings.show(value)}"
@@ -138,7 +149,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         if arguments.command == "show":
-            print("\n".join(_section(arguments.folder)))
+            print("\n".join(section(arguments.folder)))
         else:
             export(arguments.source, arguments.out)
             print(f"exported to {arguments.out}")

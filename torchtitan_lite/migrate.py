@@ -60,10 +60,11 @@ def _none(reason: str) -> Rule:
 
 
 def _choice(**rules: Rule) -> Rule:
-    """Another rule for each value; `other` for the rest."""
+    """Another rule for each value, upper or lower case; `other` for the rest."""
+    known = {value.lower(): one for value, one in rules.items()}
 
     def rule(t: Translation, name: str, value: Any) -> None:
-        chosen = rules.get(str(value), rules.get("other"))
+        chosen = known.get(str(value).lower(), rules.get("other"))
         if chosen is None:
             raise ConfigError(f"{name} = {value} is not one of {', '.join(rules)}")
         chosen(t, name, value)
@@ -77,6 +78,38 @@ def _all(*rules: Rule) -> Rule:
             one(t, name, value)
 
     return rule
+
+
+def _number(key: str, kind: type[int] | type[float]) -> Rule:
+    """A key of ours that takes a number."""
+
+    def rule(t: Translation, name: str, value: Any) -> None:
+        try:
+            t.set(key, kind(value), f"{name}: {value}")
+        except (TypeError, ValueError):
+            t.no_counterpart[name] = f"{value} is no number"
+
+    return rule
+
+
+def _offload(t: Translation, name: str, value: Any) -> None:
+    """FSDP2 offloads all or nothing."""
+    if value == "cpu":
+        t.set("fsdp.cpu_offload", True, f"{name}: {value}")
+    elif value not in ("none", None):
+        t.no_counterpart[name] = "parameters, gradients and optimizer state can be on the host, not on a disk"
+
+
+def _clipping(t: Translation, name: str, value: Any) -> None:
+    """DeepSpeed's 0 is no clipping."""
+    _number("optim.max_norm", float)(t, name, value if value != 0 else "inf")
+
+
+def _prefetch(t: Translation, name: str, value: Any) -> None:
+    """FSDP1 gathers one group ahead."""
+    _set("fsdp.explicit_prefetching", YES)(t, name, value)
+    if t.sets["fsdp.explicit_prefetching"][0]:
+        t.set("fsdp.forward_prefetch", 1, f"{name}: {value}")
 
 
 YES = {True: True, False: False}
@@ -147,7 +180,7 @@ FSDP: dict[str, Rule] = {
         BACKWARD_POST=_none("FSDP2 has BACKWARD_PRE only"),
         NO_PREFETCH=_none("FSDP2 has BACKWARD_PRE only"),
     ),
-    "fsdp_forward_prefetch": _set("fsdp.explicit_prefetching", YES),
+    "fsdp_forward_prefetch": _prefetch,
     "fsdp_limit_all_gathers": _none("no longer needed: FSDP2 frees memory without making the host wait"),
     "fsdp_use_orig_params": _anyway("always so: FSDP2 has no flat parameters"),
     "fsdp_cpu_ram_efficient_loading": _ONE_PROCESS_READS,
@@ -166,9 +199,9 @@ DEEPSPEED: dict[str, Rule] = {
     "zero_stage": _set(
         "fsdp.sharding_strategy", {0: "NO_SHARD", 1: "SHARD_GRAD_OP", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
     ),
-    "offload_param_device": _set("fsdp.cpu_offload", {"cpu": True, "none": False}),
-    "offload_optimizer_device": _set("fsdp.cpu_offload", {"cpu": True, "none": False}),
-    "gradient_clipping": lambda t, name, value: t.set("optim.max_norm", float(value), f"{name}: {value}"),
+    "offload_param_device": _offload,
+    "offload_optimizer_device": _offload,
+    "gradient_clipping": _clipping,
     "gradient_accumulation_steps": _none("it follows from train.global_batch_size and train.micro_batch_size"),
     "zero3_init_flag": _anyway("always so: the model is built without storage, and sharded before it gets any"),
     "zero3_save_16bit_model": _none("checkpoints hold float32; export by python -m torchtitan_lite.hf"),
@@ -185,8 +218,8 @@ DYNAMO: dict[str, Rule] = {
     ),
 }
 PARALLELISM: dict[str, Rule] = {
-    "parallelism_config_dp_replicate_size": lambda t, n, v: t.set("fsdp.dp_replicate", int(v), f"{n}: {v}"),
-    "parallelism_config_dp_shard_size": lambda t, n, v: t.set("fsdp.dp_shard", int(v), f"{n}: {v}"),
+    "parallelism_config_dp_replicate_size": _number("fsdp.dp_replicate", int),
+    "parallelism_config_dp_shard_size": _number("fsdp.dp_shard", int),
 }
 SECTIONS = {
     "fsdp_config": FSDP,
@@ -205,11 +238,29 @@ def translate(content: Mapping[str, Any]) -> Translation:
     t = Translation()
     for name, value in content.items():
         if name in SECTIONS:
+            if not isinstance(value, dict | None):
+                raise ConfigError(f"{name} = {value} should be a table of keys and values")
             for inner, inner_value in (value or {}).items():
                 _apply(t, SECTIONS[name], inner, inner_value)
         else:
             _apply(t, TOP, name, value)
+    _reconcile(t)
     return t
+
+
+def _reconcile(t: Translation) -> None:
+    """What Accelerate takes side by side, and we refuse: the more specific key counts."""
+    strategy, source = t.sets.get("fsdp.sharding_strategy", ("", ""))
+    specific = {"fsdp.reshard_after_forward", "fsdp.dp_replicate", "fsdp.dp_shard"} & t.sets.keys()
+    if strategy and specific:
+        del t.sets["fsdp.sharding_strategy"]
+        for key, value in STRATEGIES[strategy].items():
+            if not (key.startswith("dp_") and {"fsdp.dp_replicate", "fsdp.dp_shard"} & specific):
+                t.sets.setdefault(f"fsdp.{key}", (value, source))
+    if t.sets.get("run.device", ("", ""))[0] == "cpu" and t.sets.pop("fsdp.cpu_offload", (False, ""))[0]:
+        t.no_counterpart["fsdp_offload_params"] = "on a CPU parameters are on the host anyway"
+    if source.startswith("distributed_type") and "fsdp.reduce_dtype" in t.sets:
+        t.sets["fsdp.reduce_dtype"] = "float32", f"{source}: DDP with autocast sums in float32"
 
 
 def _apply(t: Translation, rules: Mapping[str, Rule], name: str, value: Any) -> None:
@@ -234,7 +285,8 @@ def to_toml(t: Translation, content: Mapping[str, Any], source: str) -> str:
     for title, names in (("nothing to set for:", t.done_anyway), ("no counterpart:", t.no_counterpart)):
         if names:
             lines += [f"# {title}", *(f"#   {name}: {reason}" for name, reason in names.items())]
-    machines, processes = (int(content.get(key) or 1) for key in ("num_machines", "num_processes"))
+    counts = (str(content.get(key) or 1) for key in ("num_machines", "num_processes"))
+    machines, processes = (int(count) if count.isdigit() else 1 for count in counts)
     nodes = f"--nnodes {machines} --node-rank RANK --master-addr ADDRESS " if machines > 1 else ""
     lines += ["#", f"# torchrun {nodes}--nproc-per-node {max(processes // machines, 1)} train.py --config THIS_FILE"]
     return "\n".join(lines)

@@ -40,7 +40,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """
     groups = parameter_groups(model, config)
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+        make_state(sgd)  # else a checkpoint before its first step (float16 may skip some) would lack it
+        return sgd
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -31,8 +31,8 @@ from torchtitan_lite.models import Transformer
 
 # What selective checkpointing keeps: the operators that cost most to compute again.
 _aten = torch.ops.aten
-KEPT = {
-    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default),
+PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -50,7 +50,10 @@ def apply_activation_checkpointing(model: Transformer, config: ActivationCheckpo
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.config.dropout > 0}
     if config.mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        # Attention that drops draws from the same generator as the dropouts after it: all is drawn again, or none.
+        kept = PRODUCTS if model.config.dropout > 0 else PRODUCTS | ATTENTION
+        policy = functools.partial(_keep, kept)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for layer in list(model.layers)[:: config.every]:
         layer.forward = _checkpointed(layer.forward, options)
 
@@ -62,13 +65,16 @@ def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Ca
     return checkpointed
 
 
-def _keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_compile(model: Transformer, config: CompileConfig) -> None:
     """Compile each block in place: names stay as they are, and blocks of the same kind are compiled once."""
     if config.enabled:
+        # Blocks of other dtypes, frozen or checkpointed, are other kinds, and validation doubles them.
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(model.layers))
         for layer in model.layers:
             layer.compile(backend=config.backend, fullgraph=True)
 
@@ -107,14 +113,20 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
             reshard = modules is not chain[-1]
         dtypes = _dtypes(", ".join(names[m] for m in modules), parameters, config)
         groups.append(Group(", ".join(names[m] for m in modules), modules, parameters, *dtypes, reshard))
-    for override in config.precision_overrides:
-        if not any(fnmatch.fnmatchcase(name, override.match) for name in owned.values()):
-            known = list(owned.values())
-            raise ConfigError(
-                f'fsdp.precision_overrides: match = "{override.match}" matches no parameter: names look like '
-                f"{known[0]}, {known[-1]}"
-            )
+    _require_used(list(owned.values()), config)
     return groups
+
+
+def _require_used(names: list[str], config: FsdpConfig) -> None:
+    used = set()
+    for name in names:
+        matching = (i for i, o in enumerate(config.precision_overrides) if fnmatch.fnmatchcase(name, o.match))
+        used.add(next(matching, None))
+    for i, override in enumerate(config.precision_overrides):
+        if i not in used:
+            other = any(fnmatch.fnmatchcase(name, override.match) for name in names)
+            why = "an earlier override has all that it matches" if other else f"names look like {names[0]}, {names[-1]}"
+            raise ConfigError(f'fsdp.precision_overrides: match = "{override.match}" matches no parameter: {why}')
 
 
 def _chain(model: Transformer) -> list[list[nn.Module]]:
@@ -218,7 +230,7 @@ def _set_prefetch(model: Transformer, forward: int, backward: int, device_type: 
     if device_type == "cpu":
         # gloo's all-gather would otherwise end before the computation that it was issued ahead of begins
         for module in chain:
-            if hasattr(module, "_set_unshard_async_op"):
+            if hasattr(module, "_set_unshard_async_op"):  # private: may go away
                 module._set_unshard_async_op(True)
 
 

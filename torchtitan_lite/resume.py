@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.config import Config, derive
+from torchtitan_lite.config import Config
 from torchtitan_lite.data.prepare import Meta
 from torchtitan_lite.distributed import World
+from torchtitan_lite.layout import derive
 from torchtitan_lite.settings import default_of, known_keys
 from torchtitan_lite.storage import TrainState
 
@@ -59,6 +60,7 @@ def setting(config: Config, world: World) -> dict[str, Any]:
         "dp_replicate": derive(config, world.world_size).dp_replicate,
         "micro_batch_size": config.train.micro_batch_size,
         **{key: fsdp[key] for key in keys},
+        "cpu_offload": fsdp["cpu_offload"],  # the optimizer then runs on the host
         "compile": config.compile.backend if config.compile.enabled else "off",
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "deterministic": config.run.deterministic or not on_gpu,

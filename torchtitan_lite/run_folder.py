@@ -1,5 +1,10 @@
 """The folder of a run: it can be written, and nobody else writes to it."""
 
+import contextlib
+import json
+import os
+import socket
+import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -28,12 +33,25 @@ def lock(folder: Path, world: World) -> FileLock:
         ConfigError: on every rank, if another process holds it.
     """
     held = FileLock(folder / ".lock", blocking=False)
-    taken = False
+    taken = ""
     if world.rank == 0:
         try:
             held.acquire()
+            (folder / ".lock-holder").write_text(f"process {os.getpid()} on {socket.gethostname()}")
         except Timeout:
-            taken = True
-    if from_rank0(taken):
-        raise ConfigError(f"{folder} is being used by another process; wait for it, or choose another --run.name=NAME")
+            taken = "another process"
+            with contextlib.suppress(OSError):
+                taken = (folder / ".lock-holder").read_text()
+    if by := from_rank0(taken):
+        raise ConfigError(f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME")
     return held
+
+
+def write_status(folder: Path, world: World, status: str, step: int, reason: str = "") -> None:
+    """Rank 0's run.json: "running", "complete", "preempted" or "failed", at which step, and why."""
+    if world.rank == 0:
+        content = {"status": status, "step": step, "reason": reason, "time": round(time.time(), 3), "pid": os.getpid()}
+        beside = folder / ".run.json"
+        with contextlib.suppress(OSError):  # a full disk does not stop training
+            beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            beside.replace(folder / "run.json")

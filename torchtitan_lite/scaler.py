@@ -56,7 +56,7 @@ class GradScaler:
         """Adapt the scale to the verdict on a step, () bool, without making the host wait."""
         if self.enabled:
             good = torch.where(overflow, 0, self._good_steps + 1)
-            grown = good == self._growth_interval
+            grown = good >= self._growth_interval
             # float32 ends before the scale may
             doubled = (self._scale * 2).clamp(max=2.0**100)
             self._scale = torch.where(overflow, self._scale / 2, torch.where(grown, doubled, self._scale))

@@ -1,30 +1,39 @@
-"""Checkpoints on disk: where they are, whether they are whole, what is in them. Any tool may use this; no ranks here.
+"""Checkpoints on disk: when one counts, which one to load, what may be deleted. Any tool may use this; no ranks here.
 
-    checkpoints/step-00000100/model.safetensors       name -> whole tensor
-                              optimizer.safetensors   state.name -> whole tensor, e.g. exp_avg.output.weight
-                              state.json              format_version and TrainState
+    checkpoints/step-00000100/model.safetensors, optimizer.safetensors       state_dict = "full": whole tensors
+                              shard-00000-of-00004.safetensors, index.json   state_dict = "sharded": see shards.py
+                              state.json                                     TrainState
+                              manifest.json                                  written last: size and SHA-256 of each file
+                .tmp-*          being written, or left by a killed process: never read, removed by the next save
+                .bad-step-*     failed its verification: kept, never read
+                .old-step-*     later than the step that a run was resumed from: kept, never read
+                .trash-*        being deleted
 
-A checkpoint is written into a hidden folder beside, and renamed last: a folder named step-N is whole.
+A save writes into a hidden folder beside, syncs files and folders, and renames last: the rename is what makes it count.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors
-from safetensors.torch import save_file
-from torch import Tensor
+import torch
 
+from torchtitan_lite import __version__
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.tensorfile import FileRecord, sha256_of, sync_folder, write_text
 
-FORMAT_VERSION = 1
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+FORMAT_VERSION = 2
+MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # no folder, no "..", nothing hidden
 
 
 @dataclass(frozen=True)
@@ -34,18 +43,30 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     samples_consumed: int = 0
+    val_loss: float | None = None  # of the validation at this step, if there was one
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # float16's, see scaler.py
+    skipped: list[int] = field(default_factory=list)  # the steps whose update was withheld, see guard.py
     identity: Mapping[str, Any] = field(default_factory=dict)  # must be the same on a resume, by config key
     setting: Mapping[str, Any] = field(default_factory=dict)  # must be the same for a bitwise resume
     config: Mapping[str, Any] = field(default_factory=dict)  # the whole config, by "section.key"
 
 
-def find_steps(checkpoints: Path) -> list[int]:
-    """The steps of all whole checkpoints in a folder, in ascending order."""
-    if not checkpoints.is_dir():
-        return []
-    matches = (_NAME.fullmatch(entry.name) for entry in checkpoints.iterdir() if (entry / STATE).is_file())
-    return sorted(int(match[1]) for match in matches if match)
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    step: int
+    state_dict: str  # "full" or "sharded"
+    world_size: int
+    files: Mapping[str, FileRecord]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(record.bytes for record in self.files.values())
+
+
+# --- finding ----------------------------------------------------------------------------------------------------
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -53,63 +74,111 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def write(checkpoints: Path, state: TrainState, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> Path:
-    """Write a checkpoint of whole tensors on the CPU, and return its folder.
+def find_steps(checkpoints: Path) -> list[int]:
+    """The steps of all folders with a manifest, in ascending order. Whether they are whole, `verify` says."""
+    if not checkpoints.is_dir():
+        return []
+    matches = (_NAME.fullmatch(entry.name) for entry in checkpoints.iterdir() if (entry / MANIFEST).is_file())
+    return sorted(int(match[1]) for match in matches if match)
 
-    Raises:
-        CheckpointError: it could not be written; nothing is left behind, and older checkpoints are untouched.
+
+def not_counted(checkpoints: Path) -> list[str]:
+    """Folders that look like checkpoints and are none: what is wrong with each."""
+    if not checkpoints.is_dir():
+        return []
+    steps = {step_folder(checkpoints, step).name for step in find_steps(checkpoints)}
+    strange = (e.name for e in checkpoints.iterdir() if e.name.startswith("step") and e.name not in steps)
+    return [f"{checkpoints / name}: no folder step-N with a {MANIFEST}" for name in sorted(strange)]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> Manifest:
     """
-    final = step_folder(checkpoints, state.step)
-    beside = checkpoints / f".tmp-{final.name}"
+    Raises:
+        CheckpointError: there is none, it is damaged, of a newer format, or names a file outside of its folder.
+    """
+    content = _read_json(folder / MANIFEST)
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder} has format_version {version}, and this version of torchtitan_lite reads {FORMAT_VERSION}"
+        )
+    if content.pop("sha256", "") != _hash_of(content):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: its own SHA-256 is not that of its content")
     try:
-        shutil.rmtree(beside, ignore_errors=True)  # what a killed process left
-        beside.mkdir(parents=True)
-        save_file(model, beside / MODEL, metadata={"format": "pt"})
-        save_file(optimizer, beside / OPTIMIZER, metadata={"format": "pt"})
-        text = json.dumps({"format_version": FORMAT_VERSION, **asdict(state)}, indent=2)
-        (beside / STATE).write_text(text + "\n")
-        for path in (*beside.iterdir(), beside):
-            _sync(path)
-        if final.exists():  # no whole checkpoint, or it would have been resumed from
-            final.rename(checkpoints / f".bad-{final.name}")
-        beside.rename(final)
-        _sync(checkpoints)
-    except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise CheckpointError(f"{final} could not be written: {error}; older checkpoints are untouched") from error
-    return final
+        files = {name: FileRecord(int(r["bytes"]), str(r["sha256"])) for name, r in content["files"].items()}
+        manifest = Manifest(int(content["step"]), str(content["state_dict"]), int(content["world_size"]), files)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}") from None
+    bad = [name for name in files if not _PLAIN.fullmatch(name) or (folder / name).is_symlink()]
+    if bad:
+        raise CheckpointError(f"{folder / MANIFEST} names {bad[0]!r}, which is no plain file of its folder")
+    if STATE not in files or manifest.state_dict not in ("full", "sharded"):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: it lacks {STATE}, or knows another state_dict")
+    return manifest
 
 
-def _sync(path: Path) -> None:
-    """Have the disk hold what was written to a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _hash_of(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
     """The state.json of a checkpoint, which by default has to be in the folder of its step.
 
     Raises:
-        CheckpointError: it is damaged, or of a format that this version does not know.
+        CheckpointError: it is damaged, or in the wrong folder.
     """
+    content = _read_json(folder / STATE)
     try:
-        content = json.loads((folder / STATE).read_text())
-        version = content.pop("format_version")
-        if version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{folder} has format_version {version}, and this version of torchtitan_lite reads {FORMAT_VERSION}"
-            )
         state = TrainState(**content)
-        if named_by_step and folder.name != step_folder(folder.parent, state.step).name:
-            raise CheckpointError(f"{folder} holds step {state.step}: it was renamed; give it back its name")
-        return state
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder / STATE} can't be read ({error!r}); delete or move {folder} to go on without it"
-        ) from None
+    except TypeError as error:
+        raise CheckpointError(f"{folder / STATE} is damaged: {error}") from None
+    if named_by_step and folder.name != step_folder(folder.parent, state.step).name:
+        raise CheckpointError(f"{folder} holds step {state.step}: it was renamed; give it back its name")
+    return state
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read: {error!r}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no table")
+    return content
+
+
+def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
+    """What is wrong with a file of a checkpoint; empty if nothing is.
+
+    Args:
+        mode: "full" compares its hash, "size" its size, "off" nothing.
+    """
+    path = folder / name
+    try:
+        if mode == "off":
+            return ""
+        size = path.stat().st_size
+        if size != record.bytes:
+            return f"{path}: {size:,} bytes, and the manifest says {record.bytes:,}"
+        if mode == "full" and sha256_of(path) != record.sha256:
+            return f"{path}: its SHA-256 is not the manifest's: bytes have changed"
+    except OSError as error:
+        return f"{path}: can't be read: {error.strerror or error}"
+    return ""
+
+
+def verify(folder: Path, mode: str = "full") -> list[str]:
+    """Everything that is wrong with a checkpoint; empty if it is whole."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    if _NAME.fullmatch(folder.name) and folder.name != step_folder(folder.parent, manifest.step).name:
+        return [f"{folder} holds step {manifest.step}: it was renamed; give it back its name"]
+    return [wrong for name, record in manifest.files.items() if (wrong := verify_file(folder, name, record, mode))]
 
 
 def open_tensors(file: Path) -> Any:
@@ -127,9 +196,133 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         with open_tensors(file) as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  # no dict
     except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"{file} can't be read ({error}); delete or move {file.parent} to go on without it"
-        ) from None
+        raise CheckpointError(f"{file} can't be read: {error}") from None
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+def begin(checkpoints: Path, step: int) -> Path:
+    """A new hidden folder for a checkpoint that is going to be written. What killed processes left goes away.
+
+    Raises:
+        OSError
+    """
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = checkpoints / f".tmp-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    return folder
+
+
+def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, files: Mapping[str, FileRecord]) -> Path:
+    """Make a written folder count, and return its name from now on.
+
+    Args:
+        files: what was written into it, on the disk already.
+
+    Raises:
+        OSError, CheckpointError: it does not count; nothing else has changed.
+    """
+    for name, record in files.items():
+        if wrong := verify_file(folder, name, record, "size"):
+            raise CheckpointError(f"{wrong} (is the folder on a file system that all ranks share?)")
+    files = dict(files) | {STATE: write_text(folder / STATE, json.dumps(asdict(state), indent=2) + "\n")}
+    manifest: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "step": state.step,
+        "state_dict": state_dict,
+        "world_size": world_size,
+        "torchtitan_lite": __version__,
+        "torch": torch.__version__,
+        "files": {name: asdict(record) for name, record in sorted(files.items())},
+    }
+    manifest["sha256"] = _hash_of(manifest)
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    sync_folder(folder)
+    final = step_folder(folder.parent, state.step)
+    set_aside(final, "bad")  # it was not resumed from, so it is no good
+    folder.rename(final)
+    sync_folder(folder.parent)
+    return final
+
+
+def abandon(folder: Path) -> None:
+    """Remove what was written."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside(folder: Path, why: str) -> Path | None:
+    """Rename a checkpoint to .bad-step-N or .old-step-N, so that it is kept and never read. None if it is not there."""
+    if not folder.exists():
+        return None
+    for number in range(10_000):
+        aside = folder.with_name(f".{why}-{folder.name}" + (f"-{number}" if number else ""))
+        if not aside.exists():
+            folder.rename(aside)
+            return aside
+    raise CheckpointError(f"{folder} can't be set aside: there are too many .{why}-{folder.name}")
+
+
+def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:
+    """Delete all checkpoints but these, and return the steps of those. An error leaves the rest for the next time."""
+    kept = set(keep)
+    gone = []
+    for step in find_steps(checkpoints):
+        if step in kept:
+            continue
+        folder = step_folder(checkpoints, step)
+        trash = folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            folder.rename(trash)  # so that a half-deleted one is never taken for a checkpoint
+        except OSError:
+            break
+        shutil.rmtree(trash, ignore_errors=True)
+        gone.append(step)
+    return gone
+
+
+def to_keep(checkpoints: Path, latest: int, every: int, best: bool, also: Iterable[int]) -> set[int]:
+    """The steps that retention keeps.
+
+    Args:
+        latest: this many of the newest; 0: all.
+        every: multiples of this; 0: none for this reason.
+        best: the one with the lowest validation loss.
+        also: whatever must stay.
+    """
+    steps = find_steps(checkpoints)
+    if latest == 0:
+        return set(steps)
+    keep = {*steps[-latest:], *also}
+    keep |= {step for step in steps if every and step % every == 0}
+    if best:
+        scores: dict[int, float] = {}
+        for step in steps:
+            try:
+                loss = read_state(step_folder(checkpoints, step)).val_loss
+            except CheckpointError:
+                continue
+            if loss is not None:
+                scores[step] = loss
+        keep |= {min(scores, key=lambda step: (scores[step], step))} if scores else set()
+    return keep
+
+
+def require_space(checkpoints: Path, n_bytes: int) -> None:
+    """
+    Raises:
+        CheckpointError: the disk has less free space than a checkpoint of this size takes.
+    """
+    where = next(folder for folder in (checkpoints, *checkpoints.parents) if folder.exists())
+    status = os.statvfs(where)
+    free = status.f_bavail * status.f_frsize
+    if free < n_bytes:
+        raise CheckpointError(f"a checkpoint takes {n_bytes / 1e9:.2f} GB, and {where} has {free / 1e9:.2f} GB left")
+
+
+# --- comparing --------------------------------------------------------------------------------------------------
 
 
 def compare(

@@ -1,0 +1,132 @@
+"""Kills at random moments, and what must hold after each: `python -m tests.faults.soak [kills [seed [ways]]]`.
+
+For each of the four ways of saving, beside training and not: one undisturbed run; then the same run, killed again and
+again by SIGKILL, one rank or all, at random moments, with a save after every second step. After each kill every
+checkpoint that was reported as saved (and not deleted by retention since) is verified; at the end losses, model and
+optimizer have to be those of the undisturbed run, bit for bit.
+"""
+
+import argparse
+import inspect
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.faults.ranks import Ranks
+from tests.helpers import losses, options
+from torchtitan_lite import shards, storage
+
+WAYS = list(product(("full", "sharded"), ("dtensor", "dcp"), (False, True)))
+STEPS = 40
+
+
+def arguments(folder: Path, text: Path, name: str, way: tuple[str, str, bool]) -> list[str]:
+    """A tiny run that saves all the time."""
+    kind, api, beside = way
+    values = {
+        **{"run.name": name, "run.out_dir": folder, "data.path": text, "run.device": "cpu", "run.timeout_minutes": 1},
+        **{"model.family": "gpt", "model.dim": 32, "model.n_layers": 2, "model.n_heads": 2, "model.max_seq_len": 37},
+        **{"model.dropout": 0.1, "tokenizer.vocab_size": 517, "train.seq_len": 32, "train.micro_batch_size": 1},
+        **{"train.global_batch_size": 6, "train.steps": STEPS, "optim.warmup_steps": 2, "eval.every": 0},
+        **{"log.every": 1, "checkpoint.every": 2, "checkpoint.state_dict": kind, "checkpoint.api": api},
+        **{"checkpoint.async_save": str(beside).lower(), "checkpoint.keep_latest": 3},
+    }
+    return options(values)
+
+
+def reported(run: Path) -> list[int]:
+    """The steps that the run said were saved, in order."""
+    log = run / "train.log"
+    return [int(step) for step in re.findall(r"^saved .*/step-(\d+) ", log.read_text() if log.exists() else "", re.M)]
+
+
+def whole(run: Path) -> dict[str, bytes]:
+    """Every tensor of the last checkpoint, as bytes."""
+    folder = storage.step_folder(run / "checkpoints", STEPS)
+    tensors: dict[str, Tensor] = {}
+    if storage.read_manifest(folder).state_dict == "sharded":
+        tensors = dict(shards.WholeTensors(folder, ""))
+    else:
+        for prefix, file in (("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)):
+            tensors |= {prefix + name: tensor for name, tensor in load_file(folder / file).items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def check_after_a_kill(run: Path) -> None:
+    """Nothing that was reported as saved is lost, and nothing counts that is not whole."""
+    checkpoints = run / "checkpoints"
+    found = storage.find_steps(checkpoints)
+    for step in found:
+        assert not (problems := storage.verify(storage.step_folder(checkpoints, step))), problems
+    newest = max(reported(run), default=0)
+    assert newest == 0 or (found and found[-1] >= newest), f"step {newest} was reported as saved, and there are {found}"
+    assert not list(checkpoints.glob(".bad-*")), "a save left something that counted and was not whole"
+
+
+def soak(way: tuple[str, str, bool], kills: int, rng: random.Random, folder: Path, text: Path) -> dict[str, int]:
+    """One way of saving. Returns what happened, counted."""
+    said = folder / "said.txt"
+    straight = Ranks(2, arguments(folder, text, "straight", way), said)
+    began = time.monotonic()
+    assert straight.wait(120), said.read_text()
+    assert straight.codes == {0: 0, 1: 0}, said.read_text()[-3000:]
+    lasted = time.monotonic() - began
+    counts = {"kills": 0, "one rank": 0, "all ranks": 0, "while saving": 0, "runs": 0}
+    expected = whole(folder / "straight")
+    while counts["kills"] < kills:
+        counts["runs"] += 1
+        name = f"run{counts['runs']}"
+        run = folder / name
+        while True:
+            ranks = Ranks(2, arguments(folder, text, name, way), said)
+            if counts["kills"] >= kills:
+                assert ranks.wait(120), said.read_text()[-3000:]
+            else:
+                ranks.wait(rng.uniform(0.2, 0.8) * lasted)
+            if not ranks.running():
+                assert ranks.codes == {0: 0, 1: 0}, said.read_text()[-3000:]
+                break
+            victims = rng.choice([[0], [1], [0, 1]])
+            counts["while saving"] += bool(list((run / "checkpoints").glob(".tmp-*")))
+            ranks.kill(victims)
+            counts["kills"] += 1
+            counts["all ranks" if len(victims) == 2 else "one rank"] += 1
+            check_after_a_kill(run)
+        assert losses(run) == losses(folder / "straight"), f"{name}: other losses"
+        assert whole(run) == expected, f"{name}: other tensors"
+    return counts
+
+
+def main() -> None:
+    """All eight ways, or those whose numbers follow."""
+    kills, seed = (int(given) for given in (*sys.argv[1:3], *("200", "1")[len(sys.argv) - 1 :]))
+    ways = {int(number): WAYS[int(number)] for number in sys.argv[3:] or range(len(WAYS))}
+    os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
+    print(f"{kills} kills, seed {seed}")
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "text"
+        text.mkdir()
+        (text / "argparse.txt").write_text(inspect.getsource(argparse))
+        total: dict[str, int] = {}
+        for place, (number, way) in enumerate(ways.items()):
+            inside = Path(folder) / str(number)
+            inside.mkdir()
+            share = kills // len(ways) + (place < kills % len(ways))
+            counts = soak(way, share, random.Random(f"{seed}/{number}"), inside, text)
+            print(f"{way[0]:<8} {way[1]:<8} {'beside' if way[2] else 'now':<7} {counts}", flush=True)
+            total = {key: total.get(key, 0) + value for key, value in counts.items()}
+        print(f"all: {total}; 0 reported saves lost, 0 wrong resumes, every final state bit for bit")
+
+
+if __name__ == "__main__":
+    import train  # noqa: F401  # imported once, for all forks
+
+    main()

@@ -1,0 +1,133 @@
+"""Checkpoints, looked at and turned into others, without ranks: `python checkpoint.py COMMAND`.
+
+verify RUN...        hash every file of every checkpoint, and say what is wrong
+inspect FOLDER       what a checkpoint holds: names, shapes, bytes, and where the run was
+convert FOLDER OUT   a full checkpoint from a sharded one (a full one loads as it is, also into a sharded run)
+export RUN OUT       a Hugging Face folder
+show FOLDER          the [model] section for a Hugging Face folder (import it by [model] init_from)
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_lite import hf, shards, storage
+from torchtitan_lite.errors import CheckpointError, UserError
+from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """A checkpoint's folder itself, or all checkpoints of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / storage.MANIFEST).is_file():
+        return [path]
+    inside = path / "checkpoints"
+    found = [storage.step_folder(inside, step) for step in storage.find_steps(inside)]
+    if not found:
+        raise CheckpointError(f"{path} is no checkpoint, and no run with one")
+    return found
+
+
+def verify(paths: Sequence[Path]) -> bool:
+    """Print what is wrong with each checkpoint; whether all are whole."""
+    good = True
+    for path in paths:
+        for folder in checkpoints_of(path):
+            problems = storage.verify(folder)
+            good &= not problems
+            print("\n".join(f"DAMAGED {problem}" for problem in problems) or f"whole   {folder}")
+        for text in storage.not_counted(path / "checkpoints"):
+            print(f"note    {text}")
+    return good
+
+
+def inspect(folder: Path) -> None:
+    """Print what a checkpoint holds."""
+    manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
+    print(
+        f"step {state.step}, {state.tokens:,} tokens, {state.samples_consumed:,} samples; {manifest.state_dict} state"
+    )
+    print(f"saved by {manifest.world_size} ranks; {manifest.bytes / 2**20:.1f} MiB in {len(manifest.files)} files")
+    for name, record in manifest.files.items():
+        print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
+    if manifest.state_dict == "sharded":
+        shapes = shards.shapes(folder)
+    else:
+        shapes = {
+            f"{prefix}{name}": shape
+            for prefix, file in (("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER))
+            for name, shape in storage.read_shapes(folder / file).items()
+        }
+    for name, shape in shapes.items():
+        print(f"  {list(shape)!s:>20}  {name}")
+
+
+def convert(folder: Path, out: Path) -> Path:
+    """Write a sharded checkpoint as a full one, a tensor at a time, into a folder of checkpoints.
+
+    Raises:
+        CheckpointError: it is damaged, or full already, or `out` has one of this step.
+    """
+    if problems := storage.verify(folder):
+        raise CheckpointError("; ".join(problems))
+    manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
+    if manifest.state_dict == "full":
+        raise CheckpointError(f"{folder} holds a full state dict already")
+    if storage.step_folder(out, state.step).exists():
+        raise CheckpointError(f"{storage.step_folder(out, state.step)} is there already")
+    try:
+        beside = storage.begin(out, state.step)
+        records = {
+            file: _write(beside / file, shards.WholeTensors(folder, prefix))
+            for prefix, file in (("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER))
+        }
+        return storage.commit(beside, state, "full", manifest.world_size, records)
+    except OSError as error:
+        raise CheckpointError(f"{out} can't be written: {error}") from None
+
+
+def _write(path: Path, tensors: shards.WholeTensors) -> FileRecord:
+    writer = TensorFileWriter(path, tensors.announced())
+    try:
+        for name in writer.order:
+            writer.write(tensors[name])
+    except BaseException:
+        writer.abandon()
+        raise
+    return writer.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("verify").add_argument("paths", type=Path, nargs="+")
+    commands.add_parser("inspect").add_argument("folder", type=Path)
+    for name, first in (("convert", "folder"), ("export", "source")):
+        command = commands.add_parser(name)
+        command.add_argument(first, type=Path)
+        command.add_argument("out", type=Path)
+    commands.add_parser("show").add_argument("folder", type=Path)
+    given = parser.parse_args(argv)
+    try:
+        if given.command == "verify":
+            return 0 if verify(given.paths) else 1
+        if given.command == "inspect":
+            inspect(checkpoints_of(given.folder)[-1])
+        elif given.command == "convert":
+            print(f"converted to {convert(checkpoints_of(given.folder)[-1], given.out)}")
+        elif given.command == "export":
+            hf.export(given.source, given.out)
+            print(f"exported to {given.out}")
+        else:
+            print("\n".join(hf.section(given.folder)))
+    except UserError as error:
+        print(f"checkpoint.py: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

@@ -1,0 +1,156 @@
+"""Which checkpoint a run goes on from: rank 0 looks, all ranks verify together, and all get the same answer."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from torchtitan_lite import storage
+from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.distributed import World, from_rank0
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.storage import Manifest
+
+T = TypeVar("T")
+
+
+@dataclass
+class Choice:
+    """A checkpoint that passed its verification, or none; and what there is to say about the others."""
+
+    folder: Path | None = None
+    manifest: Manifest | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def choose(checkpoints: Path, config: CheckpointConfig, world: World) -> Choice:
+    """The checkpoint that `config.resume` asks for; with "auto" the newest that is whole.
+
+    Damaged ones are named and set aside as .bad-step-N, if there is an older one to go on from. Later ones than the
+    step that was asked for are set aside as .old-step-N: the next resume would otherwise take them.
+
+    Raises:
+        CheckpointError: on every rank: what was asked for is not there or damaged, or all there are are damaged.
+    """
+    wanted = config.resume
+    choice = Choice(notes=on_rank0(world, lambda: storage.not_counted(checkpoints)))
+    if wanted == "never":
+        moved = on_rank0(world, lambda: _set_aside(checkpoints, storage.find_steps(checkpoints), "old"))
+        choice.notes += [f'checkpoint.resume = "never": {text}' for text in moved]
+        return choice
+    if re.fullmatch(r"step-\d+", wanted):
+        return _exactly(checkpoints, int(wanted.removeprefix("step-")), config, world, choice)
+    candidates = on_rank0(world, lambda: storage.find_steps(checkpoints))[::-1]
+    damaged: list[tuple[int, str]] = []
+    for step in candidates:
+        folder = storage.step_folder(checkpoints, step)
+        manifest, problems = verify_together(folder, config.verify, world)
+        if manifest is not None and not problems:
+            choice.folder, choice.manifest = folder, manifest
+            break
+        damaged.append((step, "; ".join(problems)))
+    if damaged and choice.folder is None:
+        raise CheckpointError(
+            "\n  ".join(["no checkpoint is whole:", *(text for _, text in damaged)])
+            + "\n  --checkpoint.resume=never starts from the beginning, and keeps these as .old-step-N"
+        )
+    if damaged:
+        moved = on_rank0(world, lambda: _set_aside(checkpoints, [step for step, _ in damaged], "bad"))
+        choice.notes += [f"damaged: {text}" for _, text in damaged] + moved
+    if choice.folder is None and wanted != "auto":
+        return _elsewhere(Path(wanted).expanduser(), config, world, choice)
+    return choice
+
+
+def _exactly(checkpoints: Path, step: int, config: CheckpointConfig, world: World, choice: Choice) -> Choice:
+    steps = on_rank0(world, lambda: storage.find_steps(checkpoints))
+    if step not in steps:
+        there = ", ".join(f"step-{s}" for s in steps) or "none"
+        raise CheckpointError(
+            f'checkpoint.resume = "step-{step}": there is no such checkpoint in {checkpoints}; there are {there}'
+        )
+    choice.folder = storage.step_folder(checkpoints, step)
+    choice.manifest, problems = verify_together(choice.folder, config.verify, world)
+    if problems or choice.manifest is None:
+        raise CheckpointError("; ".join(problems))
+    later = [s for s in steps if s > step]
+    choice.notes += on_rank0(world, lambda: _set_aside(checkpoints, later, "old"))
+    return choice
+
+
+def _elsewhere(folder: Path, config: CheckpointConfig, world: World, choice: Choice) -> Choice:
+    """A checkpoint of another run, or the newest of a run, to go on from in this run's folder."""
+
+    def find() -> Path:
+        if (folder / storage.MANIFEST).is_file():
+            return folder
+        steps = storage.find_steps(folder / "checkpoints")
+        if not steps:
+            raise CheckpointError(f'checkpoint.resume = "{folder}" is no checkpoint, and no run with one')
+        return storage.step_folder(folder / "checkpoints", steps[-1])
+
+    choice.folder = on_rank0(world, find)
+    choice.manifest, problems = verify_together(choice.folder, config.verify, world)
+    if problems or choice.manifest is None:
+        raise CheckpointError("; ".join(problems))
+    return choice
+
+
+def _set_aside(checkpoints: Path, steps: list[int], why: str) -> list[str]:
+    moved = []
+    for step in steps:
+        folder = storage.step_folder(checkpoints, step)
+        try:
+            moved.append(f"{folder} was set aside as {storage.set_aside(folder, why)}")
+        except OSError as error:
+            raise CheckpointError(f"{folder} can't be set aside: {error}") from None
+    return moved
+
+
+def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | None, list[str]]:
+    """The manifest, and everything that is wrong; the ranks share the hashing.
+
+    Files of a full state dict may lie on a disk of the first machine: its ranks hash them.
+    """
+    manifest, error = on_rank0(world, lambda: _manifest(folder))
+    if manifest is None:
+        return None, [error]
+    n = world.world_size if manifest.state_dict == "sharded" else min(world.local_world_size, world.world_size)
+    by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
+    mine = by_size[world.rank :: n] if world.rank < n else []
+    problems = [wrong for name in mine if (wrong := storage.verify_file(folder, name, manifest.files[name], mode))]
+    found: list[list[str] | None] = [None] * world.world_size
+    dist.all_gather_object(found, problems)
+    return manifest, [wrong for some in found if some for wrong in some]
+
+
+def _manifest(folder: Path) -> tuple[Manifest | None, str]:
+    try:
+        manifest = storage.read_manifest(folder)
+        named = re.fullmatch(r"step-\d+", folder.name)
+        if named and folder.name != storage.step_folder(folder.parent, manifest.step).name:
+            return None, f"{folder} holds step {manifest.step}: it was renamed; give it back its name"
+        return manifest, ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def on_rank0(world: World, action: Callable[[], T]) -> T:
+    """Do it on rank 0, and let every rank have the result.
+
+    Raises:
+        CheckpointError: on every rank, if it did on rank 0.
+    """
+    outcome: tuple[T | None, str] = None, ""
+    if world.rank == 0:
+        try:
+            outcome = action(), ""
+        except (CheckpointError, OSError) as error:
+            outcome = None, str(error)
+    result, error_text = from_rank0(outcome)
+    if error_text:
+        raise CheckpointError(error_text)
+    return cast(T, result)

@@ -1,0 +1,222 @@
+"""Sharded checkpoints: each rank writes what it holds, in one safetensors file of its own.
+
+torch.distributed.checkpoint plans who writes and who reads which part of a tensor; the two classes here are its
+storage. Its own puts the plan into a pickle, and so runs whatever code a checkpoint brings; here it is JSON:
+
+    shard-00000-of-00004.safetensors     "model.output.weight@0,0" -> the rows of rank 0
+    index.json                           name -> dtype, shape, and for each part: offsets, shape, file, key
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.storage import open_tensors
+from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter, write_text
+
+INDEX = "index.json"
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's part into a folder that exists. `records` then says what was written.
+
+    Args:
+        copies: this rank's parts by name, to write instead of the live tensors; those only say who writes what.
+    """
+
+    def __init__(self, folder: Path, copies: Mapping[str, Tensor] | None = None) -> None:
+        self.folder = folder
+        self.copies = copies
+        self.records: dict[str, FileRecord] = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self.records = {}
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        names = (f"shard-{rank:05d}-of-{len(plans):05d}.safetensors" for rank in range(len(plans)))
+        return [replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        file = plan.storage_data
+        items = {_key(item): item for item in plan.items}
+        announced = {key: _announcement(item) for key, item in items.items()}
+        writer = TensorFileWriter(self.folder / file, announced)
+        kept = []  # until they are hashed
+        try:
+            for key in writer.order:
+                name = items[key].index.fqn
+                tensor = planner.resolve_data(items[key]) if self.copies is None else self.copies[name]
+                assert isinstance(tensor, Tensor)
+                kept.append(tensor.detach().cpu())
+                writer.write(kept[-1])
+            self.records[file] = writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+        return _done([WriteResult(item.index, _n_bytes(item), [file, key]) for key, item in items.items()])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when all ranks have written."""
+        places = {result.index: result.storage_data for written in results for result in written}
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+            parts = []
+            for chunk in entry.chunks:
+                file, key = places[MetadataIndex(name, chunk.offsets)]
+                parts.append({"offsets": list(chunk.offsets), "shape": list(chunk.sizes), "file": file, "key": key})
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "shape": list(entry.size), "parts": parts}
+        self.records[INDEX] = write_text(self.folder / INDEX, json.dumps(tensors, indent=1) + "\n")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _key(item: WriteItem) -> str:
+    offsets = item.tensor_data.chunk.offsets if item.tensor_data else ()
+    return f"{item.index.fqn}@{','.join(map(str, offsets))}"
+
+
+def _announcement(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
+    assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+    return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+
+
+def _n_bytes(item: WriteItem) -> int:
+    dtype, shape = _announcement(item)
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+class ShardReader(StorageReader):
+    """Reads the parts that this rank needs out of a folder, and of them only the rows that it needs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._places: dict[MetadataIndex, tuple[str, str]] = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self._places = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors: dict[str, Any] = {}
+        for name, entry in read_index(self.folder).items():
+            chunks = []
+            for part in entry["parts"]:
+                offsets, sizes = torch.Size(part["offsets"]), torch.Size(part["shape"])
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                self._places[MetadataIndex(name, offsets)] = part["file"], part["key"]
+            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+        return Metadata(tensors, storage_data=self._places)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        files: dict[str, Any] = {}
+        for item in plan.items:
+            file, key = self._places[item.storage_index]
+            if file not in files:
+                files[file] = open_tensors(self.folder / file)
+            target = planner.resolve_tensor(item).detach()
+            if target.ndim == 0:
+                target.copy_(files[file].get_tensor(key))
+            elif target.numel():
+                rows = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                target.copy_(files[file].get_slice(key)[rows])
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What a sharded checkpoint holds: by name a dtype, a shape, and where its parts are.
+
+    Raises:
+        CheckpointError: it is damaged, or the parts of a tensor do not add up to it.
+    """
+    path = folder / INDEX
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for name, entry in content.items():
+            shape, parts = torch.Size(entry["shape"]), entry["parts"]
+            if not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
+                raise ValueError(f"{name} has the dtype {entry['dtype']}")
+            if sum(torch.Size(part["shape"]).numel() for part in parts) != shape.numel():
+                raise ValueError(f"the parts of {name} do not add up to its shape {list(shape)}")
+            for part in parts:
+                if Path(part["file"]).name != part["file"] or part["file"].startswith("."):
+                    raise ValueError(f"{name} is in {part['file']!r}, which is no plain file of its folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    return content
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor."""
+    return {name: tuple(entry["shape"]) for name, entry in read_index(folder).items()}
+
+
+class WholeTensors(Mapping[str, Tensor]):
+    """The tensors of a sharded checkpoint whose names start with a prefix, whole, read when they are looked at."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._folder = folder
+        self._entries = {n.removeprefix(prefix): e for n, e in read_index(folder).items() if n.startswith(prefix)}
+
+    def announced(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Name, dtype and shape of each."""
+        return {name: (getattr(torch, e["dtype"]), tuple(e["shape"])) for name, e in self._entries.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        for part in entry["parts"]:
+            tensor = open_tensors(self._folder / part["file"]).get_tensor(part["key"])
+            whole[tuple(slice(o, o + n) for o, n in zip(part["offsets"], part["shape"], strict=True))] = tensor
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

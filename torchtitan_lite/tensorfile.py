@@ -1,0 +1,155 @@
+"""Safetensors files that are written a tensor at a time, hashed while they are written, and on the disk when closed.
+
+The library's own `save_file` wants all tensors at once, and leaves hashing and syncing to a second pass over the bytes.
+The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes without gaps.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_CHUNK = 8 << 20  # bytes that are written, and handed to the hashing thread, at a time
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class HashingStream:
+    """A file that is hashed by a thread of its own while it is written: both release the interpreter's lock.
+
+    What is written must not change until `close` has returned.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("xb")
+        self._bytes = 0
+        self._hash = hashlib.sha256()
+        self._chunks: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._digest, daemon=True)
+        self._thread.start()
+
+    def _digest(self) -> None:
+        while (chunk := self._chunks.get()) is not None:
+            self._hash.update(chunk)
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+        for start in range(0, len(data), _CHUNK):
+            chunk = data[start : start + _CHUNK]
+            self._chunks.put(chunk)
+            self._file.write(chunk)
+            self._bytes += len(chunk)
+
+    def close(self) -> FileRecord:
+        """Have the disk hold the file."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        finally:
+            self.abandon()
+        return FileRecord(self._bytes, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Stop, after an error."""
+        self._chunks.put(None)
+        self._thread.join()
+        self._file.close()
+
+
+def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
+    """The header of a file with these tensors, and the order in which their bytes follow: large elements first, so
+    that each is aligned."""
+    order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        start, end = end, end + dtype.itemsize * int(torch.Size(shape).numel())
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order
+
+
+class TensorFileWriter:
+    """Writes one file. Its tensors are announced first, and then given in `order`.
+
+    Raises:
+        OSError: as any writing does.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        header, self.order = layout(tensors)
+        self._announced = iter([(name, *tensors[name]) for name in self.order])
+        self._stream = HashingStream(path)
+        try:
+            self._stream.write(memoryview(header))
+        except BaseException:
+            self._stream.abandon()
+            raise
+
+    def write(self, tensor: Tensor) -> None:
+        """The next tensor, on the CPU. It must not change until `close` has returned."""
+        name, dtype, shape = next(self._announced)
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), f"{name} is not as announced"
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._stream.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
+
+    def close(self) -> FileRecord:
+        """Have the disk hold the whole file."""
+        assert next(self._announced, None) is None, "tensors are missing"
+        return self._stream.close()
+
+    def abandon(self) -> None:
+        """Stop, after an error."""
+        self._stream.abandon()
+
+
+def write_text(path: Path, text: str) -> FileRecord:
+    """A small file, on the disk when this returns."""
+    stream = HashingStream(path)
+    try:
+        stream.write(memoryview(text.encode()))
+    except BaseException:
+        stream.abandon()
+        raise
+    return stream.close()
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    """Have the disk hold the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

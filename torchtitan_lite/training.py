@@ -1,0 +1,125 @@
+"""What the loop of train.py works with, and what it says on the way: verdicts, steps, validations, saves."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from torchtitan_lite.config import Config
+from torchtitan_lite.console import step_line
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed import World
+from torchtitan_lite.evaluate import Validation, evaluate
+from torchtitan_lite.guard import FiniteGuard
+from torchtitan_lite.layout import Layout
+from torchtitan_lite.leaving import Leaving
+from torchtitan_lite.metrics import Clock, Log, peak_memory_gib
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.optim import learning_rate
+from torchtitan_lite.saving import Saved
+from torchtitan_lite.scaler import GradScaler
+from torchtitan_lite.storage import TrainState
+from torchtitan_lite.watch import Watch
+
+
+class Saves(Protocol):
+    """What the loop wants of a Checkpointer (checkpoint.py, which this package does not import)."""
+
+    def save(self, state: TrainState) -> None: ...
+    def finished(self) -> bool: ...
+    def wait(self) -> Saved | None: ...
+
+
+@dataclass
+class Training:
+    """What the loop works with."""
+
+    config: Config
+    layout: Layout
+    world: World
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    scaler: GradScaler
+    guard: FiniteGuard
+    leaving: Leaving
+    watch: Watch
+    loader: Loader
+    validation: Validation
+    checkpointer: Saves
+    state: TrainState
+    log: Log
+    clock: Clock
+
+
+def judge(t: Training) -> None:
+    """Read the verdict on the last step: stop the run, or record that it was skipped.
+
+    Raises:
+        NonFiniteError
+    """
+    t.guard.raise_if_bad()
+    if t.guard.skipped and t.guard.skipped[-1] == t.state.step and t.state.step not in t.state.skipped:
+        first = t.state.samples_consumed - t.config.train.global_batch_size
+        t.state = replace(t.state, skipped=[*t.state.skipped, t.state.step])
+        t.log.record({"step": t.state.step, "skipped_samples": [first, t.state.samples_consumed]})
+        t.log.say(f"SKIPPED step {t.state.step}: not finite; run samples {first} to {t.state.samples_consumed - 1}")
+
+
+def validate(t: Training, step: int) -> None:
+    """Score the validation set, and say what a model without context would reach."""
+    before = time.perf_counter()
+    score = evaluate(t.model, t.validation, t.world.device)
+    t.state = replace(t.state, val_loss=score.loss)
+    unigram = t.validation.unigram_bits_per_byte()
+    gain = 100 * (1 - score.bits_per_byte / unigram)
+    t.log.record(
+        {
+            "step": step,
+            "val_loss": score.loss,
+            "val_bits_per_byte": score.bits_per_byte,
+            "unigram_bits_per_byte": unigram,
+        }
+    )
+    t.log.say(
+        f"eval    step {step}  loss {score.loss:.4f}  bits/byte {score.bits_per_byte:.3f}  "
+        f"({abs(gain):.0f} % {'below' if gain >= 0 else 'above'} unigram {unigram:.3f}; "
+        f"{t.validation.n_samples} sequences, {time.perf_counter() - before:.1f} s)"
+    )
+
+
+def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_steps: int, first: int) -> None:
+    """The step line and its record. Rates are over the n_steps since the last line, without saves and validations."""
+    seconds, data_s = t.clock.lap()
+    record = {
+        "step": step,
+        "loss": loss if math.isfinite(loss) else None,  # of a step that was skipped
+        "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # float16: a step that was skipped
+        "lr": learning_rate(t.config.optim, step, t.config.train.steps),
+        "tokens": t.state.tokens,
+        "tokens_per_second": n_steps * t.layout.tokens_per_step / seconds,
+        "peak_memory_gib": peak_memory_gib(t.world.device),
+        "data_s": data_s,
+    }
+    if t.scaler.enabled:
+        record |= {"loss_scale": t.scaler.scale.item(), "skipped_steps": t.scaler.skipped_steps}
+    t.log.record(record)
+    left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
+    t.log.say(step_line(record, t.config.train.steps, data_s / seconds, left_s))
+
+
+def report_save(t: Training, *, wait: bool) -> str:
+    """Say what came of a save, and only then that it is saved. Returns the error of a failed one.
+
+    A failed save does not end a run: older checkpoints are there still, and the next one may succeed.
+    """
+    saved = t.checkpointer.wait() if wait or t.checkpointer.finished() else None
+    if saved is None:
+        return ""
+    if saved.error:
+        t.log.say(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training goes on")
+    else:
+        beside = f", training stood still for {saved.stopped_s:.1f} s" if t.config.checkpoint.async_save else ""
+        t.log.say(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{beside})")
+    return saved.error
