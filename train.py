@@ -37,7 +37,7 @@ from torchtitan_lite.distributed import (
     say_once,
     sum_over_ranks,
 )
-from torchtitan_lite.errors import ConfigError, DataError, SaveError, UserError
+from torchtitan_lite.errors import ConfigError, DataError, SaveError, StuckError, UserError
 from torchtitan_lite.evaluate import Validation
 from torchtitan_lite.guard import FiniteGuard, require_finite
 from torchtitan_lite.init import materialise
@@ -131,8 +131,12 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
         with leaving, watch.explained():
             train(training)
     except UserError as error:
+        if not isinstance(error, StuckError):  # all ranks have it: a save that runs beside can still end well
+            report_save(training, wait=True)
         run_folder.write_status(config.folder, world, "failed", training.state.step, str(error))
         raise
+    finally:
+        watch.close()
 
 
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.Transformer:
@@ -185,7 +189,6 @@ def train(t: Training) -> None:
         if last:
             break
     log.close()
-    t.watch.close()
     seconds = time.perf_counter() - t.clock.started
     if t.state.step < config.train.steps:
         why = t.leaving.reason or "another rank was asked to"

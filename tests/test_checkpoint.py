@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import checkpoint, python, records, start, succeeded, tensors, tiny, torchrun
-from torchtitan_lite import storage
+from torchtitan_lite import retention, storage
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter
 
@@ -254,8 +254,8 @@ def test_retention(tmp_path: Path) -> None:
         (1, 0, False, (4,)): {4, 6},
     }.items():
         fill()
-        assert storage.to_keep(tmp_path, latest, every, best, also) == kept
-        assert set(storage.purge(tmp_path, kept)) == set(losses) - kept
+        assert retention.to_keep(tmp_path, latest, every, best, also) == kept
+        assert set(retention.purge(tmp_path, kept)) == set(losses) - kept
         assert set(storage.find_steps(tmp_path)) == kept
         shutil.rmtree(tmp_path)
 

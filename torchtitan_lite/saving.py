@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from torchtitan_lite import storage
+from torchtitan_lite import retention, storage
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.distributed import World
 from torchtitan_lite.storage import TrainState
@@ -120,7 +120,7 @@ class Saver:
             return storage.step_folder(self.folder, state.step), error, 0
         if self.world.rank == 0:
             c, keep = self.config, {*self.protect, state.step}
-            storage.purge(self.folder, storage.to_keep(self.folder, c.keep_latest, c.keep_every, c.keep_best, keep))
+            retention.purge(self.folder, retention.to_keep(self.folder, c.keep_latest, c.keep_every, c.keep_best, keep))
         return final, "", sum(record.bytes for record in files.values())
 
     def _begin(self, step: int, n_bytes: int) -> Path:

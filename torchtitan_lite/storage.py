@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,51 +263,6 @@ def set_aside(folder: Path, why: str) -> Path | None:
             folder.rename(aside)
             return aside
     raise CheckpointError(f"{folder} can't be set aside: there are too many .{why}-{folder.name}")
-
-
-def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:
-    """Delete all checkpoints but these, and return the steps of those. An error leaves the rest for the next time."""
-    kept = set(keep)
-    gone = []
-    for step in find_steps(checkpoints):
-        if step in kept:
-            continue
-        folder = step_folder(checkpoints, step)
-        trash = folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}")
-        try:
-            folder.rename(trash)  # so that a half-deleted one is never taken for a checkpoint
-        except OSError:
-            break
-        shutil.rmtree(trash, ignore_errors=True)
-        gone.append(step)
-    return gone
-
-
-def to_keep(checkpoints: Path, latest: int, every: int, best: bool, also: Iterable[int]) -> set[int]:
-    """The steps that retention keeps.
-
-    Args:
-        latest: this many of the newest; 0: all.
-        every: multiples of this; 0: none for this reason.
-        best: the one with the lowest validation loss.
-        also: whatever must stay.
-    """
-    steps = find_steps(checkpoints)
-    if latest == 0:
-        return set(steps)
-    keep = {*steps[-latest:], *also}
-    keep |= {step for step in steps if every and step % every == 0}
-    if best:
-        scores: dict[int, float] = {}
-        for step in steps:
-            try:
-                loss = read_state(step_folder(checkpoints, step)).val_loss
-            except CheckpointError:
-                continue
-            if loss is not None:
-                scores[step] = loss
-        keep |= {min(scores, key=lambda step: (scores[step], step))} if scores else set()
-    return keep
 
 
 def require_space(checkpoints: Path, n_bytes: int) -> None:

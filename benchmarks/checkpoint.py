@@ -1,0 +1,181 @@
+"""Saving and loading a state of about 1 GB on two processes: `python -m benchmarks.checkpoint [rounds]`.
+
+Each way of saving beside a plain write of the same bytes with fsync (each rank its half) and beside a bare `dcp.save`,
+interleaved; for saves beside training, how long training stands still, against one copy of this rank's part in memory.
+Medians, as ratios; the seconds only show the order. Memory is what a rank holds at its peak beyond what it held before.
+"""
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+import train
+from checkpoint import Checkpointer
+from torchtitan_lite import names, settings
+from torchtitan_lite.config import CheckpointConfig, Config, RunConfig
+from torchtitan_lite.distributed import World, build_mesh, leave, process_group
+from torchtitan_lite.init import materialise
+from torchtitan_lite.layout import derive
+from torchtitan_lite.optim import build_optimizer, make_state
+from torchtitan_lite.storage import TrainState
+
+ROOT = Path(__file__).parent.parent
+SIZE = {"model.dim": 768, "model.n_layers": 10, "model.n_heads": 12, "model.vocab_size": 8192, "run.device": "cpu"}
+WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
+
+
+def config_of(world: World) -> Config:
+    """A Llama of some 84 M parameters."""
+    given = {key: settings.Setting(value, "") for key, value in SIZE.items()}
+    return settings.load(None, given, world_size=world.world_size).config
+
+
+def peak_mib(action: Callable[[], object]) -> float:
+    """What it holds at its peak beyond what is held before, in MiB."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status("VmRSS")
+    action()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+class Bench:
+    """One rank's part of the measurements."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder = world, folder
+        config = config_of(world)
+        self.model = train.sharded_model(config, 8192, build_mesh(derive(config, world.world_size), world.device))
+        materialise(self.model, world.device, 0)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        make_state(self.optimizer)
+        self.checkpointers = {
+            (kind, api, beside): Checkpointer(folder / f"{kind}-{api}-{beside}", self.model, self.optimizer, way, world)
+            for kind, api in WAYS
+            for beside in (False, True)
+            for way in [CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": beside})]
+        }
+        self.step = 0
+
+    def state(self) -> dict[str, Tensor]:
+        model, optimizer = names.own_tensors(self.model), names.optimizer_tensors(self.model, self.optimizer)
+        return {f"model.{n}": t for n, t in model.items()} | {f"optimizer.{n}": t for n, t in optimizer.items()}
+
+    def parts(self) -> list[Tensor]:
+        return [t.to_local() if isinstance(t, DTensor) else t for t in self.state().values()]
+
+    def plain(self) -> None:
+        """Write this rank's bytes, and sync."""
+        path = self.folder / f"plain-{self.world.rank}"
+        path.unlink(missing_ok=True)
+        with path.open("wb") as stream:
+            for part in self.parts():
+                stream.write(memoryview(part.detach().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def bare_dcp(self) -> None:
+        """What torch does by itself: no hashes, no commit."""
+        folder = self.folder / "dcp"
+        if self.world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()
+        dcp.save(self.state(), storage_writer=dcp.FileSystemWriter(folder))
+
+    def save(self, kind: str, api: str, beside: bool) -> float:
+        """Save, and return how long training stood still."""
+        checkpointer = self.checkpointers[kind, api, beside]
+        if self.world.rank == 0:
+            shutil.rmtree(checkpointer.folder, ignore_errors=True)
+        dist.barrier()
+        self.step += 1
+        checkpointer.save(TrainState(step=self.step))
+        saved = checkpointer.wait()
+        assert saved is not None
+        assert not saved.error, saved.error
+        return saved.stopped_s
+
+    def load(self, kind: str, api: str) -> None:
+        assert self.checkpointers[kind, api, False].load({}) is not None
+
+    def copy(self) -> None:
+        """One copy of this rank's part in memory, into buffers that are there."""
+        for buffer, part in zip(self.buffers, self.parts(), strict=True):
+            buffer.copy_(part)
+
+    def timed(self, action: Callable[[], object]) -> float:
+        """Seconds, of the slowest rank."""
+        dist.barrier()
+        before = time.perf_counter()
+        action()
+        seconds = torch.tensor(time.perf_counter() - before)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def run(self, rounds: int) -> None:
+        """Measure and print."""
+        self.buffers = [torch.empty_like(part) for part in self.parts()]
+        times: dict[str, list[float]] = {}
+
+        def note(name: str, seconds: float) -> None:
+            times.setdefault(name, []).append(seconds)
+
+        for number in range(rounds + 1):  # the first round makes pages and buffers
+            found = {"plain write": self.timed(self.plain), "bare dcp.save": self.timed(self.bare_dcp)}
+            found["memory copy"] = self.timed(self.copy)
+            for kind, api in WAYS:
+                found[f"{kind} {api}"] = self.timed(lambda kind=kind, api=api: self.save(kind, api, False))  # type: ignore[misc]
+                stopped = torch.tensor(self.save(kind, api, True))
+                dist.all_reduce(stopped, op=dist.ReduceOp.MAX)
+                found[f"{kind} {api}, beside: stands still"] = float(stopped)
+                found[f"load {kind} {api}"] = self.timed(lambda kind=kind, api=api: self.load(kind, api))  # type: ignore[misc]
+            for name, seconds in found.items():
+                if number:
+                    note(name, seconds)
+        peaks = {f"{k} {a}": peak_mib(lambda k=k, a=a: self.save(k, a, False)) for k, a in WAYS}  # type: ignore[misc]
+        if self.world.rank == 0:
+            self._print(times, peaks, rounds)
+
+    def _print(self, times: dict[str, list[float]], peaks: dict[str, float], rounds: int) -> None:
+        n_bytes = sum(t.numel() * t.element_size() for t in self.state().values())
+        print(f"{n_bytes / 1e9:.2f} GB on {self.world.world_size} ranks, torch {torch.__version__}, {rounds} rounds")
+        print("| | s | time / plain write | time / bare dcp.save | time / memory copy | peak MiB, rank 0 |")
+        for name, seconds in times.items():
+            ratios = [
+                statistics.median(a / b for a, b in zip(seconds, times[base], strict=True))
+                for base in ("plain write", "bare dcp.save", "memory copy")
+            ]
+            peak = f"{peaks[name]:.0f}" if name in peaks else ""
+            print(f"| {name} | {statistics.median(seconds):.2f} | {' | '.join(f'{r:.2f}' for r in ratios)} | {peak} |")
+
+
+def main() -> None:
+    """Start two ranks, or be one."""
+    rounds = int(sys.argv[1]) if sys.argv[1:] else 7
+    if dist.is_torchelastic_launched():
+        with process_group(RunConfig(device="cpu", threads=1)) as world:
+            Bench(world, Path(sys.argv[2])).run(rounds)
+        leave()
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        subprocess.run([*launcher, "-m", "benchmarks.checkpoint", str(rounds), folder], cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    main()
