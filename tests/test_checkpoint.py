@@ -218,6 +218,7 @@ def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_
     assert names == [".old-step-00000004", "step-00000002", "step-00000004", "step-00000006"]
 
 
+@pytest.mark.slow
 def test_another_run_can_be_gone_on_from(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, run__name="other", checkpoint__resume=tmp_path)
     assert "is no checkpoint, and no run with one" in message
@@ -366,6 +367,7 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
     assert "step-00000004 is there already" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_sharded_run_can_be_started_from_and_exported(sharded: Path, text: Path, tmp_path: Path) -> None:
     more = {"model__init_from": sharded, "model__tie_embeddings": True, "train__steps": 3}
     succeeded(python(*tiny(text, tmp_path, run__name="next", **more)))

@@ -81,6 +81,7 @@ def test_asked_to_leave_it_saves_and_goes_on_later(number: signal.Signals, text:
     assert list(losses(run)) == list(range(1, end + 1))
 
 
+@pytest.mark.slow
 def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=2000))
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
@@ -100,6 +101,7 @@ def test_a_time_limit_saves_and_leaves(text: Path, tmp_path: Path) -> None:
     assert storage.find_steps(tmp_path / "run/checkpoints")[-1] == left["step"]
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_takes_its_workers_with_it(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=100_000))
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
