@@ -175,6 +175,7 @@ def test_too_many_poisoned_steps_stop_the_run(text: Path, tmp_path: Path, monkey
     assert storage.find_steps(tmp_path / "run/checkpoints") == [5]
 
 
+@pytest.mark.slow
 def test_the_second_run_in_a_folder_is_told_who_has_it(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=100_000), n=1)
     try:
@@ -192,8 +193,8 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     script = "import train; from tests.faults import soak; soak.main()"
     env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     seed = str(random.Random(3).randrange(1000))
-    # full by the DTensor API, and sharded by DCP beside training
-    command = [sys.executable, "-c", script, "4", seed, "0", "7"]
+    # the way with the most to go wrong: sharded, by DCP, beside training
+    command = [sys.executable, "-c", script, "4", seed, "7"]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "'kills': 4" in result.stdout.splitlines()[-1]
