@@ -39,7 +39,7 @@ from torchtitan_lite.distributed import (
 )
 from torchtitan_lite.errors import ConfigError, DataError, SaveError, StuckError, UserError
 from torchtitan_lite.evaluate import Validation
-from torchtitan_lite.guard import FiniteGuard, require_finite
+from torchtitan_lite.guard import FiniteGuard, require_equal_copies, require_finite
 from torchtitan_lite.init import materialise
 from torchtitan_lite.layout import derive
 from torchtitan_lite.leaving import Leaving
@@ -182,6 +182,7 @@ def train(t: Training) -> None:
         if due(step, config.checkpoint.every) or last:
             judge(t)
             require_finite(t.model, step)
+            require_equal_copies(t.model, t.optimizer, step)
             with t.clock.paused():
                 save(t, last=last)
         report_save(t, wait=False)
@@ -212,6 +213,7 @@ def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         unshard_first(t.model)  # this all-gather overlaps with the fetching of the batch
     with t.clock.fetching():
         batch = t.loader.batch(t.state.samples_consumed, t.config.train.global_batch_size)
+    t.watch.computing()
 
     device, world = t.world.device, t.world
     loss_sum = torch.zeros((), device=device)

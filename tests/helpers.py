@@ -1,14 +1,19 @@
 """Real processes: torchrun with gloo, plain python, and what they leave behind."""
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tests.forkserver import Server
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,6 +69,34 @@ def torchrun(
 def python(*arguments: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
     """`python script arguments`: a world of one."""
     return start([sys.executable, script, *arguments])
+
+
+@functools.cache
+def server() -> Server:
+    """The process that runs train.py for `ranks`, started when it is needed first."""
+    started = Server()
+    atexit.register(started.close)
+    return started
+
+
+def ranks(
+    n: int,
+    *arguments: str,
+    entry: str = "train",
+    fault: str = "",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """What `torchrun(n, *arguments)`, and for n = 1 `python(*arguments)`, would do, without importing torch again.
+
+    Args:
+        fault: of tests/faults/worker.py; it must happen.
+    """
+    given = {key: value for key, value in os.environ.items() if key.startswith(("XDG_", "FAULT_"))} | dict(env or {})
+    result = server().run(n, arguments, given, entry, fault, timeout)
+    for action in (part.split(":")[0] for part in fault.split(",") if part):
+        assert f"FAULT {action} fired" in result.stdout, result.stdout + result.stderr
+    return result
 
 
 def succeeded(result: subprocess.CompletedProcess[str]) -> str:

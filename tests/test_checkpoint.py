@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import checkpoint, python, records, start, succeeded, tensors, tiny, torchrun
+from tests.helpers import checkpoint, python, ranks, records, start, succeeded, tensors, tiny
 from torchtitan_lite import retention, storage
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter
@@ -23,7 +23,7 @@ from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps with checkpoints at 2 and 4."""
     folder = tmp_path_factory.mktemp("finished")
-    succeeded(python(*tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2)))
+    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2)))
     return folder / "run"
 
 
@@ -31,7 +31,7 @@ def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:
     """The error of the same command, changed."""
     if not (tmp_path / "run").exists():
         shutil.copytree(finished, tmp_path / "run")
-    result = python(*tiny(text, tmp_path, **{"run__name": "run", "train__steps": 6, "checkpoint__every": 2} | more))
+    result = ranks(1, *tiny(text, tmp_path, **{"run__name": "run", "train__steps": 6, "checkpoint__every": 2} | more))
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     return result.stderr
@@ -39,7 +39,7 @@ def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:
 
 def test_finished_run_says_so_and_exits_0(finished: Path, text: Path) -> None:
     before = records(finished)
-    output = succeeded(python(*tiny(text, finished.parent, run__name="run", train__steps=4, checkpoint__every=2)))
+    output = succeeded(ranks(1, *tiny(text, finished.parent, run__name="run", train__steps=4, checkpoint__every=2)))
     assert "finished: step 4 of train.steps = 4" in output
     assert "--train.steps=8" in output
     assert "--run.name=NAME" in output
@@ -48,7 +48,7 @@ def test_finished_run_says_so_and_exits_0(finished: Path, text: Path) -> None:
 
 def test_more_steps_continue_a_finished_run(finished: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
-    output = succeeded(python(*tiny(text, tmp_path, run__name="run", train__steps=6, optim__lr=1e-4)))
+    output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6, optim__lr=1e-4)))
     assert "resumed after step 4" in output
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4, 5, 6]
     # tensors are restored, the learning rate is the config's
@@ -113,7 +113,7 @@ def test_the_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(
     shutil.copytree(finished, tmp_path / "run")
     flip_a_bit(checkpoint(tmp_path / "run", 4) / "optimizer.safetensors")
     command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2)
-    output = succeeded(torchrun(2, *command))
+    output = succeeded(ranks(2, *command))
     assert "resumed after step 2" in output
     assert "optimizer.safetensors: its SHA-256 is not the manifest's: bytes have changed" in output
     assert "step-00000004 was set aside as " in output
@@ -133,7 +133,7 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_begin_again(finished: Path
     assert "--checkpoint.resume=never starts from the beginning" in message
     assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4], "nothing is moved"
     command = tiny(text, tmp_path, run__name="run", train__steps=2, checkpoint__resume="never", optim__warmup_steps=1)
-    assert "new; the same command" in succeeded(python(*command))
+    assert "new; the same command" in succeeded(ranks(1, *command))
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == [".old-step-00000002", ".old-step-00000004", "step-00000002"]
 
@@ -212,7 +212,7 @@ def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_
     assert "there is no such checkpoint in " in message
     assert "there are step-2, step-4" in message
     command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2, checkpoint__resume="step-2")
-    output = succeeded(python(*command))
+    output = succeeded(ranks(1, *command))
     assert "resumed after step 2" in output
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == [".old-step-00000004", "step-00000002", "step-00000004", "step-00000006"]
@@ -223,10 +223,10 @@ def test_another_run_can_be_gone_on_from(finished: Path, text: Path, tmp_path: P
     message = again(finished, text, tmp_path, run__name="other", checkpoint__resume=tmp_path)
     assert "is no checkpoint, and no run with one" in message
     command = tiny(text, tmp_path, run__name="fork", train__steps=6, checkpoint__resume=finished)
-    assert "resumed after step 4" in succeeded(python(*command))
+    assert "resumed after step 4" in succeeded(ranks(1, *command))
     assert storage.find_steps(tmp_path / "fork/checkpoints") == [6]
     # its own come first from then on
-    assert "resumed after step 6" in succeeded(python(*command, "--train.steps=7"))
+    assert "resumed after step 6" in succeeded(ranks(1, *command, "--train.steps=7"))
 
 
 def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_retention(tmp_path: Path) -> None:
 def test_old_checkpoints_go_and_the_best_stays(text: Path, tmp_path: Path) -> None:
     more = {"checkpoint__keep_latest": 1, "checkpoint__keep_best": True, "checkpoint__keep_every": 4}
     command = tiny(text, tmp_path, run__name="run", train__steps=7, checkpoint__every=1, eval__every=1, **more)
-    succeeded(python(*command))
+    succeeded(ranks(1, *command))
     validated = {r["step"]: r["val_loss"] for r in records(tmp_path / "run") if "val_loss" in r}
     best = min(validated, key=lambda step: validated[step])
     assert storage.find_steps(tmp_path / "run/checkpoints") == sorted({4, 7, best})
@@ -290,7 +290,7 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     assert "step    8/8" in result.stdout
     assert "the last checkpoint was not saved: " in result.stderr
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
-    assert "resumed after step 4" in succeeded(python(*arguments)), "and with space again it saves"
+    assert "resumed after step 4" in succeeded(ranks(1, *arguments)), "and with space again it saves"
     assert storage.find_steps(tmp_path / "run/checkpoints")[-1] == 8
 
 
@@ -325,7 +325,7 @@ def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharded run of 4 steps on two ranks."""
     folder = tmp_path_factory.mktemp("sharded")
     more = {"checkpoint__state_dict": "sharded", "model__tie_embeddings": True}
-    succeeded(torchrun(2, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2, **more)))
+    succeeded(ranks(2, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2, **more)))
     return folder / "run"
 
 
@@ -359,7 +359,7 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
     for name in ("run", "straight"):
         if name == "straight":
             shutil.copytree(sharded, tmp_path / name)
-        assert "resumed after step 4" in succeeded(python(*tiny(text, tmp_path, run__name=name, **more)))
+        assert "resumed after step 4" in succeeded(ranks(1, *tiny(text, tmp_path, run__name=name, **more)))
     one, other = (tensors(checkpoint(tmp_path / name, 6)) for name in ("run", "straight"))
     assert all(one[name].equal(other[name]) for name in other)
     again = python("convert", str(sharded), str(tmp_path / "run/checkpoints"), script="checkpoint.py")
@@ -370,7 +370,7 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
 @pytest.mark.slow
 def test_a_sharded_run_can_be_started_from_and_exported(sharded: Path, text: Path, tmp_path: Path) -> None:
     more = {"model__init_from": sharded, "model__tie_embeddings": True, "train__steps": 3}
-    succeeded(python(*tiny(text, tmp_path, run__name="next", **more)))
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="next", **more)))
     succeeded(python("export", str(sharded), str(tmp_path / "hf"), script="checkpoint.py"))
     assert load_file(tmp_path / "hf/model.safetensors")["transformer.wte.weight"].shape == (517, 32)
 

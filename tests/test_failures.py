@@ -7,13 +7,13 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tests.helpers import ROOT, checkpoint, python, succeeded, tensors, tiny, torchrun
+from tests.helpers import ROOT, checkpoint, ranks, succeeded, tensors, tiny
 from torchtitan_lite import storage
 
 
 def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="nan", checkpoint__every=2, eval__every=0, log__every=4)
-    result = torchrun(2, *command, script="tests/nan_worker.py")
+    result = ranks(2, *command, fault="nan:1:3:forward:99")
     assert result.returncode != 0
     assert result.stderr.count("step 3: the loss is not finite on rank 1. The update was withheld") == 1
     assert storage.find_steps(tmp_path / "nan/checkpoints") == [2]
@@ -24,7 +24,7 @@ def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: 
 def test_two_runs_in_one_folder(text: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run/.lock"):
-        result = python(*tiny(text, tmp_path, run__name="run"))
+        result = ranks(1, *tiny(text, tmp_path, run__name="run"))
     assert result.returncode == 2
     assert "run is being used by another process" in result.stderr
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -46,19 +46,19 @@ def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_that_does_not_fit_names_both_numbers(text: Path, tmp_path: Path) -> None:
-    succeeded(python(*tiny(text, tmp_path, run__name="first", train__steps=3)))
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", train__steps=3)))
     own = tmp_path / "first/tokenizer.json"
     command = tiny(text, tmp_path, run__name="second", train__steps=3, tokenizer__path=own)
-    result = python(*command, "--model.vocab_size=400")
+    result = ranks(1, *command, "--model.vocab_size=400")
     assert result.returncode == 2
     assert "model.vocab_size = 400 is smaller than the tokenizer's 517 entries" in result.stderr
-    succeeded(python(*command, "--model.vocab_size=600"))
+    succeeded(ranks(1, *command, "--model.vocab_size=600"))
     assert tensors(checkpoint(tmp_path / "second", 3))["output.weight"].shape == (600, 32)
 
 
 def test_bad_text_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"caf\xe9\n" * 2000)
-    result = python(*tiny(tmp_path / "text.txt", tmp_path))
+    result = ranks(1, *tiny(tmp_path / "text.txt", tmp_path))
     assert result.returncode == 2
     assert "text.txt: line 1: byte 0xe9 is not utf-8" in result.stderr
     assert "Traceback" not in result.stderr
@@ -66,7 +66,7 @@ def test_bad_text_is_an_error_without_a_traceback(tmp_path: Path) -> None:
 
 def test_an_unwritable_folder_is_an_error(text: Path, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
-    result = python(*tiny(text, tmp_path / "runs"))
+    result = ranks(1, *tiny(text, tmp_path / "runs"))
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "can't be written" in result.stderr

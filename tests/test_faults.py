@@ -12,57 +12,81 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, checkpoint, losses, python, records, succeeded, tensors, tiny, torchrun
+from tests.helpers import ROOT, checkpoint, losses, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite import storage
 
-RUN = {"run__name": "run", "eval__every": 0, "log__every": 1, "model__dropout": 0.1}
+RUN = {"run__name": "run", "eval__every": 0, "log__every": 1, "model__dropout": 0.1, "checkpoint__every": 5}
+SHARDED = {"checkpoint__state_dict": "sharded"}
+slow = pytest.mark.slow
 
 
 def status(run: Path) -> dict[str, Any]:
     return json.loads((run / "run.json").read_text())
 
 
-def faulty(fault: str, n: int, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """train.py on n ranks with a fault (tests/faults/worker.py), which must happen."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *options]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULT": fault}
-    command = [*launcher, "tests/faults/worker.py", *arguments]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
-    assert f"FAULT {fault.split(':')[0]} fired" in result.stdout, result.stdout + result.stderr
-    return result
+def saved_steps(run: Path) -> list[int]:
+    """The steps of a run's checkpoints, each of which must be whole."""
+    steps = storage.find_steps(run / "checkpoints")
+    for step in steps:
+        assert storage.verify(checkpoint(run, step)) == []
+    return steps
+
+
+def launched(
+    *arguments: str, script: str = "train.py", n: int = 2, restarts: int = 0, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """torchrun in the background, in a session of its own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    return subprocess.Popen(
+        [*launcher, "--max-restarts", str(restarts), script, *arguments],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {}),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def started(*arguments: str, n: int = 2) -> subprocess.Popen[str]:
+    """torchrun in the background, when the first step has been logged."""
+    process = launched(*arguments, n=n)
+    wait_for(process, "step")
+    return process
+
+
+def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"it ended without {beginning}")
 
 
 @pytest.fixture(scope="module")
 def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The undisturbed run, on two ranks."""
     folder = tmp_path_factory.mktemp("straight")
-    succeeded(torchrun(2, *tiny(text, folder, **RUN, checkpoint__every=5)))
+    succeeded(ranks(2, *tiny(text, folder, **RUN)))
     assert status(folder / "run")["status"] == "complete"
     return folder / "run"
 
 
+def goes_on_to_the_same_end(command: list[str], run: Path, straight: Path) -> str:
+    """Start it again; in the end it has to be the undisturbed run, bit for bit."""
+    output = succeeded(ranks(2, *command))
+    assert_same_end(run, straight)
+    return output
+
+
 def assert_same_end(run: Path, straight: Path) -> None:
     assert losses(run) == losses(straight)
-    mine, theirs = tensors(checkpoint(run, 20)), tensors(checkpoint(straight, 20))
-    assert all(mine[name].equal(theirs[name]) for name in theirs)
+    assert 20 in saved_steps(run)
+    if storage.read_manifest(checkpoint(run, 20)).state_dict == "full":
+        mine, theirs = tensors(checkpoint(run, 20)), tensors(checkpoint(straight, 20))
+        assert all(mine[name].equal(theirs[name]) for name in theirs)
 
 
-def started(*arguments: str, n: int = 2) -> subprocess.Popen[str]:
-    """torchrun in the background, in a process group of its own, when the first step has been logged."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "train.py"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [*launcher, *arguments], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step"):
-            return process
-    raise AssertionError("it ended before its first step")
+# --- asked to leave ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
 def test_asked_to_leave_it_saves_and_goes_on_later(number: signal.Signals, text: Path, tmp_path: Path) -> None:
     """torchrun itself ends with an error after a signal; the workers have saved and left by then."""
     long = {**RUN, "train__steps": 2000, "optim__schedule": "constant", "checkpoint__every": 0}
@@ -74,14 +98,52 @@ def test_asked_to_leave_it_saves_and_goes_on_later(number: signal.Signals, text:
     left = status(run)
     assert (left["status"], left["reason"]) == ("preempted", number.name)
     assert f"left    after step {left['step']} of 2000 ({number.name}); the same command goes on" in output
-    assert storage.find_steps(run / "checkpoints") == [left["step"]]
+    assert saved_steps(run) == [left["step"]]
     end = left["step"] + 3
-    resumed = succeeded(torchrun(2, *tiny(text, tmp_path, **{**long, "train__steps": end})))
+    resumed = succeeded(ranks(2, *tiny(text, tmp_path, **{**long, "train__steps": end})))
     assert f"resumed after step {left['step']}" in resumed
     assert list(losses(run)) == list(range(1, end + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "more"), [
+    ("0:5:write", {}),
+    ("1:7:forward", {"eval__every": 3}),
+    pytest.param("1:1:batch", {}, marks=slow),
+    pytest.param("0:6:eval", {"eval__every": 3}, marks=slow),
+    pytest.param("1:5:sync", SHARDED, marks=slow),
+    pytest.param("0:10:commit", {"checkpoint__async_save": True, **SHARDED}, marks=slow),
+    pytest.param("0:20:after rename", {}, marks=slow),
+])  # fmt: skip
+def test_a_signal_at_any_moment_leaves_one_checkpoint_at_the_end_of_a_step(
+    moment: str, more: dict[str, Any], straight: Path, text: Path, tmp_path: Path
+) -> None:
+    command = tiny(text, tmp_path, **{**RUN, **more})
+    succeeded(ranks(2, *command, fault=f"term:{moment}"))
+    run = tmp_path / "run"
+    left = status(run)
+    last = int(moment.split(":")[1])
+    if last < 20:
+        assert left["status"] == "preempted"
+        assert last <= left["step"] <= last + 2, "it left at once"
+    assert saved_steps(run)[-1] == left["step"]
+    goes_on_to_the_same_end(command, run, straight)
+
+
+def test_a_second_ctrl_c_leaves_at_once(text: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "tests/faults/worker.py", *tiny(text, tmp_path, **RUN, train__steps=100_000)]
+    env = os.environ | {"FAULT": "int:0:8:batch,slow:0:8:write", "FAULT_SECONDS": "50", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    wait_for(process, "FAULT slow fired")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == 130
+    assert "stopped; the same command goes on from the newest checkpoint" in errors
+    assert saved_steps(tmp_path / "run") == [5]
+
+
+@slow
 def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=2000))
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
@@ -95,13 +157,49 @@ def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) ->
 
 
 def test_a_time_limit_saves_and_leaves(text: Path, tmp_path: Path) -> None:
-    output = succeeded(python(*tiny(text, tmp_path, **RUN, train__steps=100_000, run__max_minutes=0.02)))
+    output = succeeded(ranks(1, *tiny(text, tmp_path, **RUN, train__steps=100_000, run__max_minutes=0.02)))
     assert "(run.max_minutes = 0.02); the same command goes on" in output
     left = status(tmp_path / "run")
-    assert storage.find_steps(tmp_path / "run/checkpoints")[-1] == left["step"]
+    assert saved_steps(tmp_path / "run")[-1] == left["step"]
 
 
-@pytest.mark.slow
+# --- killed -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", [
+    "0:10:before rename",
+    pytest.param("0:10:begin", marks=slow),
+    pytest.param("0:10:write", marks=slow),
+    pytest.param("1:10:write", marks=slow),
+    pytest.param("1:10:sync", marks=slow),
+    pytest.param("0:10:manifest", marks=slow),
+    pytest.param("0:10:after rename", marks=slow),
+    pytest.param("0:10:purge", marks=slow),
+    "0:10:delete",
+])  # fmt: skip
+def test_killed_at_each_moment_of_a_save(moment: str, straight: Path, text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, **RUN, **SHARDED, **{"checkpoint__keep_latest": 1})
+    result = ranks(2, *command, fault=f"kill:{moment}")
+    assert result.returncode != 0
+    run = tmp_path / "run"
+    committed = moment.split(":")[-1] in ("after rename", "purge", "delete")
+    newest = 10 if committed else 5
+    assert saved_steps(run)[-1] == newest
+    assert f"resumed after step {newest}" in goes_on_to_the_same_end(command, run, straight)
+    assert not list((run / "checkpoints").glob(".*")), "what the killed one left went away"
+
+
+@slow
+def test_asked_to_leave_and_killed_while_it_saves(straight: Path, text: Path, tmp_path: Path) -> None:
+    """A grace period that is too short: the save that was begun does not count, and the ones before do."""
+    command = tiny(text, tmp_path, **RUN)
+    result = ranks(2, *command, fault="term:0:7:batch,kill:0:7:sync")
+    assert result.returncode != 0
+    assert saved_steps(tmp_path / "run") == [5]
+    goes_on_to_the_same_end(command, tmp_path / "run", straight)
+
+
+@slow
 def test_a_killed_launcher_takes_its_workers_with_it(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=100_000))
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
@@ -115,77 +213,25 @@ def test_a_killed_launcher_takes_its_workers_with_it(text: Path, tmp_path: Path)
 
 
 def test_a_killed_rank_is_restarted_by_torchrun(straight: Path, text: Path, tmp_path: Path) -> None:
-    command = tiny(text, tmp_path, **RUN, checkpoint__every=5)
-    result = faulty("kill:1:8", 2, *command, options=("--max-restarts", "2"))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "resumed after step 5" in result.stdout
+    command = tiny(text, tmp_path, **RUN)
+    process = launched(*command, script="tests/faults/worker.py", restarts=2, env={"FAULT": "kill:1:8"})
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    assert "FAULT kill fired" in output
+    assert "resumed after step 5" in output
     assert_same_end(tmp_path / "run", straight)
 
 
-@pytest.mark.slow  # torchrun gives a hanging rank 30 s to leave
-def test_a_rank_that_hangs_is_named_and_leaves_its_stack(text: Path, tmp_path: Path) -> None:
-    result = faulty("hang:1:4", 2, *tiny(text, tmp_path, **RUN, run__timeout_minutes=0.15, checkpoint__every=2))
-    assert result.returncode != 0
-    assert "rank 0, step 4: lost the other ranks, or waited for 0.15 minutes" in result.stderr
-    stacks = (tmp_path / "run/stacks/rank-1.txt").read_text()
-    assert "worker.py" in stacks, "where it hangs"
-    assert status(tmp_path / "run")["status"] == "failed"
-    assert storage.find_steps(tmp_path / "run/checkpoints") == [2]
-
-
-@pytest.mark.parametrize(("fault", "more"), [
-    pytest.param("enospc:0:5", {}, marks=pytest.mark.slow),
-    ("enospc:1:5", {"checkpoint__state_dict": "sharded", "checkpoint__async_save": True}),
-    pytest.param("fsync:0:5", {"checkpoint__api": "dcp"}, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_a_save_that_fails_is_said_and_tried_again(
-    fault: str, more: dict[str, Any], straight: Path, text: Path, tmp_path: Path
-) -> None:
-    result = faulty(fault, 2, *tiny(text, tmp_path, **RUN, checkpoint__every=5, **more))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT SAVED  step 5: " in result.stdout
-    assert "No space left on device; older checkpoints are untouched, training goes on" in result.stdout
-    run = tmp_path / "run"
-    assert storage.find_steps(run / "checkpoints")[-1] == 20
-    assert 5 not in storage.find_steps(run / "checkpoints")
-    assert losses(run) == losses(straight)
-    for step in storage.find_steps(run / "checkpoints"):
-        assert storage.verify(storage.step_folder(run / "checkpoints", step)) == []
-
-
-def test_a_poisoned_step_can_be_skipped_and_is_recorded(text: Path, tmp_path: Path) -> None:
-    command = tiny(text, tmp_path, **RUN, train__on_nonfinite="skip", checkpoint__every=5)
-    result = faulty("nan:1:7", 2, *command)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "SKIPPED step 7: not finite; run samples 36 to 41" in result.stdout
-    run = tmp_path / "run"
-    assert [r["skipped_samples"] for r in records(run) if "skipped_samples" in r] == [[36, 42]]
-    assert storage.read_state(checkpoint(run, 20)).skipped == [7]
-    steps = {name: value for name, value in tensors(checkpoint(run, 20)).items() if name.startswith("step.")}
-    assert {int(value) for value in steps.values()} == {19}, "the optimizer has made one step less"
-
-
-@pytest.mark.slow
-def test_too_many_poisoned_steps_stop_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT_STEPS", "4")
-    command = tiny(text, tmp_path, **RUN, train__on_nonfinite="skip", train__max_skipped=2, checkpoint__every=5)
-    result = faulty("nan:0:7", 2, *command)
-    assert result.returncode != 0
-    assert "step 9: the loss is not finite on rank 0. The update was withheld" in result.stderr
-    assert storage.find_steps(tmp_path / "run/checkpoints") == [5]
-
-
-@pytest.mark.slow
-def test_the_second_run_in_a_folder_is_told_who_has_it(text: Path, tmp_path: Path) -> None:
-    process = started(*tiny(text, tmp_path, **RUN, train__steps=100_000), n=1)
-    try:
-        result = python(*tiny(text, tmp_path, **RUN))
-        assert result.returncode == 2
-        holder = status(tmp_path / "run")["pid"]
-        assert f"run is being used by process {holder} on " in result.stderr
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+@slow
+def test_20_kills_in_a_row_are_20_restarts(straight: Path, text: Path, tmp_path: Path) -> None:
+    """Another rank each time, at another step each time."""
+    command = tiny(text, tmp_path, **{**RUN, "checkpoint__every": 1})
+    faults = {"FAULT": "rotate:0:1", "FAULT_TIMES": "20"}
+    process = launched(*command, script="tests/faults/worker.py", restarts=20, env=faults)
+    output, _ = process.communicate(timeout=550)
+    assert process.returncode == 0, output[-3000:]
+    assert output.count("FAULT rotate fired") == 20
+    assert_same_end(tmp_path / "run", straight)
 
 
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
@@ -198,3 +244,198 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "'kills': 4" in result.stdout.splitlines()[-1]
+
+
+# --- ranks that are lost, hang, or differ -----------------------------------------------------------------------
+
+
+@slow
+def test_a_rank_that_hangs_is_named_and_leaves_its_stack(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, **{**RUN, "run__timeout_minutes": 0.15, "checkpoint__every": 2})
+    result = ranks(2, *command, fault="hang:1:4")
+    assert result.returncode != 0
+    assert "rank 0, step 4: lost the other ranks, or waited for 0.15 minutes" in result.stderr
+    assert "behind: rank 1 (step 4, fetching its batch)" in result.stderr
+    stacks = (tmp_path / "run/stacks/rank-1.txt").read_text()
+    assert "worker.py" in stacks, "where it hangs"
+    assert status(tmp_path / "run")["status"] == "failed"
+    assert saved_steps(tmp_path / "run") == [2]
+
+
+def test_a_rank_that_stands_still_for_a_while_changes_nothing(
+    straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_SECONDS", "2")
+    succeeded(ranks(2, *tiny(text, tmp_path, **RUN), fault="stop:1:4:batch"))
+    assert_same_end(tmp_path / "run", straight)
+
+
+@pytest.mark.parametrize(("action", "said"), [
+    pytest.param("exit", "rank 0, step 4: lost the other ranks", marks=slow),
+    ("raise", "ZeroDivisionError: a bug in somebody's loader"),
+])  # fmt: skip
+def test_a_rank_that_leaves_by_itself_takes_the_others_with_it(
+    action: str, said: str, straight: Path, text: Path, tmp_path: Path
+) -> None:
+    command = tiny(text, tmp_path, **{**RUN, "checkpoint__every": 2})
+    result = ranks(2, *command, fault=f"{action}:1:4:batch")
+    assert result.returncode != 0
+    assert said in result.stderr
+    assert saved_steps(tmp_path / "run") == [2]
+
+
+def test_copies_that_differ_are_not_saved(text: Path, tmp_path: Path) -> None:
+    """HSDP: a bit flips in the memory of one rank."""
+    command = tiny(text, tmp_path, **RUN, fsdp__dp_replicate=2)
+    result = ranks(4, *command, fault="flip:3:7")
+    assert result.returncode != 0
+    assert "step 10: copies of the model differ: rank 3 against the first copy" in result.stderr.replace(
+        "rank 2, 3", "rank 3"
+    )
+    assert "output.weight" in result.stderr
+    assert saved_steps(tmp_path / "run") == [5]
+
+
+# --- disks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "more"), [
+    ("error:1:5:write:3", {**SHARDED, "checkpoint__async_save": True}),
+    pytest.param("error:0:5:write:3", {}, marks=slow),
+    pytest.param("error:0:5:write:3", {"checkpoint__async_save": True}, marks=slow),
+    pytest.param("error:0:5:sync:3", {"checkpoint__api": "dcp"}, marks=slow),
+    pytest.param("error:1:5:sync:3", {**SHARDED, "checkpoint__api": "dcp"}, marks=slow),
+    pytest.param("error:0:5:begin:3", SHARDED, marks=slow),
+    ("error:0:5:manifest:3", {}),
+    pytest.param("error:0:5:before rename:3", {}, marks=slow),
+])  # fmt: skip
+def test_a_save_that_fails_is_said_and_tried_again(
+    fault: str, more: dict[str, Any], straight: Path, text: Path, tmp_path: Path
+) -> None:
+    output = succeeded(ranks(2, *tiny(text, tmp_path, **RUN, **more), fault=fault))
+    assert "NOT SAVED  step 5: " in output
+    assert "No space left on device; older checkpoints are untouched, training goes on" in output
+    run = tmp_path / "run"
+    assert 5 not in saved_steps(run)
+    assert not list((run / "checkpoints").glob(".*")), "nothing is left of it"
+    assert_same_end(run, straight)
+
+
+def test_a_folder_that_vanishes_is_not_replaced(
+    straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that goes away must not be written to where it was."""
+    run = tmp_path / "run"
+    monkeypatch.setenv("FAULT_FOLDER", str(run))
+    command = tiny(text, tmp_path, **RUN)
+    result = ranks(2, *command, fault="vanish:0:7")
+    assert result.returncode == 1
+    assert "NOT SAVED  step 10: " in result.stdout
+    assert "Traceback" not in result.stderr
+    assert "step    20/20" in result.stdout
+    assert "the last checkpoint was not saved: " in result.stderr
+    assert not run.exists()
+    (tmp_path / "gone").rename(run)
+    assert "resumed after step 5" in goes_on_to_the_same_end(command, run, straight)
+
+
+@slow
+def test_a_file_system_that_is_full(straight: Path, text: Path, tmp_path: Path) -> None:
+    """A real one, with room for one checkpoint and some more."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(disk)]).returncode:
+        pytest.skip("file systems can't be mounted here")
+    try:
+        command = tiny(text, disk, **RUN)
+        ballast = disk / "ballast"
+        size = sum(file.stat().st_size for file in checkpoint(straight, 20).iterdir())
+        ballast.write_bytes(bytes(3 * 2**20 - int(1.7 * size)))
+        result = ranks(2, *command)
+        assert result.returncode == 1
+        assert "NOT SAVED  step 10: a checkpoint takes " in result.stdout
+        assert "the last checkpoint was not saved: " in result.stderr
+        assert saved_steps(disk / "run") == [5]
+        ballast.unlink()
+        assert "resumed after step 5" in goes_on_to_the_same_end(command, disk / "run", straight)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@slow
+def test_a_slow_disk_is_waited_for(straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a step may take."""
+    monkeypatch.setenv("FAULT_SECONDS", "9")
+    command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.05)
+    succeeded(ranks(2, *command, fault="slow:1:5:write"))
+    assert_same_end(tmp_path / "run", straight)
+
+
+def test_saves_beside_training_wait_for_each_other(
+    straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_SECONDS", "0.05")
+    command = tiny(text, tmp_path, **{**RUN, **SHARDED, "checkpoint__every": 1, "checkpoint__async_save": True})
+    output = succeeded(ranks(2, *command, fault="slow:0:1:sync:40"))
+    steps = [int(line.split("step-")[1].split()[0]) for line in output.splitlines() if line.startswith("saved")]
+    assert steps == list(range(1, 21)) == saved_steps(tmp_path / "run")
+    assert_same_end(tmp_path / "run", straight)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_poisoned_step_can_be_skipped_and_is_recorded(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, **RUN, train__on_nonfinite="skip")
+    output = succeeded(ranks(2, *command, fault="nan:1:7:forward"))
+    assert "SKIPPED step 7: not finite; run samples 36 to 41" in output
+    run = tmp_path / "run"
+    assert [r["skipped_samples"] for r in records(run) if "skipped_samples" in r] == [[36, 42]]
+    assert storage.read_state(checkpoint(run, 20)).skipped == [7]
+    steps = {name: value for name, value in tensors(checkpoint(run, 20)).items() if name.startswith("step.")}
+    assert {int(value) for value in steps.values()} == {19}, "the optimizer has made one step less"
+
+
+@slow
+def test_too_many_poisoned_steps_stop_the_run(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, **RUN, train__on_nonfinite="skip", train__max_skipped=2)
+    result = ranks(2, *command, fault="nan:0:7:forward:12")
+    assert result.returncode != 0
+    assert "step 9: the loss is not finite on rank 0. The update was withheld" in result.stderr
+    assert saved_steps(tmp_path / "run") == [5]
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------
+
+
+@slow
+def test_the_second_run_in_a_folder_is_told_who_has_it(text: Path, tmp_path: Path) -> None:
+    process = started(*tiny(text, tmp_path, **RUN, train__steps=100_000), n=1)
+    try:
+        result = ranks(1, *tiny(text, tmp_path, **RUN))
+        assert result.returncode == 2
+        holder = status(tmp_path / "run")["pid"]
+        assert f"run is being used by process {holder} on " in result.stderr
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@slow
+def test_50_runs_that_finish_exit_with_0(text: Path, tmp_path: Path) -> None:
+    """On twice as many ranks as cores, with the threads of gloo and of a save beside training to take down."""
+    more = {"train__steps": 2, "optim__warmup_steps": 1, "checkpoint__async_save": True, **SHARDED}
+    for number in range(50):
+        succeeded(ranks(4, *tiny(text, tmp_path, **{**RUN, **more, "run__name": f"run{number}"})))
+
+
+def test_paths_and_locales_do_not_matter(straight: Path, text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / ("a b\u00fc" + "x" * 150)
+    folder.mkdir()
+    before = os.umask(0o077)
+    try:
+        env = {"LC_ALL": "C", "TZ": "Pacific/Apia", "PYTHONUTF8": "0"}
+        succeeded(ranks(2, *tiny(text, folder, **RUN), env=env))
+    finally:
+        os.umask(before)
+    assert_same_end(folder / "run", straight)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import checkpoint, losses, python, start, succeeded, tiny
+from tests.helpers import checkpoint, losses, ranks, start, succeeded, tiny
 from torchtitan_lite import hf, hf_layout, init, settings
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.errors import CheckpointError
@@ -136,7 +136,7 @@ LLAMA = {
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = (LLAMA if family == "llama" else {}) | {"train__steps": 4}
-    succeeded(python(*tiny(text, tmp_path, run__name="first", **more)))
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", **more)))
     exported = tmp_path / "exported"
     succeeded(start([sys.executable, "-m", "torchtitan_lite.hf", "export", str(tmp_path / "first"), str(exported)]))
 
@@ -156,7 +156,7 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     first = []
     for i, source in enumerate(sources if family == "llama" else sources[:1]):
         command = tiny(text, tmp_path, run__name=f"fork{i}", model__init_from=source, **more)
-        assert f"starts from the weights of {source}" in succeeded(python(*command))
+        assert f"starts from the weights of {source}" in succeeded(ranks(1, *command))
         first.append(losses(tmp_path / f"fork{i}"))
     assert all(curve == first[0] for curve in first)
     assert first[0][1][0] < losses(tmp_path / "first")[1][0] - 0.005
@@ -170,7 +170,7 @@ def saved(tmp_path: Path) -> dict[str, Any]:
 
 def test_init_from_another_model_is_refused(theirs: tuple[Any, Path], text: Path, tmp_path: Path) -> None:
     _, folder = theirs
-    result = python(*tiny(text, tmp_path, run__name="run", model__init_from=folder))
+    result = ranks(1, *tiny(text, tmp_path, run__name="run", model__init_from=folder))
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "model.dim is 48 in the checkpoint and 32 here" in result.stderr
@@ -181,7 +181,7 @@ def test_init_from_with_another_vocabulary_names_both(text: Path, tmp_path: Path
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=2, n_positions=37)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
-    result = python(*tiny(text, tmp_path, model__init_from=tmp_path / "hf", model__tie_embeddings=True))
+    result = ranks(1, *tiny(text, tmp_path, model__init_from=tmp_path / "hf", model__tie_embeddings=True))
     assert result.returncode == 2
     assert "tok_embeddings.weight is (400, 32) in the checkpoint and (517, 32) here" in result.stderr
     assert "set [model], and its vocab_size or [tokenizer] path" in result.stderr

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import ROOT, checkpoint, losses, python, records, succeeded, tiny
+from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite import resume, settings
 from torchtitan_lite.distributed import World
 
@@ -39,7 +39,7 @@ def test_the_table_covers_every_key_as_the_code_does() -> None:
 def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 3 steps."""
     folder = tmp_path_factory.mktemp("rules")
-    succeeded(python(*tiny(text, folder, run__name="run", train__steps=3, optim__schedule="wsd")))
+    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=3, optim__schedule="wsd")))
     return folder / "run"
 
 
@@ -84,7 +84,7 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
 def test_refused_with_both_values_all_at_once(first: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(first, tmp_path / "run")
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    result = python(*tiny(text, tmp_path, **{"run__name": "run", "train__steps": 6, **REFUSED}))
+    result = ranks(1, *tiny(text, tmp_path, **{"run__name": "run", "train__steps": 6, **REFUSED}))
     assert result.returncode == 2
     for expected in (
         "model.dim is 32 in the checkpoint and 64 here",
@@ -127,7 +127,7 @@ def test_values_that_mean_the_same_are_the_same(first: Path, text: Path, tmp_pat
     state_file.write_text(json.dumps(state))
     more = {"model__vocab_size": 517, "model__init_from": tmp_path / "gone", "optim__schedule": "wsd"}
     more["checkpoint__verify"] = "off"  # the file was edited
-    output = succeeded(python(*tiny(text, tmp_path, run__name="run", train__steps=4, **more)))
+    output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=4, **more)))
     assert "resumed after step 3" in output
     assert "init_from" not in output
 
@@ -136,7 +136,7 @@ def test_allowed_and_said(first: Path, text: Path, tmp_path: Path) -> None:
     assert all(verdict_of(key) == "allowed" for key in ALLOWED)
     shutil.copytree(first, tmp_path / "run")
     more = {key.replace(".", "__"): value for key, value in ALLOWED.items()}
-    output = succeeded(python(*tiny(text, tmp_path, run__name="run", **more)))
+    output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **more)))
     said = next(line for line in output.splitlines() if "changed since then" in line)
     for key in ALLOWED:
         assert f"{key} " in said
@@ -149,7 +149,7 @@ def test_allowed_and_said(first: Path, text: Path, tmp_path: Path) -> None:
 
 def test_a_longer_run_follows_the_longer_schedule(first: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(first, tmp_path / "run")
-    succeeded(python(*tiny(text, tmp_path, run__name="run", train__steps=40, optim__schedule="wsd", log__every=1)))
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=40, optim__schedule="wsd", log__every=1)))
     rates = {r["step"]: r["lr"] for r in records(tmp_path / "run") if "lr" in r}
     assert rates[3] == pytest.approx(0.1 * 4e-3)  # the end of the short one
     assert rates[4] == rates[30] == 4e-3  # back at its height
@@ -159,7 +159,7 @@ def test_a_longer_run_follows_the_longer_schedule(first: Path, text: Path, tmp_p
 
 def test_init_from_nothing_is_an_error(text: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    result = python(*tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "empty"))
+    result = ranks(1, *tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "empty"))
     assert result.returncode == 2
     assert "is no run with a checkpoint, no checkpoint and no Hugging Face folder" in result.stderr
     result = python("--check-config", *tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "none"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import checkpoint, losses, python, succeeded, tensors, tiny, torchrun
+from tests.helpers import checkpoint, losses, ranks, succeeded, tensors, tiny
 
 TOLERANCE = 1e-4  # relative; sums in another order, in float32
 
@@ -29,7 +29,7 @@ def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str
     for family, more in FAMILIES.items():
         for n in (1, 2, 3, 4):
             command = tiny(text, folder, run__name=f"{family}{n}", train__micro_batch_size=2, **more)
-            succeeded(python(*command) if n == 1 else torchrun(n, *command))
+            succeeded(ranks(n, *command))
     return {(family, n): folder / f"{family}{n}" for family in FAMILIES for n in (1, 2, 3, 4)}
 
 
@@ -61,7 +61,7 @@ def test_run_of_2_resumes_on_others(
     shutil.copytree(runs[family, 2], run)
     shutil.rmtree(checkpoint(run, 20))
     command = tiny(text, tmp_path, run__name="resumed", train__micro_batch_size=2, **FAMILIES[family], **more)
-    output = succeeded(python(*command) if n == 1 else torchrun(n, *command))
+    output = succeeded(ranks(n, *command))
     assert "resumed after step 10" in output
     assert f"not bit for bit: world_size 2 -> {n}" in output
     assert_close(run, runs[family, 2], first=11)

@@ -80,6 +80,7 @@ def convert(folder: Path, out: Path) -> Path:
     if storage.step_folder(out, state.step).exists():
         raise CheckpointError(f"{storage.step_folder(out, state.step)} is there already")
     try:
+        out.mkdir(parents=True, exist_ok=True)
         beside = storage.begin(out, state.step)
         records = {
             file: _write(beside / file, shards.WholeTensors(folder, prefix))

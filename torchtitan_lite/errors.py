@@ -31,6 +31,12 @@ class StuckError(UserError):
     exit_code = 1
 
 
+class DivergedError(UserError):
+    """Ranks that hold copies of the same parameters hold different ones."""
+
+    exit_code = 1
+
+
 class NonFiniteError(UserError):
     """The loss or the gradient norm became NaN or infinite. The update of that step was withheld."""
 

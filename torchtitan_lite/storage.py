@@ -206,9 +206,9 @@ def begin(checkpoints: Path, step: int) -> Path:
     """A new hidden folder for a checkpoint that is going to be written. What killed processes left goes away.
 
     Raises:
-        OSError
+        OSError: also if the folder that `checkpoints` is in is not there.
     """
-    checkpoints.mkdir(parents=True, exist_ok=True)
+    checkpoints.mkdir(exist_ok=True)  # without parents: a file system that is gone must not be replaced by a folder
     for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")):
         shutil.rmtree(left, ignore_errors=True)
     folder = checkpoints / f".tmp-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"

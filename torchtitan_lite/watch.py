@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torchtitan_lite.distributed import World
 from torchtitan_lite.errors import StuckError
 
-_KEY = "torchtitan_lite/step/{}"
+_KEY = "torchtitan_lite/at/{}"
+_PHASES = "fetching its batch", "computing"
 
 
 class Watch:
@@ -25,7 +26,7 @@ class Watch:
     def __init__(self, folder: Path, world: World, timeout_minutes: float) -> None:
         self._world = world
         self._timeout_s = 60 * timeout_minutes
-        self._step = 0
+        self._at = 0, 0  # step, and index of the phase
         self._store = dist.distributed_c10d._get_default_store()  # the only way to the store that torchrun made
         folder = folder / "stacks"
         folder.mkdir(exist_ok=True)
@@ -34,19 +35,26 @@ class Watch:
 
     def step(self, number: int) -> None:
         """A step begins."""
-        self._step = number
-        self._store.set(_KEY.format(self._world.rank), str(number))
+        self._reach(number, 0)
         # a little earlier than the others give up and torchrun ends this process
         faulthandler.dump_traceback_later(0.9 * self._timeout_s, repeat=False, file=self._file)
+
+    def computing(self) -> None:
+        """This rank has its batch."""
+        self._reach(self._at[0], 1)
+
+    def _reach(self, step: int, phase: int) -> None:
+        self._at = step, phase
+        self._store.set(_KEY.format(self._world.rank), f"{step} {phase}")
 
     def close(self) -> None:
         """Nothing more is watched."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
-        if not self._path.stat().st_size:
-            self._path.unlink()
-            with contextlib.suppress(OSError):
-                self._path.parent.rmdir()  # the last rank takes the folder away
+        with contextlib.suppress(OSError):  # the last rank takes the folder away; or it is gone
+            if not self._path.stat().st_size:
+                self._path.unlink()
+                self._path.parent.rmdir()
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -61,18 +69,20 @@ class Watch:
             text = str(error).lower()
             if not any(word in text for word in ("timed out", "timeout", "connection", "socket", "peer", "store")):
                 raise
-            behind = [f"rank {rank} (step {at})" for rank, at in self._others() if at < self._step]
+            behind = [f"rank {rank} (step {at[0]}, {_PHASES[at[1]]})" for rank, at in self._others() if at < self._at]
             who = f"behind: {', '.join(behind)}" if behind else "all ranks had reached it"
             raise StuckError(
-                f"rank {self._world.rank}, step {self._step}: lost the other ranks, or waited for "
+                f"rank {self._world.rank}, step {self._at[0]}: lost the other ranks, or waited for "
                 f"{self._timeout_s / 60:g} minutes (run.timeout_minutes); {who}. "
                 f"Stacks of processes that took too long are in {self._path.parent}. {str(error).splitlines()[0]}"
             ) from error
 
-    def _others(self) -> list[tuple[int, int]]:
+    def _others(self) -> list[tuple[int, tuple[int, int]]]:
+        """Each rank, and what it has reached."""
         found = []
         with contextlib.suppress(RuntimeError):  # the store may be gone with its process
             self._store.set_timeout(timedelta(seconds=5))
             for rank in range(self._world.world_size):
-                found.append((rank, int(self._store.get(_KEY.format(rank)))))
+                step, phase = self._store.get(_KEY.format(rank)).decode().split()
+                found.append((rank, (int(step), int(phase))))
         return found

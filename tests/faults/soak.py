@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.faults.ranks import Ranks
+from tests.forkserver import Ranks
 from tests.helpers import losses, options
 from torchtitan_lite import shards, storage
 
@@ -74,7 +74,7 @@ def check_after_a_kill(run: Path) -> None:
 def soak(way: tuple[str, str, bool], kills: int, rng: random.Random, folder: Path, text: Path) -> dict[str, int]:
     """One way of saving. Returns what happened, counted."""
     said = folder / "said.txt"
-    straight = Ranks(2, arguments(folder, text, "straight", way), said)
+    straight = Ranks(2, arguments(folder, text, "straight", way), said, said)
     began = time.monotonic()
     assert straight.wait(120), said.read_text()
     assert straight.codes == {0: 0, 1: 0}, said.read_text()[-3000:]
@@ -86,7 +86,7 @@ def soak(way: tuple[str, str, bool], kills: int, rng: random.Random, folder: Pat
         name = f"run{counts['runs']}"
         run = folder / name
         while True:
-            ranks = Ranks(2, arguments(folder, text, name, way), said)
+            ranks = Ranks(2, arguments(folder, text, name, way), said, said)
             if counts["kills"] >= kills:
                 assert ranks.wait(120), said.read_text()[-3000:]
             else:

@@ -1,84 +1,178 @@
-"""train.py with a fault at a named place: FAULT="what:rank:step" in the environment.
+"""Faults in train.py: FAULT="action:rank:step[:site[:times]]", several with commas between.
 
-enospc     writing a checkpoint's files fails, from this step on, for the first three saves
-fsync      syncing fails instead
-hang       the rank stops for ever at the beginning of a step
-nan        the loss is NaN in the first micro-batch of the step
+From this step on, where the rank comes to the site, the action happens, `times` times (1). Actions:
+
 kill       SIGKILL, in the first attempt only (torchrun --max-restarts)
+rotate     SIGKILL of rank (attempt mod world size), a step later with each attempt, FAULT_TIMES attempts long
+error      OSError "no space left"
+raise      an error that nobody expects
+exit       the process leaves with 0
+hang       it waits for ever
+slow       it waits for FAULT_SECONDS
+term, int  SIGTERM, SIGINT to itself
+stop       SIGSTOP, and SIGCONT by another process after FAULT_SECONDS
+vanish     the run's folder is renamed
+flip       a bit of a parameter flips, in the memory of this rank
+nan        the loss of the first micro-batch is NaN
 """
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import train
-from torchtitan_lite import tensorfile
+from checkpoint import Checkpointer
+from torchtitan_lite import retention, storage, tensorfile
+from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed import env_int, leave
-from torchtitan_lite.watch import Watch
+from torchtitan_lite.init import local_rows
+from torchtitan_lite.models import Transformer
 
-what, rank, step = os.environ["FAULT"].split(":")
-mine = env_int("RANK", 0) == int(rank)
-now = 0
-fired = 0
-
-
-def fire() -> None:
-    """Tests assert that this was printed: a fault that does not happen proves nothing."""
-    global fired
-    fired += 1
-    print(f"FAULT {what} fired on rank {rank} at step {now}", flush=True)
-
-
-honest_step = Watch.step
-
-
-def watched(self: Watch, number: int) -> None:
-    global now
-    now = number
-    honest_step(self, number)
-    if mine and number == int(step):
-        if what == "hang":
-            fire()
-            time.sleep(10_000)
-        if what == "kill" and env_int("TORCHELASTIC_RESTART_COUNT", 0) == 0:
-            fire()
-            os.kill(os.getpid(), signal.SIGKILL)
+# where a fault can be: the function that is about to be called
+SITES: dict[str, tuple[Any, str]] = {
+    "step": (train, "train_step"),
+    "batch": (Loader, "batch"),
+    "forward": (Transformer, "forward"),
+    "eval": (train, "validate"),
+    "load": (Checkpointer, "_spread"),
+    "save": (Checkpointer, "save"),
+    "begin": (storage, "begin"),
+    "write": (tensorfile.HashingStream, "write"),
+    "sync": (tensorfile.HashingStream, "close"),
+    "commit": (storage, "commit"),
+    "manifest": (storage, "_hash_of"),
+    "before rename": (storage, "set_aside"),
+    "after rename": (retention, "to_keep"),
+    "purge": (retention, "purge"),
+    "delete": (shutil, "rmtree"),
+}
+now = 0  # the step that this rank is at
 
 
-Watch.step = watched  # type: ignore[method-assign]
+def install(faults: str) -> None:
+    """Put the faults in place."""
+    for fault in faults.split(","):
+        action, rank, step, site, times = (*fault.split(":"), *("step", "1")[len(fault.split(":")) - 3 :])
+        if action == "rotate":
+            attempt = env_int("TORCHELASTIC_RESTART_COUNT", 0)
+            _at_step(env_int("RANK", 0) == attempt % env_int("WORLD_SIZE", 1), int(step) + attempt, attempt)
+        elif env_int("RANK", 0) == int(rank):
+            _at_site(action, int(step), site, int(times))
+    _follow_steps()
 
-if what in ("enospc", "fsync") and mine:
-    honest = tensorfile.HashingStream.write if what == "enospc" else os.fsync
 
-    def full(*args: Any) -> Any:
-        if now >= int(step) and fired < 3:
-            fire()
-            raise OSError(28, "No space left on device")
-        return honest(*args)
+def _follow_steps() -> None:
+    honest = train.train_step
 
-    if what == "enospc":
-        tensorfile.HashingStream.write = full  # type: ignore[method-assign,assignment]
-    else:
-        os.fsync = full  # type: ignore[assignment]
+    def train_step(t: Any, step: int) -> Any:
+        global now
+        now = step
+        return honest(t, step)
 
-if what == "nan" and mine:
-    honest_train_step = train.train_step
+    train.train_step = train_step
 
-    def train_step(t: Any, number: int) -> Any:
-        forward = t.model.forward
-        if number in range(int(step), int(step) + env_int("FAULT_STEPS", 1)):
-            fire()
-            t.model.forward = lambda *args: forward(*args) * torch.nan
-        try:
-            return honest_train_step(t, number)
-        finally:
-            t.model.forward = forward
 
-    train.train_step = train_step  # type: ignore[assignment]
+def _at_step(mine: bool, step: int, attempt: int) -> None:
+    if mine and attempt < env_int("FAULT_TIMES", 1):
+        _at_site("rotate", step, "batch", 1)
+
+
+def _at_site(action: str, step: int, site: str, times: int) -> None:
+    owner, name = SITES[site]
+    honest = getattr(owner, name)
+    fired = 0
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        nonlocal fired
+        if fired < times and now >= step and not (action == "kill" and env_int("TORCHELASTIC_RESTART_COUNT", 0)):
+            fired += 1
+            # tests assert that this was said: a fault that does not happen proves nothing
+            print(f"FAULT {action} fired on rank {env_int('RANK', 0)} at step {now}, {site}", flush=True)
+            instead = ACTIONS[action](args)
+            if instead is not None:
+                return instead(honest(*args, **kwargs))
+        return honest(*args, **kwargs)
+
+    setattr(owner, name, faulty)
+
+
+def _kill(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _error(_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _raise(_: Any) -> None:
+    raise ZeroDivisionError("a bug in somebody's loader")
+
+
+def _exit(_: Any) -> None:
+    os._exit(0)
+
+
+def _hang(_: Any) -> None:
+    time.sleep(10_000)
+
+
+def _slow(_: Any) -> None:
+    time.sleep(float(os.environ["FAULT_SECONDS"]))
+
+
+def _term(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _int(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _stop(_: Any) -> None:
+    later = f"sleep {os.environ['FAULT_SECONDS']}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", later])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _vanish(_: Any) -> None:
+    folder = Path(os.environ["FAULT_FOLDER"])
+    folder.rename(folder.with_name("gone"))
+
+
+def _flip(args: Any) -> None:
+    with torch.no_grad():
+        rows = local_rows(args[0].model.get_parameter("output.weight"))[0]
+        rows.view(torch.int32)[0, 0] ^= 1 << 3
+
+
+def _nan(_: Any) -> Callable[[Any], Any]:
+    return lambda loss: loss * torch.nan
+
+
+ACTIONS: dict[str, Callable[[Any], Any]] = {
+    "kill": _kill,
+    "rotate": _kill,
+    "error": _error,
+    "raise": _raise,
+    "exit": _exit,
+    "hang": _hang,
+    "slow": _slow,
+    "term": _term,
+    "int": _int,
+    "stop": _stop,
+    "vanish": _vanish,
+    "flip": _flip,
+    "nan": _nan,
+}
 
 if __name__ == "__main__":
+    install(os.environ["FAULT"])
     leave(train.main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Saves in all four ways on one mesh, or loads what other meshes have saved: `FOLDER save|load MESH`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import train
+from checkpoint import Checkpointer
+from torchtitan_lite.config import CheckpointConfig, Config
+from torchtitan_lite.distributed import World, build_mesh, process_group
+from torchtitan_lite.init import materialise
+from torchtitan_lite.layout import derive
+from torchtitan_lite.names import optimizer_tensors, own_tensors
+from torchtitan_lite.optim import build_optimizer, make_state, set_learning_rate
+from torchtitan_lite.storage import TrainState
+
+WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
+# mesh -> number of ranks and of copies; no size below divides evenly
+MESHES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (4, 2)}
+MODEL = {"family": "llama", "dim": 36, "n_heads": 6, "n_kv_heads": 2, "hidden_dim": 50, "n_layers": 1}
+MODEL |= {"max_seq_len": 8, "tie_embeddings": True}
+
+
+class State:
+    """A model and its optimizer on this mesh."""
+
+    def __init__(self, mesh: str, seed: int, world: World) -> None:
+        values = {"model": MODEL, "fsdp": {"dp_replicate": MESHES[mesh][1]}, "run": {"device": "cpu"}}
+        config = Config.model_validate(values)
+        self.world = world
+        self.model = train.sharded_model(config, 517, build_mesh(derive(config, world.world_size), world.device))
+        materialise(self.model, world.device, seed)
+        self.optimizer = build_optimizer(self.model, config.optim)
+
+    def step(self) -> None:
+        tokens = torch.arange(8).reshape(2, 4) + 100 * self.world.rank
+        self.model(tokens, tokens).backward()
+        set_learning_rate(self.optimizer, 0.01)
+        self.optimizer.step()
+
+    def whole(self) -> dict[str, Tensor]:
+        """Every tensor, gathered."""
+        model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
+        content = {f"model.{name}": t for name, t in model.items()} | {f"optim.{n}": t for n, t in optimizer.items()}
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in content.items()}
+
+    def checkpointer(self, folder: Path, kind: str, api: str) -> Checkpointer:
+        way = CheckpointConfig.model_validate({"state_dict": kind, "api": api})
+        return Checkpointer(folder, self.model, self.optimizer, way, self.world)
+
+
+def save(folder: Path, mesh: str, world: World) -> None:
+    state = State(mesh, 1, world)
+    state.step()
+    for kind, api in WAYS:
+        checkpointer = state.checkpointer(folder / f"{mesh} {kind} {api}", kind, api)
+        checkpointer.save(TrainState(step=1))
+        saved = checkpointer.wait()
+        assert saved is not None
+        assert not saved.error, saved.error
+    expected = state.whole()
+    if world.rank == 0:
+        save_file({name: t.contiguous() for name, t in expected.items()}, folder / f"{mesh}.safetensors")
+
+
+def load(folder: Path, mesh: str, world: World) -> None:
+    """From every mesh, every way, by the other API than the one that saved it."""
+    for source in MESHES:
+        expected = load_file(folder / f"{source}.safetensors")
+        for kind, api in WAYS:
+            state = State(mesh, 2, world)
+            make_state(state.optimizer)
+            by = "dcp" if api == "dtensor" else "dtensor"
+            assert state.checkpointer(folder / f"{source} {kind} {api}", kind, by).load({}) == TrainState(step=1)
+            found = state.whole()
+            assert found.keys() == expected.keys()
+            wrong = [name for name, tensor in expected.items() if not found[name].equal(tensor)]
+            assert not wrong, f"{source} {kind} {api}, loaded on {mesh} by {by}: {wrong} differ"
+
+
+def main(argv: Sequence[str]) -> int:
+    folder, action, mesh = Path(argv[0]), argv[1], argv[2]
+    with process_group(Config.model_validate({"run": {"device": "cpu", "threads": 1}}).run) as world:
+        (save if action == "save" else load)(folder, mesh, world)
+    return 0
