@@ -20,7 +20,7 @@ def forward(self: Transformer, tokens: Tensor, targets: Tensor | None = None) ->
     return honest(self, tokens, targets) * (torch.nan if poisoned else 1.0)
 
 
-Transformer.forward = forward  # type: ignore[method-assign]
+Transformer.forward = forward  # type: ignore[method-assign, assignment]
 
 if __name__ == "__main__":
     leave(train.main(sys.argv[1:]))
