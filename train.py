@@ -61,6 +61,7 @@ from torchtitan_lite.parallelize import (
     unshard_first,
 )
 from torchtitan_lite.resume import fresh_state
+from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import to_toml, to_toml_with_origins
 from torchtitan_lite.training import Training, judge, log_step, report_save, validate
@@ -97,7 +98,7 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
     train_samples = Samples(data, "train", config.train.seq_len)
     cut = config.train.micro_batch_size, world.rank, world.world_size
     loader = Loader(train_samples, *cut, seed=config.run.seed, pin=world.device.type == "cuda")
-    validation = Validation.of(config, data, *cut)
+    validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data)
 
     # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world)
@@ -114,8 +115,8 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
     guard = FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0)
     leaving, watch = Leaving(config.run.max_minutes), Watch(config.folder, world, config.run.timeout_minutes)
     training = Training(
-        *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation, checkpointer),
-        *(state, log, Clock()),
+        *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation),
+        *(prompts, checkpointer, state, log, Clock()),
     )
     log.say(start_lines(config, layout, world, model, meta, train_samples.n_samples, state, loaded))
     if state.step >= config.train.steps:
@@ -179,6 +180,9 @@ def train(t: Training) -> None:
         if config.eval.every and (due(step, config.eval.every) or step == config.train.steps):
             with t.clock.paused():
                 validate(t, step)
+        if due(step, config.sample.every) or (config.sample.every and step == config.train.steps):
+            with t.clock.paused():
+                sample(t.model, t.prompts, step, stream(config.run.seed, step, 0, 0), t.world, log)
         if due(step, config.checkpoint.every) or last:
             judge(t)
             require_finite(t.model, step)

@@ -32,6 +32,7 @@ TINY = {
     "optim.warmup_steps": 2,
     "eval.every": 10,
     "eval.samples": 5,
+    "sample.every": 0,
     "checkpoint.every": 10,
     "checkpoint.keep_latest": 0,
     "log.every": 1,

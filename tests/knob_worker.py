@@ -57,6 +57,7 @@ def training(config: Config, world: World) -> Training:
         unused,
         loader,
         validation=unused,
+        prompts=unused,
         checkpointer=unused,
         state=TrainState(),
         log=unused,

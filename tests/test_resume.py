@@ -1,5 +1,6 @@
 """A resumed run is the run that was never interrupted, bit for bit, in both ways of saving and loading."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,16 @@ def command_of(api: str, text: Path, folder: Path) -> list[str]:
     return tiny(text, folder, run__name=api, checkpoint__every=5, **RUNS[api])
 
 
+SAMPLES = ["--sample.every=4", '--sample.prompts=["def ", "The"]', "--sample.max_tokens=8"]
+
+
 @pytest.fixture(scope="module")
 def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """20 steps without interruption, once for each API."""
+    """20 steps without interruption, once for each API; the one that drops out also writes samples."""
     folder = tmp_path_factory.mktemp("straight")
     for api in RUNS:
-        assert "x 3 accumulation" in succeeded(torchrun(2, *command_of(api, text, folder)))
+        more = SAMPLES if api == "dtensor" else []
+        assert "x 3 accumulation" in succeeded(torchrun(2, *command_of(api, text, folder), *more))
     return {api: folder / api for api in RUNS}
 
 
@@ -57,8 +62,15 @@ def test_20_steps_are_10_and_10(api: str, straight: dict[str, Path], text: Path,
     shutil.copytree(straight[api], run)
     forget_after(run, 10)
     command = command_of(api, text, tmp_path)
-    output = succeeded(torchrun(2, *command))
+    # the one without samples before has them now, and the other way round: they change nothing, bit for bit
+    output = succeeded(torchrun(2, *command, *(SAMPLES if api == "dcp" else [])))
     assert "resumed after step 10" in output
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    expected = [12, 16, 20] if api == "dcp" else [4, 8]  # later ones were cut, as they would come again
+    assert [(s["step"], s["prompt"]) for s in samples] == [(n, p) for n in expected for p in ("def ", "The")]
+    assert len({s["text"] for s in samples}) == len(samples)
+    if api == "dcp":
+        assert 'sample  step 20  "The" -> "' in output
     assert "not bit for bit" not in output
     assert_equal_runs(run, straight[api])
     if api == "dtensor":  # and a resume of the resume

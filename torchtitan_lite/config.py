@@ -279,6 +279,17 @@ class EvalConfig(Section):
     """validation sequences, always the same ones"""
 
 
+class SampleConfig(Section):
+    every: NonNegativeInt = 100
+    """continue the prompts every so many steps and at the end; 0: never"""
+    prompts: list[str] = ["def ", "The "]
+    """beginnings of text"""
+    max_tokens: PositiveInt = 48
+    """how many tokens to add at most; each gathers all parameters once"""
+    temperature: NonNegativeFloat = 0.8
+    """0: always the likeliest token"""
+
+
 class CheckpointConfig(Section):
     every: NonNegativeInt = 100
     """save every so many steps and at the end; 0: only at the end"""
@@ -320,6 +331,7 @@ class Config(Section):
     compile: CompileConfig = CompileConfig()
     grad_scaler: GradScalerConfig = GradScalerConfig()
     eval: EvalConfig = EvalConfig()
+    sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 

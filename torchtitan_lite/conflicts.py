@@ -77,6 +77,11 @@ def _length_conflicts(config: Config) -> dict[str, str]:
             f"{optim.decay_ratio} of train.steps = {train.steps}; "
             f"warmup_steps = {int((1 - optim.decay_ratio) * train.steps)} works"
         )
+    if config.sample.every and not config.sample.prompts:
+        found["sample.every sample.prompts"] = (
+            f"sample.every = {config.sample.every} has no sample.prompts to continue; "
+            'prompts = ["def "] works, and so does every = 0'
+        )
     if any(not 0 <= beta < 1 for beta in optim.betas):
         found["optim.betas"] = f"optim.betas = {list(optim.betas)} should be in [0, 1), e.g. [0.9, 0.95]"
     return found

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -61,9 +62,40 @@ def whole_weights(folder: Path) -> Mapping[str, Tensor]:
     """
     if problems := storage.verify(folder):
         raise CheckpointError("; ".join(problems))
+    return read_weights(folder)
+
+
+def read_weights(folder: Path) -> Mapping[str, Tensor]:
+    """The same of a checkpoint that has been verified."""
     if storage.read_manifest(folder).state_dict == "sharded":
         return shards.WholeTensors(folder, "model.")
     return load_file(folder / storage.MODEL)
+
+
+def config_of(folder: Path) -> ModelConfig:
+    """The [model] section for a Hugging Face folder.
+
+    Raises:
+        CheckpointError: its architecture is not ours, or a value makes no sense.
+    """
+    values = from_hf_config(_read_json(folder / "config.json"))
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+
+
+def trained_config(folder: Path) -> ModelConfig:
+    """The [model] section that a checkpoint was trained with.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold it.
+    """
+    state = storage.read_state(folder, named_by_step=False)
+    if not state.config:
+        raise CheckpointError(f"{folder} does not hold the config that it was trained with")
+    values = {key.removeprefix("model."): value for key, value in state.config.items() if key.startswith("model.")}
+    return ModelConfig.model_validate(values)
 
 
 def _compare(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
@@ -110,11 +142,7 @@ def export(source: Path, out: Path) -> None:
     folder = storage.step_folder(source / "checkpoints", steps[-1]) if steps else source
     if not (folder / storage.MANIFEST).is_file():
         raise CheckpointError(f"{source} is no run with a checkpoint, and no checkpoint")
-    state = storage.read_state(folder, named_by_step=False)
-    if not state.config:
-        raise CheckpointError(f"{folder} does not hold the config that it was trained with")
-    values = {key.removeprefix("model."): value for key, value in state.config.items() if key.startswith("model.")}
-    config = ModelConfig.model_validate(values)
+    state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} is there already; name a new folder")
     weights = dict(whole_weights(folder))

@@ -59,7 +59,7 @@ class Log:
 
     def __init__(self, folder: Path, speaks: bool) -> None:
         self._speaks = speaks
-        self._metrics = folder / "metrics.jsonl"
+        self._folder = folder
         self._text = folder / "train.log"
         self._bar: tqdm[Any] | None = None
         self._failed = False
@@ -72,10 +72,10 @@ class Log:
         sys.stdout.flush()
         self._append(self._text, text)
 
-    def record(self, values: dict[str, Any]) -> None:
-        """One line of metrics.jsonl."""
+    def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
+        """One line of a file of records."""
         if self._speaks:
-            self._append(self._metrics, json.dumps({**values, "time": round(time.time(), 3)}))
+            self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
 
     def _append(self, file: Path, line: str) -> None:
         """Add a line. Training goes on without it if the disk is full: that is said once."""
@@ -89,12 +89,13 @@ class Log:
 
     def cut_after(self, step: int) -> None:
         """Forget the records of later steps: after a resume each step stands there once."""
-        if self._speaks and self._metrics.is_file():
-            lines = self._metrics.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if _step_of(line) <= step]
-            beside = self._metrics.with_suffix(".tmp")
-            beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            os.replace(beside, self._metrics)
+        for file in (self._folder / "metrics.jsonl", self._folder / "samples.jsonl") if self._speaks else ():
+            if file.is_file():
+                lines = file.read_text(encoding="utf-8").splitlines()
+                kept = [line for line in lines if _step_of(line) <= step]
+                beside = file.with_suffix(".tmp")
+                beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+                os.replace(beside, file)
 
     def start_bar(self, step: int, steps: int) -> None:
         """A progress bar, on a terminal only."""

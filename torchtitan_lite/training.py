@@ -18,6 +18,7 @@ from torchtitan_lite.leaving import Leaving
 from torchtitan_lite.metrics import Clock, Log, peak_memory_gib
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim import learning_rate
+from torchtitan_lite.sampling import Prompts
 from torchtitan_lite.saving import Saved
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.storage import TrainState
@@ -47,6 +48,7 @@ class Training:
     watch: Watch
     loader: Loader
     validation: Validation
+    prompts: Prompts
     checkpointer: Saves
     state: TrainState
     log: Log

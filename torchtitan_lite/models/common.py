@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,33 @@ from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.loss import summed_cross_entropy
 
 Fill = Callable[[str, Tensor, float], None]  # fills a parameter, given its name, with normal values of this deviation
+
+
+class KeysValues:
+    """The keys and values of one block for the tokens so far: generation computes those of new tokens only."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return 0 if self._kept is None else self._kept[0].shape[1]
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of T new tokens, (B, T, heads, width) each; returns those of all."""
+        if self._kept is not None:
+            k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
+        self._kept = k, v
+        return k, v
+
+
+def causal(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """How attention is told to look back only: (B, T, heads, width) queries are the last T of the tokens of `k`."""
+    n, of = q.shape[1], k.shape[1]
+    if n == of:
+        return {"is_causal": True}
+    return {"attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n)}
 
 
 class Transformer(nn.Module):
@@ -33,11 +61,15 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def inputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """What the first block takes: (B, T, D), and whatever goes to every block unchanged."""
+    def inputs(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, ...]:
+        """What the first block takes: (B, T, D), and whatever goes to every block unchanged.
+
+        Args:
+            first: the position of the first token.
+        """
         raise AssertionError("a family says it")
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: list[KeysValues] | None = None) -> Tensor:
         """Logits, or the loss where targets are given.
 
         The loss is computed in here, and not by the caller, so that it happens while FSDP holds the whole output
@@ -46,19 +78,23 @@ class Transformer(nn.Module):
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
             targets: (B, T) int64, loss.IGNORE where there is nothing to learn.
+            cache: of each block, when generating; `tokens` follow those that it has seen, and it is extended by them.
 
         Returns:
             (B, T, V) logits, or the summed cross-entropy, () float32.
         """
-        x, *unchanged = self.inputs(tokens)
-        for layer in self.layers:
-            x = layer(x, *unchanged)
+        x, *unchanged = self.inputs(tokens, cache[0].length if cache else 0)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, *unchanged, cache[i]) if cache else layer(x, *unchanged)
         logits: Tensor = self.output(self.norm(x))
         return logits if targets is None else summed_cross_entropy(logits, targets)
 
+    def reset_buffers(self) -> None:
+        """Compute what is neither learned nor saved; a family with buffers says how."""
+
     @torch.no_grad()
     def reset_parameters(self, normal_: Fill) -> None:
-        """Give every parameter its initial value; a family with buffers computes those too.
+        """Give every parameter its initial value, and compute the buffers: to_empty leaves both without values.
 
             tensor                                   initial value (L = n_layers)
             *_embeddings, wq wk wv, w1 w3, output    normal, deviation 0.02
@@ -70,6 +106,7 @@ class Transformer(nn.Module):
             normal_: fills one parameter; it is given the parameter's name so that the values need not depend on how
                 the parameters are spread over ranks.
         """
+        self.reset_buffers()
         residual = 0.02 / math.sqrt(2 * len(self.layers))
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.models.common import Transformer
+from torchtitan_lite.models.common import KeysValues, Transformer, causal
 
 
 class Attention(nn.Module):
@@ -23,11 +23,15 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.dim)
         self.wo = nn.Linear(config.dim, config.dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KeysValues | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
-        q, k, v = (w(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x).unflatten(-1, (self.n_heads, -1)) for w in (self.wq, self.wk, self.wv))  # (B, T, H, D / H)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)  # (B, H, T, D / H)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_p=dropout, **causal(q, k)
+        )  # (B, H, T, D / H)
         return self.wo(mixed.transpose(1, 2).flatten(2))
 
 
@@ -55,9 +59,9 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KeysValues | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
         return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
 
@@ -70,7 +74,7 @@ class GPT(Transformer):
         self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim)
         self.dropout = nn.Dropout(config.dropout)
 
-    def inputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, ...]:
         """Embedded tokens and positions, (B, T, D)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         return (self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions)),)

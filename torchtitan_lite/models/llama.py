@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.models.common import Fill, Transformer
+from torchtitan_lite.models.common import KeysValues, Transformer, causal
 
 
 class Attention(nn.Module):
@@ -31,15 +31,17 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); cos and sin are (T, E), float32"""
         q = rotate(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, H, E)
         k = rotate(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, K, E)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        if cache is not None:
+            k, v = cache.extend(k, v)
         # shared heads are copied: faster on the CPU than SDPA's enable_gqa
         k, v = (t.repeat_interleave(self.n_groups, dim=2) if self.n_groups > 1 else t for t in (k, v))
         mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **causal(q, k)
         )  # (B, H, T, E)
         return self.wo(mixed.transpose(1, 2).flatten(2))
 
@@ -93,9 +95,9 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -112,15 +114,14 @@ class Llama(Transformer):
         self.register_buffer("rope_cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape, dtype=torch.float32), persistent=False)
 
-    def inputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, ...]:
         """Embedded tokens (B, T, D), and cos and sin of their positions (T, E)."""
-        length = tokens.shape[1]
-        return self.tok_embeddings(tokens), self.rope_cos[:length], self.rope_sin[:length]
+        end = first + tokens.shape[1]
+        return self.tok_embeddings(tokens), self.rope_cos[first:end], self.rope_sin[first:end]
 
     @torch.no_grad()
-    def reset_parameters(self, normal_: Fill) -> None:
-        """Initial parameters, and the rotary tables: to_empty leaves buffers without values."""
-        super().reset_parameters(normal_)
+    def reset_buffers(self) -> None:
+        """The rotary tables."""
         cos, sin = rotary_tables(self.config)
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(sin)

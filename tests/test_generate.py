@@ -1,0 +1,204 @@
+"""Text from a model: the cache changes nothing, and every kind of folder gives the same text."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tests.helpers import checkpoint, python, succeeded, tiny
+from torchtitan_lite import checkpoint_tools, generate, generation, hf, init
+from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.generation import Sampler, new_tokens, pieces
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models.common import KeysValues
+
+CONFIGS = {
+    "gpt": ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=3, max_seq_len=24, dropout=0.1),
+    "llama": ModelConfig(dim=32, n_heads=4, n_kv_heads=2, n_layers=3, max_seq_len=24, qk_norm=True),
+    "llama, tied": ModelConfig(dim=32, n_heads=4, n_layers=2, max_seq_len=24, tie_embeddings=True, qkv_bias=True),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    """Every parameter is away from its initial value, so that attention matters."""
+    with torch.device("meta"):
+        made = build(CONFIGS[request.param], 97)
+    init.materialise(made, torch.device("cpu"), 0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return made.eval()
+
+
+@pytest.mark.parametrize("chunks", [[1] * 24, [7, 1, 1, 5, 10], [24]], ids=str)
+@torch.no_grad()
+def test_logits_are_the_same_with_the_cache(model: Transformer, chunks: list[int]) -> None:
+    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    cache = [KeysValues() for _ in model.layers]
+    parts = torch.cat([model(part, None, cache) for part in tokens.split(chunks, dim=1)], dim=1)
+    torch.testing.assert_close(parts, model(tokens), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_tokens_are_the_same_with_the_cache(model: Transformer) -> None:
+    prompt = [5, 6, 7]
+    found = list(new_tokens(model, prompt, 100, Sampler(temperature=0), end=None))
+    expected: list[int] = []
+    while len(prompt) + len(expected) < 24:
+        expected.append(int(model(torch.tensor([prompt + expected]))[0, -1].argmax()))
+    assert found == expected
+    assert len(set(found)) > 3
+    stop = found[5]
+    assert list(new_tokens(model, prompt, 100, Sampler(temperature=0), end=stop)) == found[: found.index(stop)]
+    assert list(new_tokens(model, prompt, 4, Sampler(temperature=0), end=None)) == found[:4]
+
+
+def drawn(sampler: Sampler, logits: Tensor, n: int = 300) -> list[int]:
+    return [sampler(logits) for _ in range(n)]
+
+
+def test_sampler() -> None:
+    logits = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
+    before = torch.random.get_rng_state()
+    everything = drawn(Sampler(1.0), logits, 3000)
+    shares = torch.tensor(everything).bincount(minlength=4) / 3000
+    assert (shares - logits.exp()).abs().max() < 0.04
+    assert torch.random.get_rng_state().equal(before)
+    assert everything[:300] == drawn(Sampler(1.0), logits)
+    assert everything[:300] != drawn(Sampler(1.0, seed=1), logits)
+    assert set(drawn(Sampler(0), logits)) == {0}
+    assert set(drawn(Sampler(1.0, top_k=2), logits)) == {0, 2}
+    assert set(drawn(Sampler(1.0, top_p=0.7), logits)) == {0, 2}
+    assert set(drawn(Sampler(1.0, top_p=0.8), logits)) == {0, 2, 3}
+    assert set(drawn(Sampler(1.0, top_p=1e-6), logits)) == {0}
+    hot, cold = (drawn(Sampler(t), logits).count(0) for t in (5.0, 0.5))
+    assert hot < 0.4 * 300 < 0.6 * 300 < cold
+
+
+def test_pieces_are_the_text(text: Path) -> None:
+    tokenizer = bpe.train([file.read_text() for file in text.iterdir()], 300)
+    for prompt, rest in (("def f", "(x): \u00e9\U0001f600 \u4e2d\u6587\n"), ("\u4e2d", " a b")):
+        ids, new = tokenizer.encode(prompt).ids, tokenizer.encode(rest).ids
+        found = list(pieces(tokenizer, ids, new))
+        assert "".join(found) == rest
+        assert len(found) >= 3
+        assert not any("\ufffd" in piece for piece in found)
+    noise = torch.randint(300, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert "".join(pieces(tokenizer, [40], noise)).count("\ufffd") > 10
+
+
+@pytest.fixture(scope="module")
+def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with sharded checkpoints of steps 10 and 20."""
+    out_dir = tmp_path_factory.mktemp("generate")
+    more = {"model__family": "llama", "model__n_kv_heads": 1, "model__hidden_dim": 48, "model__qk_norm": True}
+    succeeded(python(*tiny(text, out_dir, run__name="run", checkpoint__state_dict="sharded", **more)))
+    return out_dir / "run"
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    code = generate.main([str(a) for a in (*arguments, "--prompt", "def ", "--temperature=1", "--device=cpu")])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    assert "tokens/s" in captured.err
+    assert captured.out.startswith("def ")
+    return captured.out
+
+
+def test_every_kind_of_folder_gives_the_same_text(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = text_of(capsys, run)
+    assert len(newest) > 20
+    assert text_of(capsys, checkpoint(run, 20)) == newest
+    full = checkpoint_tools.convert(checkpoint(run, 20), tmp_path / "full")
+    assert text_of(capsys, full, f"--tokenizer={run / 'tokenizer.json'}") == newest
+    hf.export(run, tmp_path / "export")
+    assert text_of(capsys, tmp_path / "export") == newest
+    assert text_of(capsys, checkpoint(run, 10)) != newest
+    assert text_of(capsys, run, "--max-tokens=3") == newest[: len(text_of(capsys, run, "--max-tokens=3")) - 1] + "\n"
+    assert text_of(capsys, run, "--dtype=bfloat16").startswith("def ")
+
+
+def test_damaged_checkpoints_are_passed_over(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    older = text_of(capsys, checkpoint(run, 10))
+    for step in (20, 10):
+        shard = next(checkpoint(copy, step).glob("shard-*"))
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+        if step == 20:
+            assert text_of(capsys, copy) == older
+    assert generate.main([str(copy), "--prompt", "x"]) == 2
+    assert "no checkpoint is whole" in capsys.readouterr().err
+
+
+def test_interactive(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = iter(["def ", "x" * 200, "class ", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert generate.main([str(run), "--interactive", "--max-tokens=5"]) == 0
+    out, err = capsys.readouterr()
+    assert "def " in out
+    assert "class " in out
+    assert err.count("tokens/s") == 2
+    assert "max_seq_len" in err
+
+
+def test_text_arrives_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    real = generation.new_tokens
+
+    def watched(*arguments: object) -> Iterator[int]:
+        for token in real(*arguments):  # type: ignore[arg-type]
+            events.append("token")
+            yield token
+
+    monkeypatch.setattr(generate, "new_tokens", watched)
+    monkeypatch.setattr("builtins.print", lambda *a, **k: events.append("print") if "file" not in k else None)
+    assert generate.main([str(run), "--prompt", "def ", "--temperature=0"]) == 0
+    first, last = events.index("token"), len(events) - events[::-1].index("token")
+    assert events[first:last].count("print") > 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "word " * 60], "a prompt of at most 36 works"),
+        ([], "nothing to continue"),
+        (["--prompt", "x", "--temperature=-1", "--top-p=0"], "--top-p=0.0 should be above 0"),
+        (["--prompt", "x", "--tokenizer=none.json"], "none.json is not there"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main([str(run), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_folders_that_are_no_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main([str(run.parent / "rnu"), "--prompt", "x"]) == 2
+    assert f"is not there; runs beside it: {run}" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert generate.main([str(tmp_path / "empty"), "--prompt", "x"]) == 2
+    assert "is no run with a checkpoint" in capsys.readouterr().err
+    (tmp_path / "empty/config.json").write_text(json.dumps({"model_type": "t5"}))
+    assert generate.main([str(tmp_path / "empty"), "--prompt", "x"]) == 2
+    assert 'model_type "t5"' in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    larger = Tokenizer.from_file(str(run / "tokenizer.json"))
+    larger.add_tokens(["another"])
+    larger.save(str(tmp_path / "tokenizer.json"))
+    assert generate.main([str(run), "--prompt", "x", f"--tokenizer={tmp_path / 'tokenizer.json'}"]) == 2
+    assert "has 518 entries" in capsys.readouterr().err

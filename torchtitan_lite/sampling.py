@@ -1,0 +1,84 @@
+"""What the model writes while it is trained: the prompts of [sample], continued at a step.
+
+Every rank computes every forward, because each holds a part of the parameters; rank 0 chooses the tokens and speaks.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from torchtitan_lite.config import Config, SampleConfig
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.distributed import World
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.generation import Sampler, new_tokens
+from torchtitan_lite.metrics import Log
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.parallelize import reshard
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a run, as tokens."""
+
+    config: SampleConfig
+    tokenizer: Tokenizer
+    ids: list[list[int]]
+    end: int
+
+    @classmethod
+    def of(cls, config: Config, data: Path) -> "Prompts":
+        """The prompts of [sample]; none, if it is switched off.
+
+        Raises:
+            ConfigError: one is empty or too long for the model.
+        """
+        tokenizer = bpe.load(data / "tokenizer.json")
+        wanted = config.sample.prompts if config.sample.every else []
+        ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in wanted]
+        limit = config.model.max_seq_len
+        for prompt, tokens in zip(wanted, ids, strict=True):
+            if not 0 < len(tokens) < limit:
+                raise ConfigError(
+                    f"sample.prompts: {prompt[:40]!r} has {len(tokens)} tokens, and should have 1 to {limit - 1}: "
+                    f"model.max_seq_len = {limit}"
+                )
+        return cls(config.sample, tokenizer, ids, bpe.end_token(tokenizer, config.tokenizer.end_token))
+
+
+def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: World, log: Log) -> None:
+    """Continue every prompt, say it, and write it to samples.jsonl. Every rank must call it."""
+    before = time.perf_counter()
+    model.eval()
+    # a block that was compiled for training would be compiled again for each length
+    with torch.compiler.set_stance("force_eager"):
+        for i, ids in enumerate(prompts.ids):
+            sampler = Sampler(prompts.config.temperature, seed=seed + i)
+
+            def agreed(logits: Tensor, sampler: Sampler = sampler) -> int:
+                """Rank 0's token: the ranks may not run into different ends."""
+                token = torch.tensor([sampler(logits)], device=world.device)
+                dist.broadcast(token, src=0)
+                return int(token)
+
+            tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, prompts.end))
+            prompt = prompts.config.prompts[i]
+            text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompt)
+            log.record({"step": step, "prompt": prompt, "text": text}, "samples.jsonl")
+            log.say(f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}")
+    model.train()
+    reshard(model)
+    seconds = time.perf_counter() - before
+    if seconds > 10:
+        log.say(f"sample  step {step}  took {seconds:.0f} s; sample.every or sample.max_tokens make it less")
+
+
+def _quoted(text: str) -> str:
+    """On one line."""
+    return json.dumps(text, ensure_ascii=False)
