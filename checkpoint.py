@@ -13,7 +13,7 @@ read them. Sharded: every rank writes and reads its own part, and nothing is gat
 and each of the four ways loads what any other has written, on any world size. The dtensor way shows what happens and is
 where to customise; the dcp way leaves it to torch.
 
-`python checkpoint.py verify | inspect | convert | export | show` looks at checkpoints: checkpoint_tools.py.
+`python checkpoint.py verify | inspect | convert | export | import` looks at checkpoints: checkpoint_tools.py.
 When a checkpoint counts: torchtitan_lite/storage.py. Which one is loaded: choose.py. Saving beside training: saving.py.
 """
 
@@ -45,12 +45,13 @@ from torchtitan_lite.choose import choose, on_rank0
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.distributed import World
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.init import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim import make_state
 from torchtitan_lite.resume import with_defaults
 from torchtitan_lite.saving import Saver, Write
 from torchtitan_lite.storage import Manifest, TrainState
-from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter, layout
+from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter, announcement, layout, write_tensors
 
 Tensors = dict[str, Tensor]
 
@@ -127,27 +128,36 @@ class Checkpointer:
         self._saver.protect = {state.step}
         return state
 
-    def load_weights(self, open_weights: Callable[[], Mapping[str, Tensor]]) -> None:
+    def load_weights(self, open_weights: Callable[[bool], Mapping[str, Tensor]]) -> None:
         """Load a model's weights, and nothing else.
 
+        On one machine each rank reads its own rows. On several rank 0 reads, and sends each its rows, tensor by tensor.
+
         Args:
-            open_weights: called on rank 0; returns whole tensors by our names, read one at a time.
+            open_weights: returns whole tensors by our names, memory-mapped or read when asked for. It is told whether
+                to verify the files, which rank 0 does.
 
         Raises:
             CheckpointError: on every rank, before anything is overwritten, if they are of another model.
         """
         targets = names.own_tensors(self.model)
-        shapes = _shapes(targets)
         weights: Mapping[str, Tensor] = {}
 
         def compare() -> None:
             nonlocal weights
-            weights = open_weights()
+            weights = open_weights(True)
+            found = {name: shape for name, (_, shape) in shards.announced(weights).items()}
             advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
-            storage.compare(Path("model.init_from"), _shapes(weights), shapes, "model", advice)
+            storage.compare(Path("model.init_from"), found, _shapes(targets), "model", advice)
 
         on_rank0(self.world, compare)
-        self._fill(targets, weights.__getitem__)
+        if self.world.local_world_size < self.world.world_size:
+            self._fill(targets, weights.__getitem__)
+            return
+        weights = weights or open_weights(False)
+        for name, target in targets.items():
+            rows, first = local_rows(target)
+            rows.copy_(weights[name][first : first + len(rows)])
 
     # --- what there is to save ----------------------------------------------------------------------------------
 
@@ -183,7 +193,7 @@ class Checkpointer:
         """Rank 0 holds one whole tensor at a time."""
         records, failure = {}, None
         for file, tensors in self._parts().items():
-            announced = _announced(tensors)
+            announced = announcement(tensors)
             writer = None
             for name in layout(announced)[1]:
                 whole = self._whole(tensors[name])  # all ranks take part, also after rank 0 has failed to write
@@ -230,14 +240,7 @@ class Checkpointer:
         def write(folder: Path) -> dict[str, FileRecord]:
             records = {}
             for file, tensors in content.items() if self.world.rank == 0 else ():
-                writer = TensorFileWriter(folder / file, _announced(tensors))
-                try:
-                    for name in writer.order:
-                        writer.write(tensors[name])
-                except BaseException:
-                    writer.abandon()
-                    raise
-                records[file] = writer.close()
+                records[file] = write_tensors(folder / file, announcement(tensors), tensors.__getitem__)
             return records
 
         return write
@@ -335,10 +338,6 @@ class Checkpointer:
 def _prefix(file: str) -> str:
     """Of a full state dict's file, in the names of a sharded one: "model." or "optimizer."."""
     return file.removesuffix("safetensors")
-
-
-def _announced(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -108,7 +108,8 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
         log.say(f"note    {note}")
     state = replace(loaded, setting=fresh.setting, config=fresh.config) if loaded else fresh
     if config.model.init_from and not loaded:
-        checkpointer.load_weights(lambda: hf.open_weights(Path(config.model.init_from), config.model))
+        source = Path(config.model.init_from)
+        checkpointer.load_weights(lambda verify: hf.open_weights(source, config.model, verify))
 
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
     skips = config.train.on_nonfinite == "skip"

@@ -253,12 +253,12 @@ def case_weights_of_another_run_reach_every_rank() -> None:
         checkpointer = Checkpointer(
             Path("unused"), model, build_optimizer(model, OptimConfig()), CheckpointConfig(), world
         )
-        checkpointer.load_weights(lambda reference=reference: reference)  # type: ignore[misc]
+        checkpointer.load_weights(lambda _, reference=reference: reference)  # type: ignore[misc]
         for key, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert parameter.full_tensor().equal(reference[key].float()), f"{name}: {key}"
         with pytest.raises(CheckpointError, match=" is - in the checkpoint and "):
-            checkpointer.load_weights(lambda: {})
+            checkpointer.load_weights(lambda _: {})
 
 
 def case_a_step_with_nan_on_one_rank_changes_nothing() -> None:

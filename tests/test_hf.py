@@ -111,7 +111,9 @@ def test_logits_and_gradients(theirs: tuple[Any, Path]) -> None:
 def test_weights_go_out_as_they_came(theirs: tuple[Any, Path]) -> None:
     model, folder = theirs
     config = config_of(folder)
-    out = hf_layout.to_hf(hf.open_weights(folder, config), config.family)
+    weights = hf.open_weights(folder, config)
+    parts = hf_layout.hf_names(weights, config.family)
+    out = {name: hf_layout.to_hf(ours, weights.__getitem__, config.family) for name, ours in parts.items()}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in out}
     assert out.keys() == {name for name, _ in model.named_parameters()}
     assert all(out[name].equal(state[name]) for name in out)

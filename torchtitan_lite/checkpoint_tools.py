@@ -2,9 +2,9 @@
 
 verify RUN...        hash every file of every checkpoint, and say what is wrong
 inspect FOLDER       what a checkpoint holds: names, shapes, bytes, and where the run was
-convert FOLDER OUT   a full checkpoint from a sharded one (a full one loads as it is, also into a sharded run)
+convert FOLDER OUT   a full checkpoint from a sharded one, or the other way round (any run loads both as they are)
 export RUN OUT       a Hugging Face folder
-show FOLDER          the [model] section for a Hugging Face folder (import it by [model] init_from)
+import FOLDER [OUT]  a config that starts from a Hugging Face folder: printed, or written to OUT.toml
 """
 
 import argparse
@@ -12,9 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from torchtitan_lite import hf, shards, storage
 from torchtitan_lite.errors import CheckpointError, UserError
-from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter
+from torchtitan_lite.tensorfile import FileRecord, write_tensors
+
+PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # names in shards, and the full file of them
 
 
 def checkpoints_of(path: Path) -> list[Path]:
@@ -59,7 +63,7 @@ def inspect(folder: Path) -> None:
     else:
         shapes = {
             f"{prefix}{name}": shape
-            for prefix, file in (("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER))
+            for prefix, file in PARTS
             for name, shape in storage.read_shapes(folder / file).items()
         }
     for name, shape in shapes.items():
@@ -67,39 +71,54 @@ def inspect(folder: Path) -> None:
 
 
 def convert(folder: Path, out: Path) -> Path:
-    """Write a sharded checkpoint as a full one, a tensor at a time, into a folder of checkpoints.
+    """Write a sharded checkpoint as a full one, or a full one as a sharded one, into a folder of checkpoints.
+
+    One tensor at a time is in memory.
 
     Raises:
-        CheckpointError: it is damaged, or full already, or `out` has one of this step.
+        CheckpointError: it is damaged, or `out` has one of this step.
     """
     if problems := storage.verify(folder):
         raise CheckpointError("; ".join(problems))
     manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
-    if manifest.state_dict == "full":
-        raise CheckpointError(f"{folder} holds a full state dict already")
     if storage.step_folder(out, state.step).exists():
         raise CheckpointError(f"{storage.step_folder(out, state.step)} is there already")
     try:
         out.mkdir(parents=True, exist_ok=True)
         beside = storage.begin(out, state.step)
-        records = {
-            file: _write(beside / file, shards.WholeTensors(folder, prefix))
-            for prefix, file in (("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER))
-        }
+        if manifest.state_dict == "full":
+            return storage.commit(beside, state, "sharded", 1, _one_shard(folder, beside))
+        records = {}
+        for prefix, file in PARTS:
+            tensors = shards.WholeTensors(folder, prefix)
+            records[file] = write_tensors(beside / file, tensors.announced(), tensors.__getitem__)
         return storage.commit(beside, state, "full", manifest.world_size, records)
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
 
 
-def _write(path: Path, tensors: shards.WholeTensors) -> FileRecord:
-    writer = TensorFileWriter(path, tensors.announced())
+def import_config(folder: Path, out: Path | None) -> None:
+    """Print a config that starts from a Hugging Face folder, or write it.
+
+    Raises:
+        CheckpointError: it is no such folder, or `out` is there.
+    """
+    text = "\n".join(hf.section(folder.expanduser().absolute())) + "\n"
+    if out is None:
+        print(text, end="")
+        return
     try:
-        for name in writer.order:
-            writer.write(tensors[name])
-    except BaseException:
-        writer.abandon()
-        raise
-    return writer.close()
+        with out.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise CheckpointError(f"{out} can't be written: {error}") from None
+    print(f"wrote {out}: train.py --config {out} starts from these weights, step 0, with a new optimizer")
+
+
+def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:
+    """The tensors of a full checkpoint as the part of a single rank."""
+    tensors = {prefix + name: t for prefix, file in PARTS for name, t in load_file(folder / file).items()}
+    return shards.write_whole(out, tensors)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -114,7 +133,9 @@ def main(argv: Sequence[str]) -> int:
         command = commands.add_parser(name)
         command.add_argument(first, type=Path)
         command.add_argument("out", type=Path)
-    commands.add_parser("show").add_argument("folder", type=Path)
+    command = commands.add_parser("import")
+    command.add_argument("folder", type=Path)
+    command.add_argument("out", type=Path, nargs="?")
     given = parser.parse_args(argv)
     try:
         if given.command == "verify":
@@ -127,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
             hf.export(given.source, given.out)
             print(f"exported to {given.out}")
         else:
-            print("\n".join(hf.section(given.folder)))
+            import_config(given.folder, given.out)
     except UserError as error:
         print(f"checkpoint.py: {error}", file=sys.stderr)
         return error.exit_code

@@ -3,8 +3,8 @@
     python -m torchtitan_lite.hf show FOLDER            the [model] section for a Hugging Face folder
     python -m torchtitan_lite.hf export RUN OUT         a run's newest checkpoint, or one step's, as such a folder
 
-A folder holds config.json and model.safetensors, or shards of it with an index; hf_layout.py says what is where. One
-process, the whole model in memory.
+A folder holds config.json and model.safetensors, or shards of it with an index; hf_layout.py says what is where. Files
+are memory-mapped: of a model that is imported each rank reads the rows that it keeps, and an export holds one tensor.
 """
 
 import argparse
@@ -15,19 +15,29 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from torchtitan_lite import settings, shards, storage
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, UserError
-from torchtitan_lite.hf_layout import drop_tied, from_hf, from_hf_config, to_hf, to_hf_config
+from torchtitan_lite.hf_layout import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
+from torchtitan_lite.tensorfile import Announced, announcement, write_tensors
+
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000  # of an exported file, as transformers has it
 
 
-def open_weights(path: Path, config: ModelConfig) -> Mapping[str, Tensor]:
+def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mapping[str, Tensor]:
     """The weights of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder, under our names.
+
+    Files are memory-mapped, and a sharded checkpoint's tensors are put together when they are looked at.
+
+    Args:
+        verify: hash a checkpoint's files first.
 
     Raises:
         CheckpointError: it is none of those, is damaged, or its config is that of another model.
@@ -51,7 +61,7 @@ def open_weights(path: Path, config: ModelConfig) -> Mapping[str, Tensor]:
     for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family == "llama" else [])):
         saved.pop(key, None)
     _compare(folder, saved, config)
-    return whole_weights(folder)
+    return whole_weights(folder) if verify else read_weights(folder)
 
 
 def whole_weights(folder: Path) -> Mapping[str, Tensor]:
@@ -117,8 +127,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     weight_map = _read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: its weight_map should give the file of each tensor")
     names = sorted(set(weight_map.values()))
     weights: dict[str, Tensor] = {}
     for name in names:
@@ -131,11 +143,13 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def export(source: Path, out: Path) -> None:
+def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write a run's newest checkpoint, or the checkpoint in a folder, as a Hugging Face folder in float32.
 
+    It is written beside, and renamed when it is whole. Memory: one tensor.
+
     Raises:
-        CheckpointError: there is no checkpoint, or `out` is not empty.
+        CheckpointError: there is no checkpoint, it is damaged, `out` is not empty, or it can't be written.
     """
     run = source.parent.parent if (source / storage.MANIFEST).is_file() else source
     steps = storage.find_steps(source / "checkpoints")
@@ -145,24 +159,74 @@ def export(source: Path, out: Path) -> None:
     state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} is there already; name a new folder")
-    weights = dict(whole_weights(folder))
-    content = to_hf_config(config, weights["tok_embeddings.weight"].shape[0])
-    out.mkdir(parents=True, exist_ok=True)
-    if (run / "tokenizer.json").is_file():
-        shutil.copyfile(run / "tokenizer.json", out / "tokenizer.json")
-        # without these, readers take the architecture's, which are other entries of our vocabulary
-        end = bpe.end_token(bpe.load(out / "tokenizer.json"), state.config.get("tokenizer.end_token", ""))
-        content |= {"bos_token_id": end, "eos_token_id": end}
-    (out / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    save_file(to_hf(weights, config.family), out / "model.safetensors", metadata={"format": "pt"})
+    weights = whole_weights(folder)
+    announced = shards.announced(weights)
+    content = to_hf_config(config, announced["tok_embeddings.weight"][1][0])
+    beside = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        if (run / "tokenizer.json").is_file():
+            shutil.copyfile(run / "tokenizer.json", beside / "tokenizer.json")
+            # without these, readers take the architecture's, which are other entries of our vocabulary
+            end = bpe.end_token(bpe.load(beside / "tokenizer.json"), state.config.get("tokenizer.end_token", ""))
+            content |= {"bos_token_id": end, "eos_token_id": end}
+        (beside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write_shards(beside, weights, announced, config.family, max_shard_bytes)
+        if out.is_dir():
+            out.rmdir()
+        beside.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} can't be written: {error}") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write_shards(
+    folder: Path, weights: Mapping[str, Tensor], announced: Announced, family: str, max_bytes: int
+) -> None:
+    """model.safetensors, or several files of at most so many bytes (a larger tensor has one alone) with an index."""
+    parts = hf_names(announced, family)
+    theirs = announcement(
+        {
+            name: to_hf(ours, lambda n: torch.empty(announced[n][1], device="meta"), family)
+            for name, ours in parts.items()
+        }
+    )
+    files: list[list[str]] = [[]]
+    room = max_bytes
+    for name, (dtype, shape) in theirs.items():
+        size = dtype.itemsize * torch.Size(shape).numel()
+        if files[-1] and size > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(name)
+        room -= size
+    weight_map: dict[str, str] = {}
+    for number, inside in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        write_tensors(
+            folder / file,
+            {name: theirs[name] for name in inside},
+            lambda name: to_hf(parts[name], lambda ours: weights[ours].float(), family),
+        )
+        weight_map |= dict.fromkeys(inside, file)
+    if len(files) > 1:
+        total = sum((folder / file).stat().st_size for file in set(weight_map.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def section(folder: Path) -> Iterator[str]:
-    """The lines of a [model] section for a Hugging Face folder."""
+    """The lines of a config that goes on from a Hugging Face folder: [model], and [tokenizer] if the folder has one."""
     yield "[model]"
     for key, value in from_hf_config(_read_json(folder / "config.json")).items():
         yield f"{key} = {settings.show(value)}"
-    yield f'init_from = "{folder}"'
+    yield f"init_from = {settings.show(str(folder))}"
+    if (folder / "tokenizer.json").is_file():
+        yield ""
+        yield "[tokenizer]"
+        yield f"path = {settings.show(str(folder / 'tokenizer.json'))}"
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 Our layout is theirs, so this renames; only GPT-2 stores its matrices transposed, and queries, keys and values in one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,22 +58,27 @@ def rename(name: str, table: Mapping[str, str]) -> str:
 # --- weights ----------------------------------------------------------------------------------------------------
 
 
-def to_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Our tensors under Hugging Face's names and in its layout."""
+def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
+    """For each tensor of Hugging Face's the names of ours that it is made of."""
     if family == "llama":
-        return {rename(name, _LLAMA): tensor.contiguous() for name, tensor in weights.items()}
-    merged = dict(weights)
-    for name in [name for name in weights if ".attention.wq." in name]:
-        parts = [merged.pop(name.replace(".wq.", f".{w}.")) for w in ("wq", "wk", "wv")]
-        merged[name.replace(".wq.", ".wqkv.")] = torch.cat(parts)
-    return {
-        rename(name, _GPT2): (tensor.T if name.endswith(_TRANSPOSED) else tensor).contiguous()
-        for name, tensor in merged.items()
-    }
+        return {rename(name, _LLAMA): [name] for name in ours}
+    parts: dict[str, list[str]] = {}
+    for name in ours:
+        merged = name.replace(".wk.", ".wq.").replace(".wv.", ".wq.")
+        parts.setdefault(rename(merged.replace(".wq.", ".wqkv."), _GPT2), []).append(name)
+    in_order = (".wq.", ".wk.", ".wv.")
+    return {t: sorted(names, key=lambda n: [w in n for w in in_order], reverse=True) for t, names in parts.items()}
+
+
+def to_hf(names: Sequence[str], weight: Callable[[str], Tensor], family: str) -> Tensor:
+    """One tensor of Hugging Face's, made of those of ours."""
+    whole = torch.cat([weight(name) for name in names]) if len(names) > 1 else weight(names[0])
+    transposed = family == "gpt" and names[0].endswith((".wq.weight", *_TRANSPOSED))
+    return (whole.T if transposed else whole).contiguous()
 
 
 def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Hugging Face's tensors under our names and in our layout."""
+    """Hugging Face's tensors under our names and in our layout, as views: nothing is read that nobody looks at."""
     if family == "llama":
         table = {theirs: ours for ours, theirs in _LLAMA.items()}
         skipped = ("rotary_emb.inv_freq",)  # tables that old checkpoints hold
@@ -88,9 +93,9 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
         whole = tensor.T if renamed.endswith(_TRANSPOSED) else tensor
         if ".wqkv." in renamed:
             for w, part in zip(("wq", "wk", "wv"), whole.chunk(3), strict=True):
-                ours[renamed.replace("wqkv", w)] = part.contiguous()
+                ours[renamed.replace("wqkv", w)] = part
         else:
-            ours[renamed] = whole.contiguous()
+            ours[renamed] = whole
     return ours
 
 

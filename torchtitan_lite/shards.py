@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.storage import open_tensors
-from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter, write_text
+from torchtitan_lite.tensorfile import Announced, FileRecord, TensorFileWriter, announcement, write_tensors, write_text
 
 INDEX = "index.json"
 
@@ -168,6 +168,25 @@ class ShardReader(StorageReader):
         return True
 
 
+def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
+    """Write whole tensors as a sharded checkpoint of one rank. Returns what was written."""
+    file = "shard-00000-of-00001.safetensors"
+    keys = {name: f"{name}@{','.join('0' * tensor.ndim)}" for name, tensor in tensors.items()}
+    index = {
+        name: {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "parts": [{"offsets": [0] * tensor.ndim, "shape": list(tensor.shape), "file": file, "key": keys[name]}],
+        }
+        for name, tensor in tensors.items()
+    }
+    by_key = {keys[name]: tensor for name, tensor in tensors.items()}
+    return {
+        file: write_tensors(folder / file, announcement(by_key), by_key.__getitem__),
+        INDEX: write_text(folder / INDEX, json.dumps(index, indent=1) + "\n"),
+    }
+
+
 def read_index(folder: Path) -> dict[str, Any]:
     """What a sharded checkpoint holds: by name a dtype, a shape, and where its parts are.
 
@@ -203,7 +222,7 @@ class WholeTensors(Mapping[str, Tensor]):
         self._folder = folder
         self._entries = {n.removeprefix(prefix): e for n, e in read_index(folder).items() if n.startswith(prefix)}
 
-    def announced(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def announced(self) -> Announced:
         """Name, dtype and shape of each."""
         return {name: (getattr(torch, e["dtype"]), tuple(e["shape"])) for name, e in self._entries.items()}
 
@@ -220,3 +239,8 @@ class WholeTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def announced(tensors: Mapping[str, Tensor]) -> Announced:
+    """Dtypes and shapes, without reading tensors that are read when they are looked at."""
+    return tensors.announced() if isinstance(tensors, WholeTensors) else announcement(tensors)

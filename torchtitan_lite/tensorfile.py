@@ -9,7 +9,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,13 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _CHUNK = 8 << 20  # bytes that are written, and handed to the hashing thread, at a time
+
+Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # the tensors of a file: dtype and shape by name
+
+
+def announcement(tensors: Mapping[str, Tensor]) -> Announced:
+    """What a file of these tensors holds."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ class HashingStream:
         self._file: BinaryIO = path.open("xb")
         self._bytes = 0
         self._hash = hashlib.sha256()
-        self._chunks: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        # bounded: what waits to be hashed is kept in memory
+        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
         self._thread = threading.Thread(target=self._digest, daemon=True)
         self._thread.start()
 
@@ -80,7 +88,7 @@ class HashingStream:
         self._file.close()
 
 
-def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
+def layout(tensors: Announced) -> tuple[bytes, list[str]]:
     """The header of a file with these tensors, and the order in which their bytes follow: large elements first, so
     that each is aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
@@ -102,7 +110,7 @@ class TensorFileWriter:
         OSError: as any writing does.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def __init__(self, path: Path, tensors: Announced) -> None:
         header, self.order = layout(tensors)
         self._announced = iter([(name, *tensors[name]) for name in self.order])
         self._stream = HashingStream(path)
@@ -127,6 +135,18 @@ class TensorFileWriter:
     def abandon(self) -> None:
         """Stop, after an error."""
         self._stream.abandon()
+
+
+def write_tensors(path: Path, announced: Announced, tensor: Callable[[str], Tensor]) -> FileRecord:
+    """Write a file of tensors, each of which is asked for when it is its turn; on the disk when this returns."""
+    writer = TensorFileWriter(path, announced)
+    try:
+        for name in writer.order:
+            writer.write(tensor(name))
+    except BaseException:
+        writer.abandon()
+        raise
+    return writer.close()
 
 
 def write_text(path: Path, text: str) -> FileRecord:
