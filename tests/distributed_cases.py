@@ -118,6 +118,7 @@ def case_both_apis_save_the_same_files_and_load_each_others() -> None:
     cases += [(flat, "gpt", "adamw", "layers.0.*"), (flat, "llama, tied", "sgd", "tok_embeddings.*")]
     for number, (mesh, name, optimizer, frozen) in enumerate(cases):
         ways = WAYS if number < 2 else WAYS[1:3]
+        (folder / str(number)).mkdir(exist_ok=True)
         try:
             _save_and_load(folder / str(number), mesh, FAMILIES[name], optimizer, world, frozen, ways)
         except Exception as error:

@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import pickle
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import checkpoint, python, ranks, records, start, succeeded, tensors, tiny
-from torchtitan_lite import retention, storage
+from torchtitan_lite import retention, shards, storage
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter
+from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter, announcement, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +210,121 @@ def test_a_link_out_of_the_folder_is_refused(finished: Path, tmp_path: Path) -> 
     assert "which is no plain file of its folder" in "; ".join(storage.verify(folder))
 
 
+def zero_a_sector(path: Path) -> None:
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes(512) + content[middle + 512 :])
+
+
+def swap_shards(path: Path) -> None:
+    other = path.with_name(path.name.replace("00000-of", "00001-of"))
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def from_the_step_before(path: Path) -> None:
+    shutil.copyfile(path.parent.with_name("step-00000002") / path.name, path)
+
+
+@pytest.mark.parametrize("harm", [lengthen, zero_a_sector, swap_shards, from_the_step_before, Path.unlink])
+def test_a_damaged_shard_is_found(harm: Callable[[Path], None], sharded: Path, tmp_path: Path) -> None:
+    shutil.copytree(sharded, tmp_path / "run")
+    folder = checkpoint(tmp_path / "run", 4)
+    harm(folder / "shard-00000-of-00002.safetensors")
+    assert any("shard-00000-of-00002.safetensors" in problem for problem in storage.verify(folder))
+
+
+def test_a_copy_elsewhere_with_other_times_is_the_same(finished: Path, text: Path, tmp_path: Path) -> None:
+    """The step decides what is newest, not the clock."""
+    for step, age in ((2, 0), (4, 10**9)):
+        shutil.copytree(checkpoint(finished, step), checkpoint(tmp_path / "run", step))
+        os.utime(checkpoint(tmp_path / "run", step), (10**9 - age, 10**9 - age))
+    output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6)))
+    assert "resumed after step 4" in output
+
+
+class Bomb:
+    """What a pickle may do when it is opened."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+def replace_by(content: bytes, folder: Path, name: str) -> None:
+    """Put other bytes into a checkpoint, with a manifest that agrees."""
+    (folder / name).write_bytes(content)
+    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
+
+
+HEADER = 10**15
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("harm", ["a pickle", "a huge header", "deep JSON", "twice the same key", "other tensors"])
+def test_what_somebody_hands_in_is_refused_and_runs_nothing(
+    harm: str, kind: str, finished: Path, sharded: Path, text: Path, tmp_path: Path
+) -> None:
+    """By somebody who makes the hashes right: it is named, nothing is executed, memory stays small."""
+    source = finished if kind == "full" else sharded
+    shutil.copytree(source, tmp_path / "run")
+    folder = checkpoint(tmp_path / "run", 4)
+    tensors_in = "model.safetensors" if kind == "full" else "shard-00000-of-00002.safetensors"
+    names_in = "state.json" if kind == "full" else "index.json"
+    canary = tmp_path / "canary"
+    file, content = {
+        "a pickle": (tensors_in, pickle.dumps(Bomb(canary))),
+        "a huge header": (tensors_in, HEADER.to_bytes(8, "little") + b"{}"),
+        "deep JSON": (names_in, NESTED),
+        "twice the same key": (names_in, b'{"step": 4, "step": NaN}'),
+        "other tensors": (tensors_in, (checkpoint(source, 2) / tensors_in).read_bytes()[:-4]),
+    }[harm]
+    replace_by(content, folder, file)
+    more = {"model__tie_embeddings": True} if kind == "sharded" else {}
+    result = ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6, **more))
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert str(folder) in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not canary.exists()
+
+
+def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is synced before the manifest, the manifest and the folder before the rename, and that at the end."""
+    happened: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def recorded_sync(descriptor: int) -> None:
+        happened.append(
+            "sync " + re.sub(r"\.tmp-(step-\d+).*?(?=/|$)", r"\1", os.readlink(f"/proc/self/fd/{descriptor}"))
+        )
+        sync(descriptor)
+
+    def recorded_rename(self: Path, target: Path) -> Path:
+        happened.append(f"rename to {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_sync)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
+    folder = storage.begin(tmp_path, 1)
+    weight = torch.ones(3)
+    record = write_tensors(folder / "model.safetensors", announcement({"w": weight}), lambda _: weight)
+    storage.commit(folder, storage.TrainState(step=1), "full", 1, {"model.safetensors": record})
+    step = f"{tmp_path}/step-00000001"
+    assert happened == [
+        f"sync {step}/model.safetensors",
+        f"sync {step}/state.json",
+        f"sync {step}/manifest.json",
+        f"sync {step}",
+        "rename to step-00000001",
+        f"sync {tmp_path}",
+    ]
+
+
 def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, checkpoint__resume="step-3")
     assert "there is no such checkpoint in " in message
@@ -362,6 +480,14 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
         assert "resumed after step 4" in succeeded(ranks(1, *tiny(text, tmp_path, run__name=name, **more)))
     one, other = (tensors(checkpoint(tmp_path / name, 6)) for name in ("run", "straight"))
     assert all(one[name].equal(other[name]) for name in other)
+    # and back: one shard, the same tensors, which any run loads
+    succeeded(python("convert", str(folder), str(tmp_path / "back/checkpoints"), script="checkpoint.py"))
+    again_sharded = checkpoint(tmp_path / "back", 4)
+    assert storage.verify(again_sharded) == []
+    found = shards.WholeTensors(again_sharded, "")
+    expected = shards.WholeTensors(checkpoint(sharded, 4), "")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
     again = python("convert", str(sharded), str(tmp_path / "run/checkpoints"), script="checkpoint.py")
     assert again.returncode == 2
     assert "step-00000004 is there already" in again.stderr

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import checkpoint, losses, ranks, start, succeeded, tiny
+from tests.helpers import checkpoint, losses, python, ranks, start, succeeded, tiny
 from torchtitan_lite import hf, hf_layout, init, settings
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.errors import CheckpointError
@@ -148,6 +148,12 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     mine = ours(config, hf.open_weights(checkpoint(tmp_path / "first", 4), ModelConfig.model_validate(saved(tmp_path))))
     tokens = TOKENS[:, :32]
     assert relative(mine(tokens), model(tokens).logits) < 1e-5
+    prompt = TOKENS[:1, :6]
+    generated = model.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    text_of_ours = prompt
+    for _ in range(20):
+        text_of_ours = torch.cat([text_of_ours, mine(text_of_ours)[:, -1:].argmax(-1)], dim=1)
+    assert generated.equal(text_of_ours), "other text"
     assert (exported / "tokenizer.json").is_file()
     assert model.config.eos_token_id == 0  # our end mark
 
@@ -163,6 +169,45 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     assert all(curve == first[0] for curve in first)
     assert first[0][1][0] < losses(tmp_path / "first")[1][0] - 0.005
     assert set(first[0]) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_large_export_has_several_files(family: str, text: Path, tmp_path: Path) -> None:
+    more: dict[str, Any] = LLAMA if family == "llama" else {}
+    succeeded(
+        ranks(2, *tiny(text, tmp_path, run__name="run", train__steps=3, checkpoint__state_dict="sharded", **more))
+    )
+    hf.export(tmp_path / "run", tmp_path / "one")
+    hf.export(tmp_path / "run", tmp_path / "many", max_shard_bytes=50_000)
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
+    assert not list(tmp_path.glob(".*")), "nothing is left beside"
+    one, many = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "many"))
+    assert all(many.state_dict()[name].equal(tensor) for name, tensor in one.state_dict().items())
+    with pytest.raises(CheckpointError, match="many is there already"):
+        hf.export(tmp_path / "run", tmp_path / "many")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_folder_is_imported_as_a_config_on_two_ranks(kind: str, text: Path, tmp_path: Path) -> None:
+    """Each rank reads its rows; the first loss is that of the model, whatever the number of ranks."""
+    architecture, values = CASES[kind]
+    config = getattr(transformers, f"{architecture}Config")(**values | {"vocab_size": 600})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "hf")
+    written = tmp_path / "mine.toml"
+    output = succeeded(python("import", str(tmp_path / "hf"), str(written), script="checkpoint.py"))
+    assert f"wrote {written}: train.py --config {written}" in output
+    assert python("import", str(tmp_path / "hf"), str(written), script="checkpoint.py").returncode == 2, "it is there"
+    arguments = [option for option in tiny(text, tmp_path, train__steps=3) if not option.startswith("--model.")]
+    first = []
+    for n in (1, 2):
+        succeeded(ranks(n, "--config", str(written), *arguments, f"--run.name=r{n}", "--train.seq_len=16"))
+        first.append(losses(tmp_path / f"r{n}")[1][0])
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    fresh = [option for option in arguments if "init_from" not in option] + ["--model.init_from="]
+    succeeded(ranks(1, "--config", str(written), *fresh, "--run.name=fresh", "--train.seq_len=16"))
+    assert abs(losses(tmp_path / "fresh")[1][0] - first[0]) > 1e-4, "the weights were not used"
 
 
 def saved(tmp_path: Path) -> dict[str, Any]:

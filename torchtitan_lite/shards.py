@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.storage import open_tensors
+from torchtitan_lite.storage import open_tensors, read_shapes
 from torchtitan_lite.tensorfile import Announced, FileRecord, TensorFileWriter, announcement, write_tensors, write_text
 
 INDEX = "index.json"
@@ -211,8 +211,18 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor."""
-    return {name: tuple(entry["shape"]) for name, entry in read_index(folder).items()}
+    """Name and shape of every tensor, of which every part is where the index says.
+
+    Raises:
+        CheckpointError: a file is damaged, or lacks a part.
+    """
+    index = read_index(folder)
+    parts = [part for entry in index.values() for part in entry["parts"]]
+    inside = {file: read_shapes(folder / file) for file in {part["file"] for part in parts}}
+    for part in parts:
+        if inside[part["file"]].get(part["key"]) != tuple(part["shape"]):
+            raise CheckpointError(f"{folder / part['file']} does not hold {part['key']} of shape {part['shape']}")
+    return {name: tuple(entry["shape"]) for name, entry in index.items()}
 
 
 class WholeTensors(Mapping[str, Tensor]):

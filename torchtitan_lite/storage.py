@@ -25,6 +25,7 @@ from typing import Any
 
 import safetensors
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from torchtitan_lite import __version__
 from torchtitan_lite.errors import CheckpointError
@@ -130,11 +131,12 @@ def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
     Raises:
         CheckpointError: it is damaged, or in the wrong folder.
     """
-    content = _read_json(folder / STATE)
+    content = json.dumps(_read_json(folder / STATE))
     try:
-        state = TrainState(**content)
-    except TypeError as error:
-        raise CheckpointError(f"{folder / STATE} is damaged: {error}") from None
+        state = TypeAdapter(TrainState).validate_json(content, strict=True)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise CheckpointError(f"{folder / STATE} is damaged: {wrong}") from None
     if named_by_step and folder.name != step_folder(folder.parent, state.step).name:
         raise CheckpointError(f"{folder} holds step {state.step}: it was renamed; give it back its name")
     return state
@@ -142,11 +144,18 @@ def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error!r}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it holds no table")
+    return content
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key stands in it twice")
     return content
 
 
