@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.forkserver import Server
+from torchtitan_lite import shards
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,5 +122,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint."""
+    """All tensors of a checkpoint of either kind: those of the model, and of the optimizer as exp_avg.NAME."""
+    if (folder / shards.INDEX).is_file():
+        return {name.split(".", 1)[1]: tensor for name, tensor in shards.WholeTensors(folder, "").items()}
     return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")

@@ -64,6 +64,7 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
     assert fsdp.sharding_strategy == "FULL_SHARD"
     assert fsdp.reshard_after_forward is True
     assert (fsdp.param_dtype, fsdp.reduce_dtype) == ("bfloat16", "bfloat16")
+    assert settings.load(mine, {}, world_size=2).config.checkpoint.state_dict == "sharded"
     assert "torchrun --nproc-per-node 2 train.py" in output
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import checkpoint, losses, records, succeeded, tensors, tiny, torchrun
+from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny, torchrun
 
 # Accumulation (6 sequences on 2 ranks, one at a time), sizes that don't divide by 2; dropout, where there is any; a
 # scaled loss that overflows and recovers.
@@ -77,6 +77,34 @@ def test_20_steps_are_10_and_10(api: str, straight: dict[str, Path], text: Path,
         forget_after(run, 15)
         assert "resumed after step 15" in succeeded(torchrun(2, *command))
         assert_equal_runs(run, straight[api])
+
+
+LLAMA = {"model__family": "llama", "model__n_heads": 4, "model__n_kv_heads": 1, "model__hidden_dim": 64}
+SHARDED = {"checkpoint__state_dict": "sharded"}
+# what else could go into a resume: ranks and options
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "float32": (2, LLAMA),
+    "sums in bfloat16": (2, {**LLAMA, "fsdp__param_dtype": "bfloat16", "fsdp__reduce_dtype": "bfloat16"}),
+    "two copies": (4, {"fsdp__dp_replicate": 2, "fsdp__grad_sync": "all_reduce_last", "model__dropout": 0.1}),
+    "saved beside": (2, {**SHARDED, "checkpoint__api": "dcp", "checkpoint__async_save": True, "model__dropout": 0.1}),
+    "compiled": (2, {**LLAMA, **SHARDED, "compile__enabled": True}),
+    "compiled, recomputed": (2, {"compile__enabled": True, "activation_checkpointing__mode": "full"}),
+    "sgd": (3, {**LLAMA, "optim__name": "sgd", "optim__lr": 0.1, "fsdp__reshard_after_forward": False}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_everything_else_resumes_bit_for_bit_too(name: str, text: Path, tmp_path: Path) -> None:
+    n, more = MORE[name]
+    command = tiny(text, tmp_path, run__name="straight", checkpoint__every=10, **more)
+    succeeded(ranks(n, *command, timeout=300))
+    shutil.copytree(tmp_path / "straight", tmp_path / "run")
+    forget_after(tmp_path / "run", 10)
+    output = succeeded(ranks(n, *command, "--run.name=run", timeout=300))
+    assert "resumed after step 10" in output
+    assert "not bit for bit" not in output
+    assert_equal_runs(tmp_path / "run", tmp_path / "straight")
 
 
 def test_the_scale_of_the_loss_is_resumed_too(straight: dict[str, Path]) -> None:

@@ -65,3 +65,15 @@ def test_run_of_2_resumes_on_others(
     assert "resumed after step 10" in output
     assert f"not bit for bit: world_size 2 -> {n}" in output
     assert_close(run, runs[family, 2], first=11)
+
+
+@pytest.mark.slow
+def test_a_run_goes_through_many_worlds(runs: dict[tuple[str, int], Path], text: Path, tmp_path: Path) -> None:
+    """4, 2, 3, 1, 2 copies of 2: the same samples in the same order, the same curve."""
+    run = tmp_path / "run"
+    command = tiny(text, tmp_path, run__name="run", train__micro_batch_size=2)
+    for number, n in enumerate((4, 2, 3, 1)):
+        output = succeeded(ranks(n, *command, fault=f"term:0:{4 * number + 3}:batch"))
+        assert "new; " in output if number == 0 else "resumed after step " in output
+    succeeded(ranks(4, *command, "--fsdp.dp_replicate=2"))
+    assert_close(run, runs["gpt", 1])

@@ -188,8 +188,9 @@ FSDP: dict[str, Rule] = {
     "fsdp_offload_params": _set("fsdp.cpu_offload", YES),
     "fsdp_activation_checkpointing": _set("activation_checkpointing.mode", {True: "full", False: "none"}),
     "fsdp_state_dict_type": _choice(
-        FULL_STATE_DICT=_anyway("always so: whole tensors in safetensors files"),
-        other=_none("checkpoints are full state dicts"),
+        FULL_STATE_DICT=_set("checkpoint.state_dict", {"FULL_STATE_DICT": "full"}),
+        SHARDED_STATE_DICT=_set("checkpoint.state_dict", {"SHARDED_STATE_DICT": "sharded"}),
+        other=_none("checkpoints are full or sharded state dicts"),
     ),
     "fsdp_ignored_modules": _none("every parameter is sharded; optim.freeze keeps some from training"),
 }
