@@ -388,6 +388,14 @@ def test_old_checkpoints_go_and_the_best_stays(text: Path, tmp_path: Path) -> No
     assert storage.find_steps(tmp_path / "run/checkpoints") == sorted({4, 7, best})
 
 
+def test_the_one_that_was_loaded_stays(finished: Path, text: Path, tmp_path: Path) -> None:
+    """Until somebody has seen that the run goes well from there."""
+    shutil.copytree(finished, tmp_path / "run")
+    more = {"checkpoint__every": 1, "checkpoint__keep_latest": 1}
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=7, **more)))
+    assert storage.find_steps(tmp_path / "run/checkpoints") == [4, 7]
+
+
 def test_what_killed_processes_left_goes_away(tmp_path: Path) -> None:
     for name in (".tmp-step-00000001-abc", ".trash-step-00000002-abc"):
         (tmp_path / name).mkdir()
