@@ -1,8 +1,8 @@
 """Saving and loading a state of about 1 GB on two processes: `python -m benchmarks.checkpoint [rounds]`.
 
-Each way of saving beside a plain write of the same bytes with fsync (each rank its half) and beside a bare `dcp.save`,
-interleaved; for saves beside training, how long training stands still, against one copy of this rank's part in memory.
-Medians, as ratios; the seconds only show the order.
+Each way of saving next to a plain write of the same bytes with fsync (each rank its half) and to a bare `dcp.save`, which
+syncs, but neither hashes nor commits; for saves beside training, how long training stands still, against one copy of this
+rank's part in memory. Memory is measured by tests/memory_worker.py.
 """
 
 import os
@@ -132,30 +132,40 @@ class Bench:
             times.setdefault(name, []).append(seconds)
 
         for number in range(rounds + 1):  # the first round makes pages and buffers
-            found = {"plain write": self.timed(self.plain), "bare dcp.save": self.timed(self.bare_dcp)}
-            found["memory copy"] = self.timed(self.copy)
-            for kind, api in WAYS:
-                found[f"{kind} {api}"] = self.timed(lambda kind=kind, api=api: self.save(kind, api, False))  # type: ignore[misc]
+            for kind, api in WAYS:  # what is compared runs next to each other: the disk's speed changes by the minute
+                way = f"{kind} {api}"
+                found = {
+                    f"{way}: plain write": self.timed(self.plain),
+                    f"{way}: bare dcp.save": self.timed(self.bare_dcp),
+                    f"{way}: save": self.timed(lambda kind=kind, api=api: self.save(kind, api, False)),  # type: ignore[misc]
+                    f"{way}: load": self.timed(lambda kind=kind, api=api: self.load(kind, api)),  # type: ignore[misc]
+                    f"{way}: memory copy": self.timed(self.copy),
+                }
                 stopped = torch.tensor(self.save(kind, api, True))
                 dist.all_reduce(stopped, op=dist.ReduceOp.MAX)
-                found[f"{kind} {api}, beside: stands still"] = float(stopped)
-                found[f"load {kind} {api}"] = self.timed(lambda kind=kind, api=api: self.load(kind, api))  # type: ignore[misc]
-            for name, seconds in found.items():
-                if number:
-                    note(name, seconds)
+                found[f"{way}: stands still"] = float(stopped)
+                for name, seconds in found.items():
+                    if number:
+                        note(name, seconds)
         if self.world.rank == 0:
             self._print(times, rounds)
 
     def _print(self, times: dict[str, list[float]], rounds: int) -> None:
         n_bytes = sum(t.numel() * t.element_size() for t in self.state().values())
         print(f"{n_bytes / 1e9:.2f} GB on {self.world.world_size} ranks, torch {torch.__version__}, {rounds} rounds")
-        print("| | s | time / plain write | time / bare dcp.save | time / memory copy |")
-        for name, seconds in times.items():
-            ratios = [
-                statistics.median(a / b for a, b in zip(seconds, times[base], strict=True))
-                for base in ("plain write", "bare dcp.save", "memory copy")
-            ]
-            print(f"| {name} | {statistics.median(seconds):.2f} | {' | '.join(f'{r:.2f}' for r in ratios)} |")
+        print("median (lowest to highest) of the ratios, and the median seconds of a save and a load")
+        print("| | plain write / save | save / bare dcp.save | stands still / memory copy | save, s | load, s |")
+        print("|---|---:|---:|---:|---:|---:|")
+        for kind, api in WAYS:
+            of = {name.split(": ")[1]: seconds for name, seconds in times.items() if name.startswith(f"{kind} {api}:")}
+            pairs = ("plain write", "save"), ("save", "bare dcp.save"), ("stands still", "memory copy")
+            cells = [_spread([a / b for a, b in zip(of[x], of[y], strict=True)]) for x, y in pairs]
+            cells += [f"{statistics.median(of[name]):.1f}" for name in ("save", "load")]
+            print(f"| `{kind}`, `{api}` | {' | '.join(cells)} |")
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> None:
