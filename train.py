@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
 from torchtitan_lite import cli, hf, inspection, models, run_folder
+from torchtitan_lite.agreement import require_agreement
 from torchtitan_lite.config import Config
 from torchtitan_lite.console import duration, start_lines, what_next
 from torchtitan_lite.data.loader import Loader, Samples
@@ -71,6 +72,7 @@ from torchtitan_lite.watch import Watch
 def run(config: Config, data: Path, world: World, log: Log) -> None:
     """Build everything, resume, train. `data` is a prepared folder."""
     layout = derive(config, world.world_size)
+    machines = require_agreement(config, world)
     meta = read_meta(data)
     if from_rank0(meta.tokens_sha256) != meta.tokens_sha256:
         raise DataError(
@@ -127,7 +129,8 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
         (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         shutil.copyfile(data / "tokenizer.json", config.folder / "tokenizer.json")
     log.cut_after(state.step)
-    run_folder.write_status(config.folder, world, "running", state.step)
+    about = run_folder.facts(layout, world, machines, sys.argv)
+    run_folder.write_status(config.folder, world, "running", state.step, **about)
     checkpointer.require_space()
     try:
         with leaving, watch.explained():
@@ -287,7 +290,8 @@ def main(argv: Sequence[str]) -> int:
         check_patterns(config)
         if command.print_config or command.check_config:
             if speaks:
-                print(to_toml_with_origins(command.loaded) if command.print_config else "the configuration is fine")
+                fine = f"the configuration is fine; its run is in {config.folder}"
+                print(to_toml_with_origins(command.loaded) if command.print_config else fine)
             return 0
         if not command.inspect:
             run_folder.make(config.folder)

@@ -1,8 +1,8 @@
 """Saving and loading a state of about 1 GB on two processes: `python -m benchmarks.checkpoint [rounds]`.
 
-Each way of saving next to a plain write of the same bytes with fsync (each rank its half) and to a bare `dcp.save`, which
-syncs, but neither hashes nor commits; for saves beside training, how long training stands still, against one copy of this
-rank's part in memory. Memory is measured by tests/memory_worker.py.
+Each way of saving next to a plain write of the same bytes with fsync (each rank its half), and to a bare `dcp.save`,
+which syncs, but neither hashes nor commits; for saves beside training, how long training stands still, against one copy
+of this rank's part in memory. Memory is measured by tests/memory_worker.py.
 """
 
 import os

@@ -1,0 +1,108 @@
+"""Several machines, as two torchruns on one; and the script for Slurm, with its commands played by others."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import free_port
+from tests.helpers import ROOT, losses, ranks, records, succeeded, tiny
+from torchtitan_lite import storage
+
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def agents(*commands: list[str]) -> list[subprocess.Popen[str]]:
+    """A torchrun for each command, which meet on a free port."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(commands)), "--nproc-per-node", "1"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x", "--local-addr", "127.0.0.1"]
+    return [
+        subprocess.Popen(
+            [*launcher, "train.py", *command],
+            cwd=ROOT, env=os.environ | ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for command in commands
+    ]  # fmt: skip
+
+
+def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
+    """The same numbers as on one machine, and a checkpoint of both."""
+    more = {"train__steps": 6, "checkpoint__state_dict": "sharded"}
+    command = tiny(text, tmp_path, run__name="two", **more)
+    both = agents(command, command)
+    said = [agent.communicate(timeout=100) for agent in both]
+    assert [agent.returncode for agent in both] == [0, 0], said
+    assert sum("done    6 steps" in out for out, _ in said) == 1, "one speaks"
+    succeeded(ranks(2, *tiny(text, tmp_path, run__name="one", **more)))
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    assert storage.verify(storage.step_folder(tmp_path / "two/checkpoints", 6)) == []
+    about = json.loads((tmp_path / "two/run.json").read_text())
+    assert (about["status"], about["world_size"], about["mesh"]["dp_shard"]) == ("complete", 2, 2)
+    assert len(about["machines"]) == 1
+    assert "--run.name=two" in about["argv"]
+
+
+def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", train__steps=6)
+    both = agents(command, [*command, "--optim.lr=0.5"])
+    said = [agent.communicate(timeout=100)[1] for agent in both]
+    assert all(agent.returncode for agent in both)
+    host = os.uname().nodename
+    assert any(f"optim.lr: 0.004 on rank 0 ({host}); 0.5 on rank 1 ({host})" in errors for errors in said) or any(
+        f"optim.lr: 0.5 on rank 0 ({host}); 0.004 on rank 1 ({host})" in errors for errors in said
+    ), said
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment in which srun and scontrol are stand-ins: srun runs its command here, scontrol writes down."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, content in {
+        "srun": 'while [[ "$1" == --* ]]; do shift; done; echo $$ > "$SRUN_PID"; exec "$@"',
+        "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi',
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{content}\n")
+        (programs / name).chmod(stat.S_IRWXU)
+    return os.environ | ENV | {
+        "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable, "NPROC": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "PORT": str(free_port()),
+        "REQUEUED": str(tmp_path / "requeued"), "SRUN_PID": str(tmp_path / "pid"),
+    }  # fmt: skip
+
+
+def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
+    slurm: dict[str, str], text: Path, tmp_path: Path
+) -> None:
+    command = ["bash", "scripts/slurm.sbatch", *tiny(text, tmp_path, run__name="run", train__steps=2000)]
+    job = subprocess.Popen(
+        command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )  # fmt: skip
+    assert job.stdout is not None
+    for line in job.stdout:
+        if line.startswith("step"):
+            break
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGUSR1)  # what Slurm does to the processes of srun
+    output, _ = job.communicate(timeout=90)
+    assert f"the run in {tmp_path / 'run'} is: preempted" in output
+    assert job.returncode == 0, output
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    # and what the queue starts then goes on, to the end
+    left = json.loads((tmp_path / "run/run.json").read_text())["step"]
+    end = [f"--train.steps={left + 2}", "--optim.schedule=constant"]
+    result = subprocess.run([*command, *end], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=90)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"resumed after step {left}" in result.stdout
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert records(tmp_path / "run")[-1]["step"] == left + 2
+    bad = subprocess.run([*command, "--train.step=3"], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=60)
+    assert bad.returncode == 2
+    assert "the nearest known one is train.steps" in bad.stderr
