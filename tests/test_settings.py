@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import python, torchrun
-from torchtitan_lite import cli, settings
+from tests.helpers import ROOT, python, torchrun
+from torchtitan_lite import cli, reference, settings
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.layout import derive
@@ -313,6 +313,11 @@ def test_help_lists_every_key_with_meaning_and_default() -> None:
         assert f"--{key}" in text
         assert field.description, f"{key} has no help"
         assert f"{field.description} (default: " in text
+
+
+def test_the_reference_is_made_from_the_config() -> None:
+    page = (ROOT / "docs/config.md").read_text()
+    assert page == "\n".join(reference.lines()) + "\n", "python -m torchtitan_lite.reference > docs/config.md"
 
 
 def test_check_and_print_config_exit_with_0() -> None:
