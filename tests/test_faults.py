@@ -165,23 +165,23 @@ def test_a_time_limit_saves_and_leaves(text: Path, tmp_path: Path) -> None:
 # --- killed -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", [
-    "0:10:before rename",
-    pytest.param("0:10:begin", marks=slow),
-    pytest.param("0:10:write", marks=slow),
-    pytest.param("1:10:write", marks=slow),
-    pytest.param("1:10:sync", marks=slow),
-    pytest.param("0:10:manifest", marks=slow),
-    pytest.param("0:10:after rename", marks=slow),
-    pytest.param("0:10:purge", marks=slow),
-    "0:10:delete",
+@pytest.mark.parametrize("fault", [
+    "kill:0:10:before rename",
+    pytest.param("kill:0:10:begin", marks=slow),
+    pytest.param("kill:0:10:write", marks=slow),
+    pytest.param("kill:1:10:write", marks=slow),
+    pytest.param("kill:1:10:sync", marks=slow),
+    pytest.param("kill:0:10:manifest", marks=slow),
+    pytest.param("kill:0:10:after rename", marks=slow),
+    pytest.param("kill:0:10:purge", marks=slow),
+    "halve:0:10:delete",
 ])  # fmt: skip
-def test_killed_at_each_moment_of_a_save(moment: str, straight: Path, text: Path, tmp_path: Path) -> None:
+def test_killed_at_each_moment_of_a_save(fault: str, straight: Path, text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, **RUN, **SHARDED, **{"checkpoint__keep_latest": 1})
-    result = ranks(2, *command, fault=f"kill:{moment}")
+    result = ranks(2, *command, fault=fault)
     assert result.returncode != 0
     run = tmp_path / "run"
-    committed = moment.split(":")[-1] in ("after rename", "purge", "delete")
+    committed = fault.split(":")[-1] in ("after rename", "purge", "delete")
     newest = 10 if committed else 5
     assert saved_steps(run)[-1] == newest
     assert f"resumed after step {newest}" in goes_on_to_the_same_end(command, run, straight)

@@ -3,6 +3,7 @@
 From this step on, where the rank comes to the site, the action happens, `times` times (1). Actions:
 
 kill       SIGKILL, in the first attempt only (torchrun --max-restarts)
+halve      a file of the folder that is being deleted goes, then SIGKILL
 rotate     SIGKILL of rank (attempt mod world size), a step later with each attempt, FAULT_TIMES attempts long
 error      OSError "no space left"
 raise      an error that nobody expects
@@ -108,6 +109,11 @@ def _kill(_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _halve(args: Any) -> None:
+    next(Path(args[0]).glob("*.*")).unlink()
+    _kill(args)
+
+
 def _error(_: Any) -> None:
     raise OSError(28, "No space left on device")
 
@@ -159,6 +165,7 @@ def _nan(_: Any) -> Callable[[Any], Any]:
 
 ACTIONS: dict[str, Callable[[Any], Any]] = {
     "kill": _kill,
+    "halve": _halve,
     "rotate": _kill,
     "error": _error,
     "raise": _raise,
