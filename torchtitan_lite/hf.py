@@ -44,7 +44,7 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
     """
     folder = path.expanduser()
     if (folder / "config.json").is_file():
-        theirs = from_hf_config(_read_json(folder / "config.json"))
+        theirs = from_hf_config(storage.read_json(folder / "config.json"))
         del theirs["vocab_size"]  # shapes tell, with the tokenizer's
         if config.family == "llama" and config.max_seq_len < theirs["max_seq_len"]:
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine
@@ -88,7 +88,7 @@ def config_of(folder: Path) -> ModelConfig:
     Raises:
         CheckpointError: its architecture is not ours, or a value makes no sense.
     """
-    values = from_hf_config(_read_json(folder / "config.json"))
+    values = from_hf_config(storage.read_json(folder / "config.json"))
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
@@ -116,19 +116,9 @@ def _compare(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
     storage.compare(folder, saved, wanted, "model", "set [model] to the folder's values, or train from the beginning")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("no object")
-        return content
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} can't be read: {error}") from None
-
-
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / INDEX
-    weight_map = _read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
+    weight_map = storage.read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: its weight_map should give the file of each tensor")
     names = sorted(set(weight_map.values()))
@@ -220,7 +210,7 @@ def _write_shards(
 def section(folder: Path) -> Iterator[str]:
     """The lines of a config that goes on from a Hugging Face folder: [model], and [tokenizer] if the folder has one."""
     yield "[model]"
-    for key, value in from_hf_config(_read_json(folder / "config.json")).items():
+    for key, value in from_hf_config(storage.read_json(folder / "config.json")).items():
         yield f"{key} = {settings.show(value)}"
     yield f"init_from = {settings.show(str(folder))}"
     if (folder / "tokenizer.json").is_file():

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.storage import open_tensors, read_shapes
+from torchtitan_lite.storage import open_tensors, read_json, read_shapes
 from torchtitan_lite.tensorfile import Announced, FileRecord, TensorFileWriter, announcement, write_tensors, write_text
 
 INDEX = "index.json"
@@ -194,8 +194,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         CheckpointError: it is damaged, or the parts of a tensor do not add up to it.
     """
     path = folder / INDEX
+    content = read_json(path)
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         for name, entry in content.items():
             shape, parts = torch.Size(entry["shape"]), entry["parts"]
             if not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
@@ -205,7 +205,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             for part in parts:
                 if Path(part["file"]).name != part["file"] or part["file"].startswith("."):
                     raise ValueError(f"{name} is in {part['file']!r}, which is no plain file of its folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     return content
 

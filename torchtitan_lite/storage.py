@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: there is none, it is damaged, of a newer format, or names a file outside of its folder.
     """
-    content = _read_json(folder / MANIFEST)
+    content = read_json(folder / MANIFEST)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
@@ -131,7 +131,7 @@ def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
     Raises:
         CheckpointError: it is damaged, or in the wrong folder.
     """
-    content = json.dumps(_read_json(folder / STATE))
+    content = json.dumps(read_json(folder / STATE))
     try:
         state = TypeAdapter(TrainState).validate_json(content, strict=True)
     except ValidationError as error:
@@ -142,7 +142,11 @@ def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
     return state
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        CheckpointError: it can't be read, is no JSON object, or has a key twice.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
     except (OSError, ValueError, RecursionError) as error:
