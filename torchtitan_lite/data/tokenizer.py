@@ -7,13 +7,22 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+SMALLEST = 257  # a byte each, and the end mark
+
+
+def byte_level() -> Tokenizer:
+    """A token for each byte, and the end mark: nothing is learned, so any text will do."""
+    return train([], SMALLEST)
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -83,13 +92,13 @@ def sha256(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
-def bytes_per_token(tokenizer: Tokenizer) -> torch.Tensor:
+def bytes_per_token(tokenizer: Tokenizer) -> NDArray[np.int64]:
     """How many bytes of text each token stands for, (size,) int64; 0 for special entries such as the end mark.
 
     In a byte-level vocabulary each character of an entry is one byte of text. In others a character is itself, a word
     boundary is a space, and <0xAB> is a byte.
     """
-    lengths = torch.zeros(size(tokenizer), dtype=torch.int64)
+    lengths = np.zeros(size(tokenizer), dtype=np.int64)
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
