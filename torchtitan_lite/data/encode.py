@@ -1,8 +1,8 @@
 """A corpus and a tokenizer -> a prepared folder: on all cores, in constant memory, and after a kill from where it was.
 
 1. Chunks are read in order (readers.py), encoded by worker processes (worker.py), and written in order by this one.
-2. All is written to OUT.partial. After a kill its files are cut to where they were when progress.json was written, and it
-   goes on with the next chunk (writer.py): the result is the same, byte for byte.
+2. All is written to OUT.partial. After a kill its files are cut to where they were when progress.json was written, and
+   it goes on with the next chunk (writer.py): the result is the same, byte for byte.
 3. At the end everything is hashed, meta.json is written, and the folder is renamed. Half a data set is never taken for
    a whole one.
 """
