@@ -51,8 +51,9 @@ def write(path: Path, texts: list[str]) -> Path:
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=100)
         return path
     content = as_csv(texts) if ".csv" in path.suffixes else as_jsonl(texts)
-    packed = {".gz": gzip.compress, ".zst": zstandard.compress}
-    path.write_bytes(packed[path.suffix](content) if path.suffix in packed else content)
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    path.write_bytes(zstandard.compress(content) if path.suffix == ".zst" else content)
     return path
 
 

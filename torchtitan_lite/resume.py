@@ -33,7 +33,7 @@ def identity(config: Config, data: DataSet) -> dict[str, Any]:
     """What can't change while a run goes on, by config key: a checkpoint that differs is refused."""
     values = flatten(config) | {f"model.{key}": value for key, value in config.model.resolved().items()}
     values["model.vocab_size"] = config.model.vocab_size or data.vocab_size
-    content = {"tokenizer": data.tokenizer_sha256, "data": data.identity()}
+    content = {"tokenizer": data.tokenizer_sha256, **data.identity()}
     return content | {key: values[key] for key in values if is_refused(key)}
 
 

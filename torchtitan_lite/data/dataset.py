@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtitan_lite.data.meta import Meta, read_meta
 from torchtitan_lite.errors import DataError
@@ -61,8 +60,8 @@ class DataSet:
         """Of all sources."""
         return sum(source.meta.tokens(split) for source in self.sources)
 
-    def identity(self) -> Any:
-        """What a resume is held against: the hash of the tokens; of a mixture, weight and hash of each source."""
+    def identity(self) -> dict[str, str]:
+        """What a resume is held against: the hash of the tokens; in a mixture, hash and weight of each by name."""
         if len(self.sources) == 1:
-            return self.sources[0].meta.tokens_sha256
-        return {source.name: [source.weight, source.meta.tokens_sha256] for source in self.sources}
+            return {"data": self.sources[0].meta.tokens_sha256}
+        return {f"data.sources {s.name}": f"{s.meta.tokens_sha256[:16]} x {s.weight}" for s in self.sources}
