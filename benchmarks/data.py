@@ -3,8 +3,8 @@
 1. Tokenising: the command from end to end (reading, tokenising, hashing, writing) against the bare
    `tokenizers.encode_batch_fast` on the same documents and cores, interleaved.
 2. Peak memory of the command, all of its processes together, for a small and a ten times larger input.
-3. The loader on one core: tokens a second for a small and a large corpus, near the start and far behind it; and the time
-   from nothing to the first batch of a run that is resumed at step 1,000,000.
+3. The loader on one core: tokens a second for a small and a large corpus, near the start and far behind it; and the
+   time from nothing to the first batch of a run that is resumed at step 1,000,000.
 """
 
 import json
@@ -133,7 +133,7 @@ def corpus_of(folder: Path, n_tokens: int) -> Path:
         np.array([n], np.int64).tofile(out / f"{split}.idx")
         files[f"{split}.idx"] = meta.File.of(out / f"{split}.idx")
     described = meta.Meta(
-        *(meta.FORMAT_VERSION, 2, 1, 0, 0, n_tokens, 4 * SEQ_LEN, 8192, 0, 1 << 28, "", "", ""), files, {}, []
+        *(meta.FORMAT_VERSION, 2, 1, 0, 0, n_tokens, 4 * SEQ_LEN, 0, 8192, 0, 1 << 28, "", "", ""), files, {}, []
     )
     (out / "meta.json").write_text(json.dumps(asdict(described)))
     return out
@@ -161,9 +161,8 @@ def loading(folder: Path) -> None:
                 loader.batch((step + turn) * BATCH, BATCH)
                 spent.append(time.perf_counter() - before)
             rate = BATCH * SEQ_LEN / statistics.median(spent[5:]) / 1e6
-            print(
-                f"  {n_tokens:>13,} tokens, from step {step:>9,}: {rate:6.1f} M tokens/s; first {1000 * first_s:6.1f} ms"
-            )
+            where = f"{n_tokens:>13,} tokens, from step {step:>9,}"
+            print(f"  {where}: {rate:6.1f} M tokens/s; first batch after {1000 * first_s:6.1f} ms")
 
 
 def main() -> None:

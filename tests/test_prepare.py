@@ -180,6 +180,25 @@ def test_a_tokenizer_learns_nothing_from_validation(tmp_path: Path) -> None:
     assert set(learned) == set(Tokenizer.from_file(str(tmp_path / "only/tokenizer.json")).get_vocab())
 
 
+def test_a_tokenizer_that_drops_characters_is_refused_and_one_that_marks_them_counts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import models, pre_tokenizers
+
+    source = write(tmp_path / "a.jsonl", ["known words", "known \u4e2d words"] * 50)
+    vocabulary = {letter: i for i, letter in enumerate(" knowrds")} | {"</s>": 20, "<unk>": 21}
+    for unknown, code in ((None, 2), ("<unk>", 0)):
+        tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+        tokenizer.save(str(tmp_path / "given.json"))
+        command = [str(source), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "given.json")]
+        assert main(command) == code
+    said = capsys.readouterr()
+    assert "drops characters that it does not know, without a trace" in said.err
+    assert read_meta(tmp_path / "out").unknown_tokens == 50
+    assert "unknown             50  tokens" in said.out
+
+
 # --- text that can't be used ------------------------------------------------------------------------------------
 
 GOOD = b'{"text": "good"}\n'

@@ -58,6 +58,7 @@ class Meta:
     val_text_bytes: int
     train_tokens: int
     val_tokens: int
+    unknown_tokens: int  # that stand for something that the vocabulary does not have
     vocab_size: int
     end_token: int
     shard_tokens: int  # in each shard but the last of a split

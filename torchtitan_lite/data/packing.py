@@ -6,7 +6,7 @@ room that is enough for it (best-fit decreasing). What is left of a sequence is 
 document is in one sequence, so an epoch is still an epoch.
 
     packed-T-HASH/train.pieces   (P, 2) int64: where a piece begins in the token stream, and its length
-    packed-T-HASH/train.rows     (R + 1,) int64: sequence r has the pieces rows[r], ..., rows[r + 1] - 1
+    packed-T-HASH/train.rows     (R + 1, 2) int64: how many pieces, and tokens, the sequences before r have
 """
 
 import bisect
@@ -55,15 +55,15 @@ def pack(folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> 
 
 def _write(index: Path, split: str, ends_file: Path, seq_len: int) -> None:
     ends = np.memmap(ends_file, dtype=np.int64, mode="r")
-    n_pieces = 0
+    before = np.zeros(2, np.int64)  # pieces, tokens
     with (index / f"{split}.pieces").open("wb") as pieces, (index / f"{split}.rows").open("wb") as rows:
-        rows.write(np.zeros(1, np.int64).tobytes())
+        rows.write(before.tobytes())
         for first in range(0, len(ends), _WINDOW):
             begin = int(ends[first - 1]) if first else 1
             for row in _rows(_pieces(begin, np.asarray(ends[first : first + _WINDOW]), seq_len), seq_len):
-                n_pieces += len(row)
+                before += (len(row), row[:, 1].sum())
                 pieces.write(row.tobytes())
-                rows.write(np.array([n_pieces], np.int64).tobytes())
+                rows.write(before.tobytes())
         for stream in (pieces, rows):
             stream.flush()
             os.fsync(stream.fileno())

@@ -183,8 +183,9 @@ def plan_for(
     content = json.loads(kept.read_text())
     definition = content["tokenizer"]
     tokenizer = worker.load(definition)
+    unk = bpe.unknown(tokenizer)
     jobs = [
-        worker.Job(definition, bpe.size(tokenizer), content["end"], corpus.text_key, below)
+        worker.Job(definition, bpe.size(tokenizer), content["end"], corpus.text_key, below, -1 if unk is None else unk)
         for corpus, below in zip(texts, content["below"], strict=True)
     ]
     return Plan(tokenizer, jobs)
@@ -315,6 +316,8 @@ def report(folder: Path, tokenizer: Tokenizer) -> str:
         tokens = meta.tokens(split)
         n_bytes = meta.val_text_bytes if split == "val" else meta.text_bytes - meta.val_text_bytes
         lines.append(f"{split:8}{meta.n_documents(split):>14,}{tokens:>16,}{n_bytes:>18,}{n_bytes / tokens:>13.2f}")
+    if meta.unknown_tokens:
+        lines.append(f"unknown {meta.unknown_tokens:>14,}  tokens stand for what the tokenizer does not know")
     for reason, count in meta.skipped.items():
         lines.append(f"skipped {count:>14,}  {reason} (listed in {folder / 'skipped.log'})")
     lines.append(f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}, in {folder}")

@@ -70,7 +70,7 @@ class Samples:
         if packing == "best_fit":
             index = pack(folder, meta, seq_len, lambda _: None)
             self._pieces = np.memmap(index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
-            self._rows: Array = np.memmap(index / f"{split}.rows", dtype=np.int64, mode="r")
+            self._rows: Array = np.memmap(index / f"{split}.rows", dtype=np.int64, mode="r").reshape(-1, 2)
             self.n_samples = len(self._rows) - 1
             self.mean_tokens = (n_tokens - 1) / self.n_samples
             return
@@ -95,7 +95,7 @@ class Samples:
                 stream = self._stream.read(index * self.seq_len, (index + 1) * self.seq_len + 1)
                 rows.tokens[row], rows.targets[row] = stream[:-1], stream[1:]
             else:
-                self._fill(rows, row, self._pieces[self._rows[index] : self._rows[index + 1]])
+                self._fill(rows, row, self._pieces[self._rows[index, 0] : self._rows[index + 1, 0]])
         if self._pieces is None:
             np.equal(rows.tokens, self._end, out=rows.begins)
         return rows
@@ -113,10 +113,8 @@ class Samples:
         """See Drawn."""
         if self._pieces is None:
             return len(run_samples) * self.seq_len
-        total = 0
-        for index in self.indices(run_samples, seed).tolist():
-            total += int(self._pieces[self._rows[index] : self._rows[index + 1], 1].sum())
-        return total
+        indices = self.indices(run_samples, seed)
+        return int((self._rows[indices + 1, 1] - self._rows[indices, 1]).sum())
 
 
 class Mixture:

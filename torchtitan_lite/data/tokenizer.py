@@ -4,6 +4,7 @@ In byte-level BPE every text can be encoded, nothing is unknown, and decoding is
 """
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -63,6 +64,23 @@ def load(path: Path) -> Tokenizer:
         return tokenizer
     except Exception as error:  # tokenizers raises plain Exceptions
         raise DataError(f"tokenizer.path: {path} can't be read as a tokenizer.json: {error}") from None
+
+
+def unknown(tokenizer: Tokenizer) -> int | None:
+    """The id that stands for what the vocabulary does not have; None if it can spell everything.
+
+    Raises:
+        DataError: it has no such entry either, and silently drops what it does not know.
+    """
+    model = json.loads(tokenizer.to_str())["model"]
+    index = model.get("unk_id") if model.get("unk_token") is None else tokenizer.token_to_id(model["unk_token"])
+    probe = "\u4e2d\U0001f600"
+    if index is None and not set(probe) <= set(tokenizer.decode(tokenizer.encode(probe).ids)):
+        raise DataError(
+            "the tokenizer drops characters that it does not know, without a trace; use one with byte-level "
+            "pre-tokenization, with byte_fallback, or with an unk_token"
+        )
+    return index
 
 
 def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:

@@ -37,6 +37,7 @@ class Job:
     end_token: int
     text_key: str
     held_out_below: int  # documents whose mark is below this are for validation
+    unknown: int = -1  # the entry for what the vocabulary does not have; -1: there is none
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Encoded:
     tokens: NDArray[Any]  # each document, then the end mark
     lengths: NDArray[np.int32]  # of the documents, with their end marks
     text_bytes: int = 0
+    unknown: int = 0  # tokens that stand for something that the vocabulary does not have
 
 
 @dataclass
@@ -123,10 +125,15 @@ def encode(chunk: Chunk, job: Job, tokenizer: Tokenizer) -> Result:
             ids[held].append(np.append(np.fromiter(encoding.ids, dtype, len(encoding)), end))
     none = np.empty(0, dtype)
     train, val = (
-        Encoded(np.concatenate(x) if x else none, np.array([len(i) for i in x], np.int32), n)
+        _joined(np.concatenate(x) if x else none, [len(i) for i in x], n, job.unknown)
         for x, n in zip(ids, sizes, strict=True)
     )
     return Result(train, val, problems)
+
+
+def _joined(tokens: NDArray[Any], lengths: list[int], text_bytes: int, unknown: int) -> Encoded:
+    n_unknown = int((tokens == unknown).sum()) if unknown >= 0 else 0
+    return Encoded(tokens, np.array(lengths, np.int32), text_bytes, n_unknown)
 
 
 def _batches(documents: list[str]) -> list[list[str]]:
@@ -196,12 +203,12 @@ class Worker:
             ) from None
         splits, at = [], 0
         dtype = np.dtype(token_dtype(self._job.vocab_size))
-        for n_tokens, n_documents, text_bytes in header["splits"]:
+        for n_tokens, n_documents, text_bytes, n_unknown in header["splits"]:
             tokens = np.frombuffer(payload, dtype, n_tokens, at)
             at += tokens.nbytes
             lengths_of = np.frombuffer(payload, np.int32, n_documents, at)
             at += lengths_of.nbytes
-            splits.append(Encoded(tokens, lengths_of, text_bytes))
+            splits.append(Encoded(tokens, lengths_of, text_bytes, n_unknown))
         problems = [Problem(**problem) for problem in header["problems"]]
         return Result(splits[0], splits[1], chunk.problems + problems)
 
@@ -256,7 +263,7 @@ def main() -> None:
             result = encode(Chunk(**header, documents=documents), job, tokenizer)
             splits = result.train, result.val
             head = {
-                "splits": [(len(s.tokens), len(s.lengths), s.text_bytes) for s in splits],
+                "splits": [(len(s.tokens), len(s.lengths), s.text_bytes, s.unknown) for s in splits],
                 "problems": [vars(problem) for problem in result.problems],
             }
             _send(to, head, *(part.tobytes() for s in splits for part in (s.tokens, s.lengths)))

@@ -32,6 +32,7 @@ class Progress:
     tokens: list[int] = field(default_factory=lambda: [1, 1])  # each stream begins with an end mark
     documents: list[int] = field(default_factory=lambda: [0, 0])
     text_bytes: list[int] = field(default_factory=lambda: [0, 0])
+    unknown_tokens: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_bytes: int = 0  # of skipped.log
 
@@ -90,6 +91,7 @@ class Writer:
             p.tokens[i] += len(encoded.tokens)
             p.documents[i] += len(encoded.lengths)
             p.text_bytes[i] += encoded.text_bytes
+            p.unknown_tokens += encoded.unknown
         for problem in result.problems:
             line = json.dumps({"file": str(corpus.files[chunk.file]), **vars(problem)}).encode() + b"\n"
             self._skipped.write(line)
