@@ -26,6 +26,7 @@ from torchtitan_lite.data.samples import Mixture, Samples, open_samples
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.evaluate import Validation
 from torchtitan_lite.loss import IGNORE
+from torchtitan_lite.settings import Setting, load
 
 CPU = torch.device("cpu")
 
@@ -148,6 +149,18 @@ def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_pa
         prepare_all(config, TokenizerConfig(), print)
     with pytest.raises(DataError, match=r"was prepared with another tokenizer .* than tokenizer\.path"):
         prepare(DataConfig(path=str(other)), TokenizerConfig(path=str(folders["tar"] / "tokenizer.json")), print)
+
+
+def test_what_the_config_gets_wrong(folders: dict[str, Path]) -> None:
+    tar = str(folders["tar"])
+    for values, expected in (
+        ({"data.path": [tar, "tests"]}, r"is a prepared folder, and has to stand alone"),
+        ({"data.path": tar, "data.sources": {tar: 1.0}}, r"data\.path and data\.sources are both set"),
+        ({"data.sources": {tar: 0.0}}, r"data\.sources=.*should be greater than 0"),
+        ({"data.sources": {"nowhere": 1.0}}, r"data\.sources: nothing found at nowhere"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            load(None, {key: Setting(value, "command line") for key, value in values.items()})
 
 
 def test_texts_in_a_mixture_share_a_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -326,6 +327,29 @@ def test_what_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert contents(tmp_path / "out") == before
 
 
+def test_what_is_not_ours_is_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/thesis.txt").write_text("mine")
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    assert main([str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    assert "out.partial holds thesis.txt, which is not of a preparation" in capsys.readouterr().err
+    assert (tmp_path / "out.partial/thesis.txt").read_text() == "mine"
+
+
+def test_text_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    honest = writer.Writer.add
+
+    def change(self: writer.Writer, *args: Any) -> None:
+        honest(self, *args)
+        source.write_bytes(source.read_bytes() + as_jsonl(["more"]))
+
+    monkeypatch.setattr(writer.Writer, "add", change)
+    command = [str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main(command) == 2
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["train-00000.bin", "val.idx", "tokenizer.json"])
 def test_verify_finds_one_flipped_bit(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "a.jsonl", TEXTS * 20)
@@ -375,7 +399,7 @@ KILLED = """
 import sys
 from torchtitan_lite.data import prepare, readers, writer
 writer.COMMIT_EVERY_S = 0.0
-readers._CHUNK = 16 * 1024
+readers.CHUNK_BYTES = 16 * 1024
 sys.exit(prepare.main(sys.argv[1:]))
 """
 

@@ -23,8 +23,8 @@ from typing import Any, Literal
 from tokenizers import Tokenizer
 
 from torchtitan_lite.data import meta as metas
+from torchtitan_lite.data import readers, worker
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data import worker
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.meta import Meta
 from torchtitan_lite.data.readers import MAX_DOCUMENT_BYTES, Chunk, Problem, chunks
@@ -59,7 +59,7 @@ def plan_of(corpus: Corpus, job: worker.Job, options: Options) -> str:
     decides = [
         *(metas.FORMAT_VERSION, corpus.identity(), corpus.text_key, corpus.python_source),
         *(hashlib.sha256(job.tokenizer.encode()).hexdigest(), job.end_token, job.held_out_below),
-        *(options.max_document_bytes, options.shard_tokens),
+        *(options.max_document_bytes, options.shard_tokens, readers.CHUNK_BYTES, readers.CHUNK_DOCUMENTS),
     ]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
@@ -93,6 +93,10 @@ def encode(
             if chunk.last:
                 done_before = done
         writer.commit()
+        if plan_of(corpus, job, options) != plan:
+            raise DataError(
+                "the text was changed while it was being read; the same command begins again with the new one"
+            )
         meta = _finish(beside, job, progress, options, bpe.sha256(tokenizer))
     except DataError as error:
         if not options.keep_partial and not isinstance(error, worker.WorkerError):

@@ -21,8 +21,8 @@ from torchtitan_lite.data.corpus import Corpus, kind
 from torchtitan_lite.errors import DataError
 
 MAX_DOCUMENT_BYTES = 16 << 20
-_CHUNK = 512 * 1024  # bytes of text that a worker gets at a time
-_ITEMS = 4096  # documents of a chunk at most
+CHUNK_BYTES = 512 * 1024  # bytes of text that a worker gets at a time
+CHUNK_DOCUMENTS = 4096  # at most
 _READ = 128 * 1024
 _NEWLINE = b"\n"
 
@@ -76,7 +76,7 @@ def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterato
         if isinstance(item, Problem):
             chunk.problems.append(item)
             continue
-        if size and (size + len(item[1]) > _CHUNK or len(chunk.places) == _ITEMS):
+        if size and (size + len(item[1]) > CHUNK_BYTES or len(chunk.places) == CHUNK_DOCUMENTS):
             chunk.read_bytes = raw[0].tell() if raw else 0
             yield chunk
             chunk, size = Chunk(number, chunk.number + 1, texts, unit), 0

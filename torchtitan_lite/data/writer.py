@@ -7,6 +7,7 @@ Whatever is behind that, when the process is killed, is cut off by the next one.
 import contextlib
 import json
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,8 +19,10 @@ from torchtitan_lite.data import meta as metas
 from torchtitan_lite.data import worker
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.readers import Chunk
+from torchtitan_lite.errors import DataError
 
 COMMIT_EVERY_S = 1.0
+_OURS = re.compile(r"(train|val)(-\d+\.bin|\.idx)|skipped\.log|(meta|progress|tokenizer)\.json(\.new)?")
 
 
 @dataclass
@@ -45,8 +48,11 @@ def read_progress(folder: Path, plan: str) -> Progress:
             return progress
     except (OSError, ValueError, TypeError):
         pass
-    for file in folder.iterdir():
-        file.unlink()
+    names = [file.name for file in folder.iterdir()]
+    if others := [name for name in names if not _OURS.fullmatch(name)]:
+        raise DataError(f"{folder} holds {others[0]}, which is not of a preparation; move it, or choose another --out")
+    for name in names:
+        (folder / name).unlink()
     return Progress(plan)
 
 
