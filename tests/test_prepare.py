@@ -356,12 +356,12 @@ def test_verify_finds_one_flipped_bit(name: str, tmp_path: Path, capsys: pytest.
     succeeds(source, "--out", tmp_path / "out", "--tokenizer", "bytes")
     file = tmp_path / "out" / name
     content = bytearray(file.read_bytes())
-    content[len(content) * 2 // 3] ^= 1
+    content[len(content) // 2] ^= 1  # of the large file no spot: those are looked at without --verify
     file.write_bytes(content)
     assert main(["--verify", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "damaged" in error
-    assert name in error
+    assert (f"{name}: its SHA-256 is not" if "train" in name else f"{name} has changed") in error
 
 
 def test_other_tokens_of_the_same_size_are_noticed_at_once(tmp_path: Path) -> None:
