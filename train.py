@@ -26,8 +26,11 @@ from torchtitan_lite import cli, hf, inspection, models, run_folder
 from torchtitan_lite.agreement import require_agreement
 from torchtitan_lite.config import Config
 from torchtitan_lite.console import duration, start_lines, what_next
-from torchtitan_lite.data.loader import Loader, Samples
-from torchtitan_lite.data.prepare import prepare, read_meta
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.loader import Ahead, Loader
+from torchtitan_lite.data.packing import pack_all
+from torchtitan_lite.data.prepare import prepare_all
+from torchtitan_lite.data.samples import open_samples
 from torchtitan_lite.distributed import (
     World,
     build_mesh,
@@ -65,23 +68,22 @@ from torchtitan_lite.resume import fresh_state
 from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import to_toml, to_toml_with_origins
-from torchtitan_lite.training import Training, judge, log_step, report_save, validate
+from torchtitan_lite.training import Training, judge, log_step, report_save, source_lines, validate
 from torchtitan_lite.watch import Watch
 
 
-def run(config: Config, data: Path, world: World, log: Log) -> None:
-    """Build everything, resume, train. `data` is a prepared folder."""
+def run(config: Config, data: DataSet, world: World, log: Log) -> None:
+    """Build everything, resume, train."""
     layout = derive(config, world.world_size)
     machines = require_agreement(config, world)
-    meta = read_meta(data)
-    if from_rank0(meta.tokens_sha256) != meta.tokens_sha256:
+    if from_rank0(data.identity()) != data.identity():
         raise DataError(
             f"rank {world.rank} prepared other data than rank 0: is data.path the same text on every machine?"
         )
 
-    if 0 < config.model.vocab_size < meta.vocab_size:
+    if 0 < config.model.vocab_size < data.vocab_size:
         raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {meta.vocab_size} entries; "
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} entries; "
             "model.vocab_size = 0 takes the tokenizer's"
         )
 
@@ -90,21 +92,22 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
 
     # 2. The model. On the meta device it has shapes and no storage, so that any size can be cut up before a byte is
     #    allocated; then each rank gets the storage of its own shards, and fills it.
-    model = sharded_model(config, meta.vocab_size, mesh)
+    model = sharded_model(config, data.vocab_size, mesh)
     materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: it holds the DTensors.
     optimizer = build_optimizer(model, config.optim)
 
     # 4. The data: which sequences come when is a function of the seed and one integer.
-    train_samples = Samples(data, "train", config.train.seq_len)
+    samples = open_samples(data, "train", config.train.seq_len, config.data.packing)
     cut = config.train.micro_batch_size, world.rank, world.world_size
-    loader = Loader(train_samples, *cut, seed=config.run.seed, pin=world.device.type == "cuda")
-    validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data)
+    on_gpu = world.device.type == "cuda"
+    loader = Ahead(Loader(samples, *cut, config.run.seed, config.data.document_mask, pin=on_gpu), world.device)
+    validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data.folder)
 
     # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world)
-    fresh = fresh_state(config, meta, world)
+    fresh = fresh_state(config, data, world)
     loaded = checkpointer.load(fresh.identity)
     for note in checkpointer.notes:
         log.say(f"note    {note}")
@@ -119,15 +122,15 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
     leaving, watch = Leaving(config.run.max_minutes), Watch(config.folder, world, config.run.timeout_minutes)
     training = Training(
         *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation),
-        *(prompts, checkpointer, state, log, Clock()),
+        *(prompts, checkpointer, state, log, Clock(), samples),
     )
-    log.say(start_lines(config, layout, world, model, meta, train_samples.n_samples, state, loaded))
+    log.say(start_lines(config, layout, world, model, data, samples, state, loaded))
     if state.step >= config.train.steps:
         log.say(f"finished: step {state.step} of train.steps = {config.train.steps}; {what_next(config, state.step)}")
         return
     if world.rank == 0:
         (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        shutil.copyfile(data / "tokenizer.json", config.folder / "tokenizer.json")
+        shutil.copyfile(data.folder / "tokenizer.json", config.folder / "tokenizer.json")
     log.cut_after(state.step)
     about = run_folder.facts(layout, world, machines, sys.argv)
     run_folder.write_status(config.folder, world, "running", state.step, **about)
@@ -141,6 +144,7 @@ def run(config: Config, data: Path, world: World, log: Log) -> None:
         run_folder.write_status(config.folder, world, "failed", training.state.step, str(error))
         raise
     finally:
+        loader.close()
         watch.close()
 
 
@@ -172,15 +176,15 @@ def train(t: Training) -> None:
     """Train from the step after `t.state` to the last one."""
     config, log = t.config, t.log
     log.start_bar(t.state.step, config.train.steps)
-    first, logged = t.state.step, t.state.step
+    first, logged = t.state.step, t.state.tokens
     for step in range(first + 1, config.train.steps + 1):
         t.watch.step(step)
         loss, grad_norm = train_step(t, step)
         last = step == config.train.steps or t.guard.leaving
         if due(step, config.log.every) or last:
             judge(t)
-            log_step(t, step, loss.item(), grad_norm.item(), n_steps=step - logged, first=first)
-            logged = step
+            log_step(t, step, loss.item(), grad_norm.item(), n_tokens=t.state.tokens - logged, first=first)
+            logged = t.state.tokens
         if config.eval.every and (due(step, config.eval.every) or step == config.train.steps):
             with t.clock.paused():
                 validate(t, step)
@@ -207,6 +211,8 @@ def train(t: Training) -> None:
         run_folder.write_status(config.folder, t.world, "preempted", t.state.step, why)
         return
     run_folder.write_status(config.folder, t.world, "complete", t.state.step)
+    for line in source_lines(t):
+        log.say(line)
     log.say(f"done    {t.state.step - first} steps in {duration(seconds)}; {what_next(config, t.state.step)}")
 
 
@@ -229,7 +235,7 @@ def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         # Dropout is a function of this, so that there is no random state to save.
         torch.manual_seed(stream(t.config.run.seed, step, i, world.rank))
         before_micro_batch(t.model, t.config.fsdp, last=i == len(batch.micro_batches) - 1)
-        loss = t.model(micro.tokens.to(device, non_blocking=True), micro.targets.to(device, non_blocking=True))
+        loss = t.model(*micro.on(device))
         # FSDP averages gradients over the ranks; the loss is a sum over all of them, divided once by all tokens.
         t.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
@@ -295,11 +301,13 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not command.inspect:
             run_folder.make(config.folder)
-        data = prepare(config.data, config.tokenizer, lambda text: print(text, flush=True))
+        data = prepare_all(config.data, config.tokenizer, lambda text: print(text, flush=True))
+        if config.data.packing == "best_fit":
+            pack_all(data, config.train.seq_len, lambda text: print(text, flush=True))
         with process_group(config.run) as world:
             if command.inspect:
                 mesh = build_mesh(derive(config, world.world_size), world.device)
-                model = sharded_model(config, read_meta(data).vocab_size, mesh)
+                model = sharded_model(config, data.vocab_size, mesh)
                 if world.rank == 0:
                     print(inspection.describe(model, config.fsdp))
                 return 0

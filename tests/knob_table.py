@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torchtitan_lite import settings
 from torchtitan_lite.config import Config
-from torchtitan_lite.data.loader import Samples
+from torchtitan_lite.data.order import Indices
+from torchtitan_lite.data.samples import Rows
 
 STEPS = 4
 VOCABULARY = 517
@@ -136,7 +137,7 @@ ON_CUDA = {name: replace(case, ranks=1) for name, case in CASES.items() if case.
 ON_CUDA |= {"host offload": Case(1, OFFLOAD), "host offload, fp16": Case(1, OFFLOAD | FP16, dtype="float16")}
 
 
-class FixedSamples(Samples):
+class FixedSamples:
     """Random sequences that repeat, without a file."""
 
     def __init__(self, seq_len: int) -> None:
@@ -147,3 +148,12 @@ class FixedSamples(Samples):
 
     def __getitem__(self, index: int) -> Tensor:
         return self._rows[index % self.n_samples]
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        rows = Rows.empty(len(run_samples), self.seq_len)
+        both = self._rows.numpy()[run_samples % self.n_samples]
+        rows.tokens[:], rows.targets[:] = both[:, :-1], both[:, 1:]
+        return rows
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        return len(run_samples) * self.seq_len

@@ -61,6 +61,18 @@ def test_resume_is_bitwise_when_deterministic(api: str, text: Path, tmp_path: Pa
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_documents_are_masked_as_on_the_cpu(family: str, compiled: bool, text: Path, tmp_path: Path) -> None:
+    """FlexAttention against SDPA with a mask."""
+    more = {"data__packing": "best_fit", "data__document_mask": True, "model__family": family, "model__dim": 64}
+    succeeded(torchrun(1, *tiny(text, tmp_path, run__name="cpu", **more)))
+    cuda = {"run__device": "cuda", "compile__enabled": compiled, "activation_checkpointing__mode": "full"}
+    succeeded(torchrun(1, *tiny(text, tmp_path, run__name="cuda", **more, **cuda), timeout=550))
+    ours, theirs = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
+    assert all(ours[step] == pytest.approx(theirs[step], rel=1e-3) for step in theirs)
+
+
 def test_initial_parameters_are_those_of_the_cpu() -> None:
     models = []
     for device in ("cpu", "cuda"):

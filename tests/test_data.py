@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,9 +13,12 @@ from tokenizers import Tokenizer, models
 
 from torchtitan_lite.config import DataConfig, TokenizerConfig
 from torchtitan_lite.data import corpus
-from torchtitan_lite.data.loader import Batch, Loader, Samples
+from torchtitan_lite.data.encode import Options
+from torchtitan_lite.data.loader import Batch, Loader
+from torchtitan_lite.data.meta import TokenFiles, read_meta
 from torchtitan_lite.data.order import permute, sample_index
-from torchtitan_lite.data.prepare import prepare, read_meta
+from torchtitan_lite.data.prepare import documents, prepare
+from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.tokenizer import bytes_per_token, end_token
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.evaluate import Validation
@@ -27,6 +29,20 @@ def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **mor
     path = path if isinstance(path, list) else str(path)
     data = DataConfig.model_validate({"path": path, "cache_dir": str(cache)} | more)
     return prepare(data, TokenizerConfig(vocab_size=vocab_size), lambda text: None)
+
+
+def stream_of(folder: Path, split: str) -> list[int]:
+    """All tokens of a split."""
+    meta = read_meta(folder)
+    return list(map(int, TokenFiles(folder, meta, split).read(0, meta.tokens(split))))
+
+
+def decoded(folder: Path, split: str) -> list[str]:
+    """The documents of a split."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = tokenizer.decode(stream_of(folder, split), skip_special_tokens=False)
+    assert text.startswith("<|endoftext|>")
+    return text.split("<|endoftext|>")[1:-1]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +106,7 @@ def test_every_world_size_consumes_the_same_global_batch(
 def test_targets_are_the_next_tokens(prepared: Path) -> None:
     samples = Samples(prepared, "train", 32)
     micro = Loader(samples, 2, 0, 1, seed=None).batch(0, 2).micro_batches[0]
-    stream = torch.tensor(samples.tokens[:65].astype("int64"))
+    stream = torch.tensor(stream_of(prepared, "train")[:65])
     assert micro.tokens.flatten().equal(stream[:64])
     assert micro.targets.flatten().equal(stream[1:65])
 
@@ -104,20 +120,16 @@ def test_blocks_of_a_file_are_its_text(tmp_path: Path) -> None:
     )
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
     found = corpus.find(str(tmp_path))
-    blocks = list(corpus.documents(found))
+    blocks = list(documents(found, Options()))
     assert "".join(blocks) == text
-    assert max(len(block.encode()) for block in blocks) <= corpus.MAX_BLOCK
+    assert max(len(block.encode()) for block in blocks) <= 64 * 1024
     assert len(blocks) >= 16
 
 
 def test_tokens_decode_to_the_text(prepared: Path, text: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
     meta = read_meta(prepared)
-    blocks = []
-    for split in ("train", "val"):
-        decoded = tokenizer.decode(Samples(prepared, split, 32).tokens[:].tolist(), skip_special_tokens=False)
-        blocks += decoded.split("<|endoftext|>")[:-1]
-    assert sorted(blocks) == sorted(corpus.documents(corpus.find(str(text))))
+    blocks = decoded(prepared, "train") + decoded(prepared, "val")
+    assert sorted(blocks) == sorted(documents(corpus.find(str(text)), Options()))
     assert meta.text_bytes == sum(file.stat().st_size for file in text.iterdir())
     assert meta.documents == len(blocks)
     assert meta.val_tokens > 0
@@ -134,9 +146,9 @@ def test_bytes_of_tokens_are_the_bytes_of_the_text(prepared: Path) -> None:
 
 def test_unigram_entropy(prepared: Path) -> None:
     samples = Samples(prepared, "val", 16)
-    lengths = bytes_per_token(Tokenizer.from_file(str(prepared / "tokenizer.json")))
+    lengths = torch.from_numpy(bytes_per_token(Tokenizer.from_file(str(prepared / "tokenizer.json"))))
     validation = Validation(Loader(samples, 1, 0, 1, seed=None), 3, lengths)
-    targets = samples.tokens[1:49].tolist()
+    targets = stream_of(prepared, "val")[1:49]
     bits = -sum(math.log2(targets.count(token) / 48) for token in targets)
     n_bytes = sum(int(lengths[token]) for token in targets)
     assert validation.unigram_bits_per_byte() == pytest.approx(bits / n_bytes)
@@ -148,7 +160,7 @@ def test_standard_library_is_decoded_by_its_declared_encoding(tmp_path: Path) ->
     assert len(found.files) > 300
     assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in found.files)
     (tmp_path / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'h\u00e4\u00df'\n".encode("latin-1"))
-    blocks = corpus.documents(corpus.Corpus((tmp_path / "latin.py",), python_source=True))
+    blocks = documents(corpus.Corpus((tmp_path / "latin.py",), python_source=True), Options())
     assert "h\u00e4\u00df" in "".join(blocks)
 
 
@@ -179,21 +191,18 @@ def test_preparing_is_deterministic_and_ranks_wait_for_each_other(text: Path, tm
     assert len(folders) == 1
     assert len(said) == 2, "it was made more than once"
     again = make(text, tmp_path / "b")
-    for name in ("meta.json", "tokenizer.json", "train.bin", "val.bin"):
-        assert (again / name).read_bytes() == (next(iter(folders)) / name).read_bytes()
+    for name in ("meta.json", "tokenizer.json", "train-00000.bin", "val-00000.bin", "train.idx"):
+        assert (again / name).read_bytes() == (next(iter(folders)) / name).read_bytes(), name
 
 
 def test_what_a_killed_process_left_is_not_used(text: Path, tmp_path: Path) -> None:
     folder = make(text, tmp_path)
-    folder.rename(folder.with_name(f"{folder.name}.tmp-1"))
+    before = (folder / "train-00000.bin").read_bytes()
+    beside = folder.rename(folder.with_name(f"{folder.name}.partial"))
+    (beside / "meta.json").write_text("{")
+    (beside / "train-00000.bin").write_bytes(b"half of it")
     assert make(text, tmp_path) == folder
-    assert read_meta(folder).train_tokens > 0
-
-
-def test_left_over_folder_of_the_same_process_number(text: Path, tmp_path: Path) -> None:
-    folder = make(text, tmp_path)
-    folder.rename(folder.with_name(f"{folder.name}.tmp-{os.getpid()}"))
-    assert make(text, tmp_path) == folder
+    assert (folder / "train-00000.bin").read_bytes() == before
 
 
 def test_everything_held_out(tmp_path: Path) -> None:
@@ -216,9 +225,7 @@ def test_documents_stay_in_their_split_when_others_are_added(tmp_path: Path) -> 
     second = make(tmp_path, tmp_path / "cache", 300, val_fraction=0.2)
     texts = []
     for folder in (first, second):
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        decoded = tokenizer.decode(Samples(folder, "val", 8).tokens[:].tolist(), skip_special_tokens=False)
-        texts.append({block for block in decoded.split("<|endoftext|>") if block})
+        texts.append(set(decoded(folder, "val")))
     assert texts[0] < texts[1]
 
 
@@ -240,13 +247,13 @@ def test_text_that_is_not_utf8_is_named(text: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"latin\.txt: line 30001: byte 0xfc is not utf-8") as caught:
         make(tmp_path, tmp_path / "cache")
     assert "good.txt" not in str(caught.value)
-    assert not list((tmp_path / "cache").glob("*.tmp*")), "something was left behind"
+    assert not list((tmp_path / "cache").glob("*.partial")), "something was left behind"
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "the text has 0 blocks"),
+        (b"", r"a\.txt: is empty"),
         (b"tiny\n", "the text has 1 blocks"),
         (b"too little to learn from\n" * 200, "too short for tokenizer.vocab_size = 517: it yields"),
     ],
@@ -266,7 +273,7 @@ def test_json_lines(tmp_path: Path) -> None:
     texts = [f'line {i}: "quoted", \u4e2d\n' for i in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"id": i, "body": t}) + "\n" for i, t in enumerate(texts)))
     found = corpus.find(str(tmp_path), "body")
-    assert list(corpus.documents(found)) == texts
+    assert list(documents(found, Options())) == texts
     folder = make(tmp_path, tmp_path / "cache", 260, text_key="body")
     assert read_meta(folder).documents == 300
 
@@ -289,7 +296,7 @@ def test_a_bad_json_line_is_named(line: bytes, expected: str, tmp_path: Path) ->
     good = b'{"text": "good"}\n'
     (tmp_path / "a.jsonl").write_bytes(good + good + line + b"\n" + good)
     with pytest.raises(DataError, match=expected):
-        list(corpus.documents(corpus.find(str(tmp_path))))
+        list(documents(corpus.find(str(tmp_path)), Options()))
 
 
 def test_a_tokenizer_of_ones_own(text: Path, prepared: Path, tmp_path: Path) -> None:
@@ -325,18 +332,18 @@ def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
 
 def test_folder_without_text_and_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"no \.txt or \.jsonl file at .*folder"):
+    with pytest.raises(DataError, match=r"no text at .*folder: it takes \.txt, \.jsonl"):
         corpus.find(str(tmp_path / "folder"))
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=r"a\.pdf: only \.txt and \.jsonl files"):
+    with pytest.raises(DataError, match=r"a\.pdf: only \.txt, \.jsonl and"):
         corpus.find(str(tmp_path / "*.pdf"))
 
 
 def test_damaged_cache_is_noticed(text: Path, tmp_path: Path) -> None:
     folder = make(text, tmp_path)
-    with (folder / "train.bin").open("r+b") as stream:
+    with (folder / "train-00000.bin").open("r+b") as stream:
         stream.truncate(100)
-    with pytest.raises(DataError, match=r"train\.bin has 100 bytes instead of .*delete this folder"):
+    with pytest.raises(DataError, match=r"train-00000\.bin has 100 bytes instead of .*delete this folder"):
         read_meta(folder)
     (folder / "meta.json").write_text(json.dumps({"format_version": 1}))
     with pytest.raises(DataError, match="damaged"):

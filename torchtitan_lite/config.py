@@ -132,11 +132,18 @@ class TokenizerConfig(Section):
 
 class DataConfig(Section):
     path: str | list[str] = ""
-    """your .txt and .jsonl files, folders or globs; empty: the text of Python's standard library"""
+    """a prepared folder (docs/data.md), or your text: files, folders or globs; empty: Python's standard library"""
+    sources: dict[str, PositiveFloat] = {}
+    """instead of path: prepared folders or texts that are mixed, with weights: [data.sources] "data/web" = 0.7"""
     text_key: str = "text"
-    """the key of a .jsonl line that holds its text"""
+    """the key of a .jsonl line, or the column of a .csv or .parquet file, that holds the text"""
     val_fraction: float = Field(default=0.05, gt=0, lt=1)
     """share of the documents that is held out for validation, chosen by their hash"""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """concat: sequences are cut from the documents one after the other; best_fit: whole documents are put together, \
+and the rest of a sequence is padding"""
+    document_mask: bool = False
+    """attention stays within a document, and positions begin again with each"""
     cache_dir: str = ""
     """where tokenised text is kept; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_lite.config import Config, ModelConfig, RunConfig, Section
+from torchtitan_lite.data.meta import is_prepared
 from torchtitan_lite.layout import derive
 
 
@@ -59,7 +60,8 @@ def _length_conflicts(config: Config) -> dict[str, str]:
             f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
             f"model.max_seq_len = {train.seq_len} works"
         )
-    if not config.tokenizer.path and 0 < model.vocab_size < config.tokenizer.vocab_size:
+    trained = not config.tokenizer.path and not any(map(is_prepared, [str(config.data.path), *config.data.sources]))
+    if trained and 0 < model.vocab_size < config.tokenizer.vocab_size:
         found["model.vocab_size tokenizer.vocab_size"] = (
             f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
             f"{config.tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's"
@@ -195,11 +197,22 @@ def _path_conflicts(config: Config) -> dict[str, str]:
         if path and not Path(path).expanduser().exists():
             found[key] = f"{key}: nothing at {path} (looked in {Path.cwd()})"
     paths = [data.path] if isinstance(data.path, str) else data.path
-    missing = [p for p in paths if p and not glob.glob(str(Path(p).expanduser()), recursive=True)]
-    if missing:
-        found["data.path"] = f"data.path: nothing found at {', '.join(missing)} (looked in {Path.cwd()})"
+    for key, named in (("data.path", paths), ("data.sources", data.sources)):
+        missing = [p for p in named if p and not glob.glob(str(Path(p).expanduser()), recursive=True)]
+        if missing:
+            found[key] = f"{key}: nothing found at {', '.join(missing)} (looked in {Path.cwd()})"
     if not paths:
         found["data.path"] = 'data.path = [] names no text; data.path = "" is Python\'s standard library'
+    prepared = [p for p in data.path if is_prepared(p)] if isinstance(data.path, list) else []
+    if prepared:
+        found["data.path"] = (
+            f"data.path: {prepared[0]} is a prepared folder, and has to stand alone: "
+            f'path = "{prepared[0]}", or mix it by [data.sources] "{prepared[0]}" = 1.0'
+        )
+    if data.sources and data.path:
+        found["data.path data.sources"] = (
+            "data.path and data.sources are both set; leave data.path out, or name it in data.sources with a weight"
+        )
     return found
 
 

@@ -7,7 +7,8 @@ import torch
 
 from torchtitan_lite import __version__
 from torchtitan_lite.config import Config
-from torchtitan_lite.data.prepare import Meta
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed import World
 from torchtitan_lite.init import local_rows
 from torchtitan_lite.layout import Layout
@@ -21,22 +22,21 @@ def start_lines(
     layout: Layout,
     world: World,
     model: Transformer,
-    meta: Meta,
-    n_samples: int,
+    data: DataSet,
+    samples: Mixture,
     state: TrainState,
     loaded: TrainState | None,
 ) -> str:
     """What this run is, with every number that was derived.
 
     Args:
-        n_samples: sequences in the training text.
+        samples: the training sequences.
         loaded: the state as it was saved, if the run is resumed.
     """
     n_parameters = sum(p.numel() for p in model.parameters())
     mine = sum(local_rows(p)[0].numel() for p in model.parameters())
     train = config.train
     masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
-    epochs = train.steps * train.global_batch_size / n_samples
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
         f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {world.threads} threads per rank",
@@ -44,8 +44,7 @@ def start_lines(
         f"heads: {n_parameters:,} parameters, {mine:,} on rank 0; computes in {config.fsdp.param_dtype}",
         f"batch   {train.micro_batch_size} sequences x {world.world_size} ranks x {layout.grad_accum_steps} "
         f"accumulation{masked}, of {train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step",
-        f"data    {meta.train_tokens:,} tokens to train on, {epochs:.2f} epochs in {train.steps} steps; "
-        f"{meta.val_tokens:,} held out; vocabulary {meta.vocab_size}",
+        *data_lines(config, data, samples),
         f"fsdp    {fsdp_line(config)}",
         f"run     {config.folder}  "
         + (f"resumed after step {loaded.step}" if loaded else "new; the same command resumes it"),
@@ -59,6 +58,27 @@ def start_lines(
     if config.model.init_from and not loaded:
         lines.append(f"run     starts from the weights of {config.model.init_from}")
     return "\n".join(lines)
+
+
+def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
+    """How much data there is, and how often the run goes through it; of a mixture, of each source."""
+    n = config.train.steps * config.train.global_batch_size
+    held_out = f"{data.tokens('val'):,} held out; vocabulary {data.vocab_size}"
+    how = ["documents packed whole"] * (config.data.packing == "best_fit")
+    how += ["attention within documents"] * config.data.document_mask
+    held_out = "; ".join([held_out, *how])
+    if len(data.sources) == 1:
+        epochs = n / samples.n_samples
+        amount = f"{data.tokens('train'):,} tokens to train on"
+        return [f"data    {amount}, {epochs:.2f} epochs in {config.train.steps} steps; {held_out}"]
+    lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
+    for source, seen in zip(data.sources, samples.seen(n).values(), strict=True):
+        share = source.weight / sum(s.weight for s in data.sources)
+        lines.append(
+            f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, {seen['epochs']:.2f} "
+            f"epochs in {config.train.steps} steps"
+        )
+    return lines
 
 
 def fsdp_line(config: Config) -> str:

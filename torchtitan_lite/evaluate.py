@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from torchtitan_lite.config import Config
-from torchtitan_lite.data.loader import Loader, Samples
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.samples import open_samples
 from torchtitan_lite.data.tokenizer import bytes_per_token
 from torchtitan_lite.distributed import sum_over_ranks
 from torchtitan_lite.loss import IGNORE, bits_per_byte
@@ -25,16 +27,18 @@ class Validation:
     bytes_per_token: Tensor  # (V,) int64
 
     @classmethod
-    def of(cls, config: Config, data: Path, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
-        """The first eval.samples sequences of the held-out text, or all if there are fewer."""
-        samples = Samples(data, "val", config.train.seq_len)
-        loader = Loader(samples, micro_batch_size, rank, world_size, seed=None)
-        tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
-        return cls(loader, min(config.eval.samples, samples.n_samples), bytes_per_token(tokenizer))
+    def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
+        """The first eval.samples sequences of the held-out text, or all if there are fewer, mixed as in training."""
+        samples = open_samples(data, "val", config.train.seq_len, config.data.packing)
+        n_samples = samples.longest_prefix(config.eval.samples)
+        loader = Loader(samples, micro_batch_size, rank, world_size, None, config.data.document_mask)
+        tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
+        return cls(loader, n_samples, torch.from_numpy(bytes_per_token(tokenizer)))
 
     def targets(self) -> Tensor:
         """All target tokens, (N,) int64, of all ranks."""
-        return torch.cat([self.loader.samples[i][1:] for i in range(self.n_samples)])
+        targets = self.loader.samples.draw(np.arange(self.n_samples), None).targets
+        return torch.from_numpy(targets[targets != IGNORE])
 
     def unigram_bits_per_byte(self) -> float:
         """What the best model without context would reach on these targets: their entropy, in bits per byte."""
@@ -60,7 +64,7 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     model.eval()
     for micro in batch.micro_batches:
         known = micro.targets[micro.targets != IGNORE]
-        sums[0] += model(micro.tokens.to(device, non_blocking=True), micro.targets.to(device, non_blocking=True))
+        sums[0] += model(*micro.on(device))
         sums[1] += validation.bytes_per_token[known].sum()
     model.train()
     reshard(model)

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 
 from torchtitan_lite.config import Config
-from torchtitan_lite.data.prepare import Meta
+from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed import World
 from torchtitan_lite.layout import derive
 from torchtitan_lite.settings import default_of, known_keys
 from torchtitan_lite.storage import TrainState
 
 
-def fresh_state(config: Config, meta: Meta, world: World) -> TrainState:
+def fresh_state(config: Config, data: DataSet, world: World) -> TrainState:
     """The state before the first step."""
-    return TrainState(identity=identity(config, meta), setting=setting(config, world), config=flatten(config))
+    return TrainState(identity=identity(config, data), setting=setting(config, world), config=flatten(config))
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -29,11 +29,11 @@ def changed(saved: TrainState, here: TrainState) -> str:
     return differences(saved.config, {key: v for key, v in here.config.items() if key != "model.init_from"})
 
 
-def identity(config: Config, meta: Meta) -> dict[str, Any]:
+def identity(config: Config, data: DataSet) -> dict[str, Any]:
     """What can't change while a run goes on, by config key: a checkpoint that differs is refused."""
     values = flatten(config) | {f"model.{key}": value for key, value in config.model.resolved().items()}
-    values["model.vocab_size"] = config.model.vocab_size or meta.vocab_size
-    content = {"tokenizer": meta.tokenizer_sha256, "data": meta.tokens_sha256}
+    values["model.vocab_size"] = config.model.vocab_size or data.vocab_size
+    content = {"tokenizer": data.tokenizer_sha256, **data.identity()}
     return content | {key: values[key] for key in values if is_refused(key)}
 
 
@@ -43,11 +43,14 @@ def with_defaults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[s
     return {key: default_of(key) for key in wanted if key in known} | dict(saved)
 
 
+_REFUSED = "train.seq_len", "run.seed", "optim.name", "optim.freeze", "data.packing", "data.document_mask"
+
+
 def is_refused(key: str) -> bool:
     """Whether a run can't be resumed with another value of this key. (The text and the tokenizer: by their hashes.)"""
     if key.startswith("model."):
         return key not in ("model.size", "model.init_from")  # a name for others; only read at step 0
-    return key in ("train.seq_len", "run.seed", "optim.name", "optim.freeze")
+    return key in _REFUSED
 
 
 def setting(config: Config, world: World) -> dict[str, Any]:

@@ -102,7 +102,9 @@ def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def parse_value(key: str, text: str) -> Any:
     """A value from the command line: TOML where it is TOML, else the text itself (`--run.name=a`)."""
     field = known_keys().get(key)
-    is_text = field is not None and (field.annotation is str or str in get_args(field.annotation))
+    # a table of names has str among its arguments, and is no text
+    annotation = field.annotation if field is not None else None
+    is_text = annotation is str or (get_origin(annotation) is not dict and str in get_args(annotation))
     if is_text and text[:1] not in ("'", '"', "["):
         return text
     if text in ("True", "False"):

@@ -3,13 +3,14 @@
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from torchtitan_lite.config import Config
 from torchtitan_lite.console import step_line
-from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.loader import Batches
+from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed import World
 from torchtitan_lite.evaluate import Validation, evaluate
 from torchtitan_lite.guard import FiniteGuard
@@ -46,13 +47,14 @@ class Training:
     guard: FiniteGuard
     leaving: Leaving
     watch: Watch
-    loader: Loader
+    loader: Batches
     validation: Validation
     prompts: Prompts
     checkpointer: Saves
     state: TrainState
     log: Log
     clock: Clock
+    samples: Mixture  # what the loader draws from
 
 
 def judge(t: Training) -> None:
@@ -91,24 +93,34 @@ def validate(t: Training, step: int) -> None:
     )
 
 
-def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_steps: int, first: int) -> None:
-    """The step line and its record. Rates are over the n_steps since the last line, without saves and validations."""
+def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:
+    """The step line and its record. Rates are over the n_tokens since the last line, without saves and validations."""
     seconds, data_s = t.clock.lap()
-    record = {
+    record: dict[str, Any] = {
         "step": step,
         "loss": loss if math.isfinite(loss) else None,  # of a step that was skipped
         "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # float16: a step that was skipped
         "lr": learning_rate(t.config.optim, step, t.config.train.steps),
         "tokens": t.state.tokens,
-        "tokens_per_second": n_steps * t.layout.tokens_per_step / seconds,
+        "tokens_per_second": n_tokens / seconds,
         "peak_memory_gib": peak_memory_gib(t.world.device),
         "data_s": data_s,
     }
     if t.scaler.enabled:
         record |= {"loss_scale": t.scaler.scale.item(), "skipped_steps": t.scaler.skipped_steps}
+    if t.samples is not None and len(t.samples.sources) > 1:
+        record["sources"] = t.samples.seen(t.state.samples_consumed)
     t.log.record(record)
     left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
     t.log.say(step_line(record, t.config.train.steps, data_s / seconds, left_s))
+
+
+def source_lines(t: Training) -> list[str]:
+    """What a run has seen of each source of a mixture."""
+    if t.samples is None or len(t.samples.sources) < 2:
+        return []
+    seen = t.samples.seen(t.state.samples_consumed)
+    return [f"data    {name}: {s['tokens']:,} tokens seen, {s['epochs']:.2f} epochs" for name, s in seen.items()]
 
 
 def report_save(t: Training, *, wait: bool) -> str:

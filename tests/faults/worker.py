@@ -32,7 +32,7 @@ import torch
 import train
 from checkpoint import Checkpointer
 from torchtitan_lite import retention, storage, tensorfile
-from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.loader import Ahead
 from torchtitan_lite.distributed import env_int, leave
 from torchtitan_lite.init import local_rows
 from torchtitan_lite.models import Transformer
@@ -40,7 +40,7 @@ from torchtitan_lite.models import Transformer
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {
     "step": (train, "train_step"),
-    "batch": (Loader, "batch"),
+    "batch": (Ahead, "batch"),
     "forward": (Transformer, "forward"),
     "eval": (train, "validate"),
     "load": (Checkpointer, "_spread"),

@@ -1,52 +1,47 @@
-"""Text becomes token files, once.
+"""Text becomes a prepared folder: by train.py, once, into a cache; or by the command, into a folder of one's choice.
 
-1. The key of the result is a hash of everything that decides it: files with size and time of change, the Python
-   version, tokenizer size, split, format. It names a folder in the cache.
-2. If that folder is there, it is used. Otherwise whoever gets the lock makes it, and the others wait for it: every
-   rank may simply call `prepare`, before there is a process group.
-3. Documents are split by a hash of their text: a document stays where it is when others are added (in a corpus of at
-   least 1 MiB; a smaller one is cut into smaller blocks, see corpus.py).
-4. A byte-level BPE tokenizer is trained on the training documents, unless one is given, and all are encoded. Each
-   document ends with the end mark. The tokens go to train.bin and val.bin, uint16 or uint32.
-5. Everything is written beside and renamed last, so that half a folder is never taken for a whole one.
+    python -m torchtitan_lite.data.prepare my_text --out data/mine
+    python -m torchtitan_lite.data.prepare 'web/*.jsonl.zst' --out data/web --tokenizer data/mine/tokenizer.json
+    python -m torchtitan_lite.data.prepare --verify data/mine
+
+Documents are split by a hash of their text: a document stays where it is when others are added (in a corpus of at least
+1 MiB; a smaller one is cut into smaller blocks, see corpus.py). A byte-level BPE tokenizer is trained on the training
+documents, unless one is given. encode.py does the rest.
 """
 
+import argparse
 import hashlib
-import itertools
 import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from torchtitan_lite.config import DataConfig, TokenizerConfig
 from torchtitan_lite.data import corpus as corpora
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.data import worker
+from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.encode import Options, encode, plan_of, refusal
+from torchtitan_lite.data.meta import FORMAT_VERSION, SPLITS, Meta, TokenFiles, is_prepared, read_meta, verify
+from torchtitan_lite.data.readers import MAX_DOCUMENT_BYTES, chunks
+from torchtitan_lite.data.writer import write_durably
+from torchtitan_lite.errors import ConfigError, DataError, UserError
 
-FORMAT_VERSION = 1
-_BATCH = 256  # documents that are encoded at a time, on all cores
+TRAINED_ON_BYTES = 128 << 20  # of text, about: a tokenizer learns little from more
+BYTES = "bytes"  # instead of a tokenizer.json
 
-
-@dataclass(frozen=True)
-class Meta:
-    """What a prepared folder says of itself (meta.json)."""
-
-    format_version: int
-    documents: int
-    val_documents: int
-    text_bytes: int
-    train_tokens: int
-    val_tokens: int
-    vocab_size: int
-    tokenizer_sha256: str
-    tokens_sha256: str  # of train.bin, then val.bin: two corpora with this in common are the same data
+Say = Callable[[str], None]
 
 
 def cache_folder(data: DataConfig) -> Path:
@@ -56,132 +51,284 @@ def cache_folder(data: DataConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_lite"
 
 
-def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> Path:
-    """The folder with tokenizer.json, train.bin, val.bin and meta.json for this text; made if it is not there yet.
+# --- for train.py -----------------------------------------------------------------------------------------------
+
+
+def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, say: Say) -> DataSet:
+    """The data of a run: `[data] path`, or each of `[data.sources]`; what is text is prepared if it is not yet.
+
+    Every rank may call it, before there is a process group: one makes it, the others wait.
 
     Raises:
-        DataError: the text is missing, not UTF-8, or too short.
+        DataError: text that can't be used, or prepared data that is damaged or has another tokenizer.
     """
-    corpus = corpora.find(data.path, data.text_key)
-    given = bpe.load(Path(tokenizer.path)) if tokenizer.path else None
+    if not data.sources:
+        folder = prepare(data, tokenizer, say)
+        name = data.path if isinstance(data.path, str) else ", ".join(data.path)
+        return DataSet.of({name or "the standard library": (1.0, folder)})
+    texts = {name: corpora.find(name, data.text_key) for name in data.sources if not is_prepared(name)}
+    folders = {name: Path(name).expanduser() for name in data.sources if name not in texts}
+    if texts:
+        if folders and not tokenizer.path:  # the text is encoded as the rest is
+            tokenizer = tokenizer.model_copy(update={"path": str(next(iter(folders.values())) / "tokenizer.json")})
+        made = _in_cache(list(texts.values()), data, tokenizer, say)
+        folders |= dict(zip(texts, made, strict=True))
+    found = DataSet.of({name: (weight, folders[name]) for name, weight in data.sources.items()})
+    _require_tokenizer(tokenizer, found.folder, found.sources[0].meta)
+    return found
+
+
+def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say) -> Path:
+    """The prepared folder of `[data] path`: that folder itself, or one in the cache, made if it is not there yet.
+
+    Raises:
+        DataError: the text is missing, can't be used, or is too short.
+    """
+    if isinstance(data.path, str) and data.path and is_prepared(data.path):
+        folder = Path(data.path).expanduser()
+        _require_tokenizer(tokenizer, folder, read_meta(folder))
+        return folder
+    return _in_cache([corpora.find(data.path, data.text_key)], data, tokenizer, say)[0]
+
+
+def _require_tokenizer(config: TokenizerConfig, folder: Path, meta: Meta) -> None:
+    if config.path and (wanted := bpe.sha256(bpe.load(Path(config.path)))) != meta.tokenizer_sha256:
+        raise DataError(
+            f"{folder} was prepared with another tokenizer ({meta.tokenizer_sha256[:12]}) than tokenizer.path = "
+            f"{config.path} ({wanted[:12]}); leave tokenizer.path out, or prepare the text again with that one"
+        )
+
+
+def _in_cache(texts: list[Corpus], data: DataConfig, config: TokenizerConfig, say: Say) -> list[Path]:
+    """The prepared folders of some texts, which share a tokenizer."""
+    cache = cache_folder(data)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        plan = plan_for(texts, config, data.val_fraction, cache, Options(), say)
+        folders = []
+        for corpus, job in zip(texts, plan.jobs, strict=True):
+            folder = cache / plan_of(corpus, job, Options())[:16]
+            folders.append(folder)
+            if folder.is_dir():
+                continue
+            with FileLock(cache / f"{folder.name}.lock"):
+                if not folder.is_dir():
+                    meta = _encode(corpus, plan.tokenizer, job, folder, Options())
+                    say(f"data    {summary(meta)}")
+        return folders
+    except OSError as error:
+        raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
+
+
+def summary(meta: Meta) -> str:
+    """The numbers of a prepared folder on a line."""
+    tokens = meta.train_tokens + meta.val_tokens
+    return (
+        f"{meta.text_bytes:,} bytes -> {tokens:,} tokens of {meta.text_bytes / tokens:.2f} bytes; "
+        f"{meta.documents:,} documents, {meta.val_documents:,} of them for validation"
+    )
+
+
+def _encode(corpus: Corpus, tokenizer: Tokenizer, job: worker.Job, out: Path, options: Options) -> Meta:
+    """`encode` with a progress bar on a terminal."""
+    with tqdm(total=corpus.size(), unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
+        return encode(corpus, tokenizer, job, out, options, lambda done: _move(bar, done))
+
+
+def _move(bar: "tqdm[Any]", done: int) -> None:
+    if bar.n == 0 and done:
+        bar.initial = done  # of an earlier call: it does not count for the speed
+    bar.update(done - bar.n)
+
+
+# --- which tokenizer, and which documents are held out ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What has to be known before the first document is encoded."""
+
+    tokenizer: Tokenizer
+    jobs: list[worker.Job]  # one for each corpus
+
+
+def plan_for(
+    texts: list[Corpus], config: TokenizerConfig, val_fraction: float, folder: Path, options: Options, say: Say
+) -> Plan:
+    """The tokenizer, trained on the training documents of all texts if none is given, and the marks of validation.
+
+    It is found once and kept in `folder`, as a file that is named by all that decides it.
+    """
+    given = None
+    if config.path:
+        given = bpe.byte_level() if config.path == BYTES else bpe.load(Path(config.path))
     decides = {
         "format": FORMAT_VERSION,
-        "files": corpus.identity(),
-        "text_key": data.text_key,
-        "python": platform.python_version() if corpus.python_source else "",
-        "tokenizer": [bpe.sha256(given), tokenizer.end_token] if given else tokenizer.vocab_size,
-        "val_fraction": data.val_fraction,
+        "texts": [[corpus.identity(), corpus.text_key] for corpus in texts],
+        "python": platform.python_version() if any(corpus.python_source for corpus in texts) else "",
+        "tokenizer": [bpe.sha256(given), config.end_token] if given else config.vocab_size,
+        "val_fraction": val_fraction,
     }
     key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
-    cache = cache_folder(data)
-    folder = cache / key
-    if not folder.is_dir():
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache / f"{key}.lock"):
-                if not folder.is_dir():
-                    _make(folder, corpus, data, tokenizer, given, say)
-        except OSError as error:
-            raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
-    return folder
+    kept = folder / f"{key}.plan.json"
+    if not kept.is_file():
+        with FileLock(folder / f"{key}.lock"):
+            if not kept.is_file():
+                _say_preparing(texts, say)
+                below = [_held_out_below(corpus, val_fraction, options) for corpus in texts]
+                found = given or bpe.train(_training_texts(texts, below, options), config.vocab_size)
+                end = bpe.end_token(found, config.end_token)
+                content = {"below": below, "end": end, "tokenizer": found.to_str(pretty=True)}
+                write_durably(kept, json.dumps(content).encode())
+    content = json.loads(kept.read_text())
+    definition = content["tokenizer"]
+    tokenizer = worker.load(definition)
+    unk = bpe.unknown(tokenizer)
+    jobs = [
+        worker.Job(definition, bpe.size(tokenizer), content["end"], corpus.text_key, below, -1 if unk is None else unk)
+        for corpus, below in zip(texts, content["below"], strict=True)
+    ]
+    return Plan(tokenizer, jobs)
 
 
-def read_meta(folder: Path) -> Meta:
-    """The meta.json of a prepared folder.
+def _say_preparing(texts: list[Corpus], say: Say) -> None:
+    what = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
+    say(f"data    preparing {what}: {sum(len(corpus.files) for corpus in texts):,} files, once for all runs ...")
 
-    Raises:
-        DataError: the folder is damaged.
-    """
+
+def documents(corpus: Corpus, options: Options) -> Iterator[str]:
+    """The documents of all files, in order; joined, those of a .txt file are its text."""
+    for chunk in chunks(corpus, options.max_document_bytes):
+        texts, problems = worker.texts(chunk, corpus.text_key)
+        if problems and options.on_error == "stop":
+            raise refusal(corpus.files[chunk.file], problems[0])
+        yield from texts
+
+
+def _held_out_below(corpus: Corpus, fraction: float, options: Options) -> int:
+    """The mark below which documents are for validation; it is above the lowest mark, so that there always is one."""
+    below, lowest, n = int(fraction * worker.MARKS), worker.MARKS, 0
+    for text in documents(corpus, options):
+        lowest, n = min(lowest, worker.mark(text.encode())), n + 1
+        if lowest < below and n > 1:
+            return below
+    if n < 2:
+        raise DataError(f"the text has {n} blocks of 1 KiB; it takes at least 2, to train and to validate")
+    return max(below, lowest + 1)
+
+
+def _training_texts(texts: list[Corpus], below: list[int], options: Options) -> Iterator[str]:
+    """Training documents, so many that they come to about TRAINED_ON_BYTES, picked by their marks."""
+    share = min(1.0, TRAINED_ON_BYTES / max(sum(corpus.size() for corpus in texts), 1))
+    for corpus, limit in zip(texts, below, strict=True):
+        for text in documents(corpus, options):
+            mark = worker.mark(text.encode())
+            if mark >= limit and mark % 2**32 < share * 2**32:
+                yield text
+
+
+# --- the command ------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code."""
+    arguments = _parser().parse_args(argv)
     try:
-        meta = Meta(**json.loads((folder / "meta.json").read_text()))
-        for name, tokens in (("train.bin", meta.train_tokens), ("val.bin", meta.val_tokens)):
-            size, wanted = (folder / name).stat().st_size, tokens * np.dtype(token_dtype(meta.vocab_size)).itemsize
-            if size != wanted:
-                raise ValueError(f"{name} has {size:,} bytes instead of {wanted:,}")
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(
-            f"{folder}: the prepared data is damaged ({error}); delete this folder, and it is made again"
-        ) from None
-    return meta
+        if arguments.verify:
+            return _verify(arguments.verify)
+        if not arguments.sources or not arguments.out:
+            raise ConfigError("it takes text and a folder to make: prepare my_text --out data/mine")
+        if not 0 < arguments.val_fraction < 1:
+            raise ConfigError(f"--val-fraction {arguments.val_fraction} should be between 0 and 1, e.g. 0.05")
+        return _make(arguments)
+    except KeyboardInterrupt:
+        print("prepare: stopped; the same command goes on from where it was", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"prepare: {arguments.out}: {error}; the same command goes on from where it was", file=sys.stderr)
+        return 1
+    except UserError as error:
+        print(f"prepare: {error}", file=sys.stderr)
+        return error.exit_code
 
 
-def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
-    """The dtype of a token file."""
-    return np.uint16 if vocab_size <= 2**16 else np.uint32
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m torchtitan_lite.data.prepare", description="Text -> a prepared folder.")
+    add = parser.add_argument
+    add("sources", nargs="*", metavar="SOURCE", help=f"{corpora.READABLE}, folders or globs")
+    add("--out", type=Path, help="the folder to make")
+    add("--tokenizer", default="", metavar="FILE", help="a tokenizer.json, or the word bytes: one token for each byte")
+    add("--end-token", default="", help="the entry that ends a document; default: as [tokenizer] end_token")
+    add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE of N entries (the default, with 4096)")
+    add("--text-key", default="text", help="the key of a .jsonl line, the column of a .csv or .parquet file")
+    add("--val-fraction", type=float, default=0.05, help="share of the documents for validation (default 0.05)")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out what can't be used, and list it")
+    add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, help="a longer line or text is an error")
+    add("--workers", type=int, default=0, help="processes; default: one per core")
+    add("--verify", type=Path, metavar="FOLDER", help="read every byte of a prepared folder, and stop")
+    return parser
 
 
-def _make(
-    folder: Path,
-    corpus: corpora.Corpus,
-    data: DataConfig,
-    tokenizer_config: TokenizerConfig,
-    given: Tokenizer | None,
-    say: Callable[[str], None],
-) -> None:
-    source = "Python's standard library" if corpus.python_source else "your text"
-    say(f"data    preparing {source}: {len(corpus.files):,} files, once for all runs ...")
-    held_out = _held_out(corpora.documents(corpus), data.val_fraction)
-    tokenizer = given or bpe.train(
-        (text for text, held in zip(corpora.documents(corpus), held_out, strict=True) if not held),
-        tokenizer_config.vocab_size,
+def _verify(folder: Path) -> int:
+    wrong = verify(folder)
+    if wrong:
+        raise DataError("\n  ".join([f"{folder} is damaged; delete it, and prepare it again", *wrong]))
+    print(f"{folder}: whole. {summary(read_meta(folder))}")
+    return 0
+
+
+def _make(arguments: argparse.Namespace) -> int:
+    if arguments.tokenizer and arguments.train_tokenizer:
+        raise ConfigError("--tokenizer and --train-tokenizer: leave one of the two out")
+    if arguments.train_tokenizer is not None and arguments.train_tokenizer < bpe.SMALLEST:
+        raise ConfigError(f"--train-tokenizer {arguments.train_tokenizer} should be at least {bpe.SMALLEST}")
+    out: Path = arguments.out
+    config = TokenizerConfig(
+        path=arguments.tokenizer,
+        end_token=arguments.end_token,
+        vocab_size=arguments.train_tokenizer or TokenizerConfig().vocab_size,
     )
-    beside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)  # of a killed process that had our number
-    beside.mkdir()
+    options = Options(arguments.on_error, arguments.max_document_bytes, arguments.workers, keep_partial=True)
+    corpus = corpora.find(arguments.sources, arguments.text_key)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = out.with_name(f".{out.name}.work")
+    work.mkdir(exist_ok=True)
     try:
-        tokenizer.save(str(beside / "tokenizer.json"))
-        end = bpe.end_token(tokenizer, tokenizer_config.end_token)
-        meta = _encode(beside, corpora.documents(corpus), held_out, tokenizer, end)
-        if not meta.train_tokens:
-            raise DataError("all of the text was held out; use more text, or a smaller data.val_fraction")
-        (beside / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n")
-        beside.rename(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    say(
-        f"data    {meta.text_bytes:,} bytes -> {meta.train_tokens + meta.val_tokens:,} tokens of "
-        f"{meta.text_bytes / (meta.train_tokens + meta.val_tokens):.2f} bytes; {meta.documents:,} documents, "
-        f"{meta.val_documents:,} of them for validation"
-    )
+        with FileLock(work / "lock", blocking=False):
+            plan = plan_for([corpus], config, arguments.val_fraction, work, options, print)
+            job = plan.jobs[0]
+            if not out.exists():
+                _encode(corpus, plan.tokenizer, job, out, options)
+            elif not is_prepared(out) or read_meta(out).made_from != plan_of(corpus, job, options):
+                raise DataError(f"{out} is there already, and was made from something else; choose another --out")
+    except Timeout:
+        raise DataError(f"{out} is being made by another process") from None
+    shutil.rmtree(work)
+    print(report(out, plan.tokenizer))
+    return 0
 
 
-def _held_out(texts: Iterable[str], fraction: float) -> list[bool]:
-    """For each document, whether it is for validation: its hash, read as a number in [0, 1), is below the fraction.
+def report(folder: Path, tokenizer: Tokenizer) -> str:
+    """A table of a prepared folder, what was left out, and the beginnings of three documents, decoded."""
+    meta = read_meta(folder)
+    lines = [f"{'':8}{'documents':>14}{'tokens':>16}{'bytes':>18}{'bytes/token':>13}"]
+    for split in SPLITS:
+        tokens = meta.tokens(split)
+        n_bytes = meta.val_text_bytes if split == "val" else meta.text_bytes - meta.val_text_bytes
+        lines.append(f"{split:8}{meta.n_documents(split):>14,}{tokens:>16,}{n_bytes:>18,}{n_bytes / tokens:>13.2f}")
+    if meta.unknown_tokens:
+        lines.append(f"unknown {meta.unknown_tokens:>14,}  tokens stand for what the tokenizer does not know")
+    for reason, count in meta.skipped.items():
+        lines.append(f"skipped {count:>14,}  {reason} (listed in {folder / 'skipped.log'})")
+    lines.append(f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}, in {folder}")
+    stream, ends = TokenFiles(folder, meta, "train"), np.memmap(folder / "train.idx", dtype=np.int64, mode="r")
+    for quarter in (1, 2, 3):
+        number = len(ends) * quarter // 4
+        first = int(ends[number - 1]) if number else 1
+        ids = stream.read(first, min(int(ends[number]) - 1, first + 60))
+        lines.append(f"document {number:,}: {tokenizer.decode(ids.tolist())[:150]!r}")
+    return "\n".join(lines)
 
-    If that holds for none, the document with the smallest hash is taken: there is always something to validate on.
-    """
-    marks = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64 for text in texts]
-    if len(marks) < 2:
-        raise DataError(f"the text has {len(marks)} blocks of 1 KiB; it takes at least 2, to train and to validate")
-    limit = max(fraction, min(marks) * (1 + 1e-9))
-    return [mark < limit for mark in marks]
 
-
-def _encode(folder: Path, texts: Iterator[str], held_out: list[bool], tokenizer: Tokenizer, end: int) -> Meta:
-    dtype = token_dtype(bpe.size(tokenizer))
-    counts, text_bytes = {True: 0, False: 0}, 0
-    with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
-        marked = zip(texts, held_out, strict=True)
-        while batch := list(itertools.islice(marked, _BATCH)):
-            encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
-            for (text, held), encoding in zip(batch, encodings, strict=True):
-                tokens = np.array([*encoding.ids, end], dtype=dtype)
-                (val if held else train).write(tokens.tobytes())
-                counts[held] += len(tokens)
-                text_bytes += len(text.encode())
-    digest = hashlib.sha256()
-    for name in ("train.bin", "val.bin"):
-        with (folder / name).open("rb") as stream:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
-    return Meta(
-        format_version=FORMAT_VERSION,
-        documents=len(held_out),
-        val_documents=sum(held_out),
-        text_bytes=text_bytes,
-        train_tokens=counts[False],
-        val_tokens=counts[True],
-        vocab_size=bpe.size(tokenizer),
-        tokenizer_sha256=bpe.sha256(tokenizer),
-        tokens_sha256=digest.hexdigest(),
-    )
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4,16 +4,26 @@ In byte-level BPE every text can be encoded, nothing is unknown, and decoding is
 """
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+SMALLEST = 257  # a byte each, and the end mark
+
+
+def byte_level() -> Tokenizer:
+    """A token for each byte, and the end mark: nothing is learned, so any text will do."""
+    return train([], SMALLEST)
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -56,6 +66,23 @@ def load(path: Path) -> Tokenizer:
         raise DataError(f"tokenizer.path: {path} can't be read as a tokenizer.json: {error}") from None
 
 
+def unknown(tokenizer: Tokenizer) -> int | None:
+    """The id that stands for what the vocabulary does not have; None if it can spell everything.
+
+    Raises:
+        DataError: it has no such entry either, and silently drops what it does not know.
+    """
+    model = json.loads(tokenizer.to_str())["model"]
+    index = model.get("unk_id") if model.get("unk_token") is None else tokenizer.token_to_id(model["unk_token"])
+    probe = "\u4e2d\U0001f600"
+    if index is None and not set(probe) <= set(tokenizer.decode(tokenizer.encode(probe).ids)):
+        raise DataError(
+            "the tokenizer drops characters that it does not know, without a trace; use one with byte-level "
+            "pre-tokenization, with byte_fallback, or with an unk_token"
+        )
+    return index
+
+
 def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:
     """The id of the entry that ends a document.
 
@@ -83,13 +110,13 @@ def sha256(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
-def bytes_per_token(tokenizer: Tokenizer) -> torch.Tensor:
+def bytes_per_token(tokenizer: Tokenizer) -> NDArray[np.int64]:
     """How many bytes of text each token stands for, (size,) int64; 0 for special entries such as the end mark.
 
     In a byte-level vocabulary each character of an entry is one byte of text. In others a character is itself, a word
     boundary is a space, and <0xAB> is a byte.
     """
-    lengths = torch.zeros(size(tokenizer), dtype=torch.int64)
+    lengths = np.zeros(size(tokenizer), dtype=np.int64)
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -1,10 +1,12 @@
 """What the families share: the way from tokens to a loss, tied embeddings, initial values."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config import ModelConfig
@@ -32,9 +34,52 @@ class KeysValues:
         return k, v
 
 
+def within_documents(positions: Tensor, *, dense: bool) -> Any:
+    """Which tokens each token may look at: itself and those before it in its document, which begins at position 0.
+
+    Args:
+        positions: (B, T) int64.
+        dense: as a (B, 1, T, T) tensor of bool for scaled_dot_product_attention; else as a BlockMask for FlexAttention,
+            which skips the blocks that lie in other documents.
+    """
+    documents = (positions == 0).cumsum(1)  # (B, T), a number for each
+    if dense:
+        return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    from torch.nn.attention import flex_attention as flex  # not needed, nor imported, without a GPU
+
+    def allowed(batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (documents[batch, q] == documents[batch, k])
+
+    n, length = positions.shape
+    return flex.create_block_mask(allowed, n, None, length, length, device=str(positions.device))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0) -> Tensor:
+    """Attention that looks back only, and with `mask` (of within_documents) only as far as it allows.
+
+    Queries, keys and values, (B, T, H, E) each -> (B, T, H, E). Fewer queries than keys are the last ones.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if mask is None:
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **causal(q, k))
+    elif isinstance(mask, Tensor):
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, attn_mask=mask)
+    else:
+        mixed = _flex_attention()(q, k, v, block_mask=mask)
+    return mixed.transpose(1, 2)
+
+
+@functools.cache
+def _flex_attention() -> Callable[..., Tensor]:
+    """FlexAttention as the one kernel that it is only when compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
 def causal(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """How attention is told to look back only: (B, T, heads, width) queries are the last T of the tokens of `k`."""
-    n, of = q.shape[1], k.shape[1]
+    """How attention is told to look back only: (B, heads, T, width) queries are the last T of the tokens of `k`."""
+    n, of = q.shape[2], k.shape[2]
     if n == of:
         return {"is_causal": True}
     return {"attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n)}
@@ -61,15 +106,21 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def inputs(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, ...]:
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """What the first block takes: (B, T, D), and whatever goes to every block unchanged.
 
         Args:
-            first: the position of the first token.
+            positions: (T,) int64, or (B, T) where sequences differ.
         """
         raise AssertionError("a family says it")
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: list[KeysValues] | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: list[KeysValues] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Logits, or the loss where targets are given.
 
         The loss is computed in here, and not by the caller, so that it happens while FSDP holds the whole output
@@ -79,13 +130,23 @@ class Transformer(nn.Module):
             tokens: (B, T) int64, T at most max_seq_len.
             targets: (B, T) int64, loss.IGNORE where there is nothing to learn.
             cache: of each block, when generating; `tokens` follow those that it has seen, and it is extended by them.
+            positions: (B, T) int64, beginning with 0 in each document: attention stays within them. None: 0, 1, ...,
+                and nothing is confined.
 
         Returns:
             (B, T, V) logits, or the summed cross-entropy, () float32.
         """
-        x, *unchanged = self.inputs(tokens, cache[0].length if cache else 0)
+        more: list[Any] = []  # nothing where there is nothing: what is checkpointed or compiled stays as it was
+        if positions is not None:
+            # FlexAttention does not drop, and on the CPU it has no backward
+            dense = not tokens.is_cuda or (self.training and self.config.dropout > 0)
+            more = [None, within_documents(positions, dense=dense)]
+        else:
+            first = cache[0].length if cache else 0
+            positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        x, *unchanged = self.inputs(tokens, positions)
         for i, layer in enumerate(self.layers):
-            x = layer(x, *unchanged, cache[i]) if cache else layer(x, *unchanged)
+            x = layer(x, *unchanged, cache[i]) if cache else layer(x, *unchanged, *more)
         logits: Tensor = self.output(self.norm(x))
         return logits if targets is None else summed_cross_entropy(logits, targets)
 

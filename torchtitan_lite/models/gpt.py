@@ -3,12 +3,13 @@
 Shapes: B sequences, T tokens, D dim, H heads, V vocabulary.
 """
 
-import torch
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.models.common import KeysValues, Transformer, causal
+from torchtitan_lite.models.common import KeysValues, Transformer, attend
 
 
 class Attention(nn.Module):
@@ -23,16 +24,13 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.dim)
         self.wo = nn.Linear(config.dim, config.dim)
 
-    def forward(self, x: Tensor, cache: KeysValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
         q, k, v = (w(x).unflatten(-1, (self.n_heads, -1)) for w in (self.wq, self.wk, self.wv))  # (B, T, H, D / H)
         if cache is not None:
             k, v = cache.extend(k, v)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_p=dropout, **causal(q, k)
-        )  # (B, H, T, D / H)
-        return self.wo(mixed.transpose(1, 2).flatten(2))
+        mixed = attend(q, k, v, mask, self.dropout if self.training else 0.0)  # (B, T, H, D / H)
+        return self.wo(mixed.flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -59,9 +57,9 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: KeysValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache, mask))
         return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
 
@@ -74,7 +72,6 @@ class GPT(Transformer):
         self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim)
         self.dropout = nn.Dropout(config.dropout)
 
-    def inputs(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, ...]:
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Embedded tokens and positions, (B, T, D)."""
-        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         return (self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions)),)

@@ -7,13 +7,14 @@ Shapes: B sequences, T tokens, D dim, H heads, K key and value heads, E head_dim
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.models.common import KeysValues, Transformer, causal
+from torchtitan_lite.models.common import KeysValues, Transformer, attend
 
 
 class Attention(nn.Module):
@@ -31,8 +32,8 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); cos and sin are (T, E), float32"""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); cos and sin are (T, E) or (B, T, E), float32"""
         q = rotate(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, H, E)
         k = rotate(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, K, E)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -40,17 +41,14 @@ class Attention(nn.Module):
             k, v = cache.extend(k, v)
         # shared heads are copied: faster on the CPU than SDPA's enable_gqa
         k, v = (t.repeat_interleave(self.n_groups, dim=2) if self.n_groups > 1 else t for t in (k, v))
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **causal(q, k)
-        )  # (B, H, T, E)
-        return self.wo(mixed.transpose(1, 2).flatten(2))
+        return self.wo(attend(q, k, v, mask).flatten(2))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by its position: element i and element i + E / 2 are the two coordinates. (B, T, H, E)"""
     one, other = x.float().chunk(2, dim=-1)
     turned = torch.cat((-other, one), dim=-1)
-    return (x * cos[:, None] + turned * sin[:, None]).type_as(x)
+    return (x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).type_as(x)
 
 
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -95,9 +93,9 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -114,10 +112,9 @@ class Llama(Transformer):
         self.register_buffer("rope_cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape, dtype=torch.float32), persistent=False)
 
-    def inputs(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, ...]:
-        """Embedded tokens (B, T, D), and cos and sin of their positions (T, E)."""
-        end = first + tokens.shape[1]
-        return self.tok_embeddings(tokens), self.rope_cos[first:end], self.rope_sin[first:end]
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Embedded tokens (B, T, D), and cos and sin of their positions, (T, E) or (B, T, E)."""
+        return self.tok_embeddings(tokens), self.rope_cos[positions], self.rope_sin[positions]
 
     @torch.no_grad()
     def reset_buffers(self) -> None:

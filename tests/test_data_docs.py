@@ -1,0 +1,40 @@
+"""The commands of docs/data.md, run as they stand there, from a folder of text to a training run."""
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from tests.helpers import ROOT, losses, start, succeeded, tiny
+from torchtitan_lite.data.meta import read_meta
+
+PAGE = (ROOT / "docs/data.md").read_text()
+COMMANDS = [shlex.split(line) for line in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)[0].splitlines()]
+
+
+def test_from_a_folder_of_text_to_a_run_in_three_commands(text: Path, tmp_path: Path) -> None:
+    shutil.copytree(text, tmp_path / "my_text")
+    assert len(COMMANDS) == 3
+    paths = {"my_text": str(tmp_path / "my_text"), "data/mine": str(tmp_path / "data/mine")}
+    for words in COMMANDS:
+        command = [paths.get(word, word) for word in words]
+        if command[0] == "torchrun":
+            command = [re.sub(r"data/mine$", paths["data/mine"], word) for word in command]
+            ours = [o for o in tiny(text, tmp_path, train__steps=4) if "data.path" not in o and "tokenizer" not in o]
+            command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            said = succeeded(start([*command, *ours]))
+            assert "vocabulary 4096" in said
+        else:
+            said = succeeded(start([sys.executable, *command[1:]]))
+    assert read_meta(tmp_path / "data/mine").vocab_size == 4096
+    assert len(losses(tmp_path / "mine")) == 4
+
+
+def test_the_page_names_the_limits_that_hold() -> None:
+    from torchtitan_lite.data import encode, mixture, prepare, readers
+
+    assert f"{readers.MAX_DOCUMENT_BYTES >> 20} MiB" in PAGE
+    assert f"{mixture.LONGEST:,} entries" in PAGE
+    assert f"{encode._LISTED:,}" in PAGE
+    assert f"about {prepare.TRAINED_ON_BYTES >> 20} MB" in PAGE

@@ -1,0 +1,179 @@
+"""Sequences: of one prepared folder, or of several that are mixed.
+
+A sequence is T tokens, and for each the token that comes next. `[data] packing` says how they are made:
+
+    concat      sequence j is tokens[j T : j T + T + 1] of the stream: T inputs, and the same shifted by one
+    best_fit    whole documents; each begins with the end mark before it, to predict its first token from
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.meta import TokenFiles, read_meta
+from torchtitan_lite.data.mixture import Interleave
+from torchtitan_lite.data.order import Indices, sample_indices
+from torchtitan_lite.data.packing import pack
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.loss import IGNORE
+
+Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some sequences, (N, T) int64 each."""
+
+    tokens: Array
+    targets: Array  # IGNORE where there is nothing to learn
+    begins: NDArray[np.bool_]  # where a document begins: at the end mark before it
+
+    @classmethod
+    def empty(cls, n: int, seq_len: int) -> "Rows":
+        """Sequences of nothing."""
+        zeros = np.zeros((n, seq_len), np.int64)
+        return cls(zeros, np.full_like(zeros, IGNORE), np.zeros((n, seq_len), np.bool_))
+
+
+class Drawn(Protocol):
+    """Where a loader's sequences come from. Run samples are numbered over all epochs."""
+
+    seq_len: int
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        """These samples of a run; without a seed, in the order of the file."""
+        ...
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        """How many targets they have that count."""
+        ...
+
+
+class Samples:
+    """The sequences of one split of a prepared folder."""
+
+    def __init__(self, folder: Path, split: str, seq_len: int, packing: str = "concat") -> None:
+        """
+        Raises:
+            DataError: the split is shorter than one sequence, or the folder is damaged.
+        """
+        meta = read_meta(folder)
+        self.seq_len = seq_len
+        self._stream = TokenFiles(folder, meta, split)
+        self._end = meta.end_token
+        self._pieces: Array | None = None
+        n_tokens = meta.tokens(split)
+        if packing == "best_fit":
+            index = pack(folder, meta, seq_len, lambda _: None)
+            self._pieces = np.memmap(index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
+            self._rows: Array = np.memmap(index / f"{split}.rows", dtype=np.int64, mode="r").reshape(-1, 2)
+            self.n_samples = len(self._rows) - 1
+            self.mean_tokens = (n_tokens - 1) / self.n_samples
+            return
+        self.mean_tokens = float(seq_len)
+        self.n_samples = (n_tokens - 1) // seq_len
+        if self.n_samples < 1:
+            raise DataError(
+                f"the {split} text of {folder} has {n_tokens:,} tokens, less than one sequence of train.seq_len + 1 = "
+                f"{seq_len + 1}; use more text or train.seq_len = {max(n_tokens - 1, 1)}"
+            )
+
+    def indices(self, run_samples: Indices, seed: int | None) -> Indices:
+        """Which sequences of the folder these samples of a run are."""
+        return run_samples if seed is None else sample_indices(run_samples, self.n_samples, seed)
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        """See Drawn."""
+        indices = self.indices(run_samples, seed).tolist()
+        rows = Rows.empty(len(indices), self.seq_len)
+        for row, index in enumerate(indices):
+            if self._pieces is None:
+                stream = self._stream.read(index * self.seq_len, (index + 1) * self.seq_len + 1)
+                rows.tokens[row], rows.targets[row] = stream[:-1], stream[1:]
+            else:
+                self._fill(rows, row, self._pieces[self._rows[index, 0] : self._rows[index + 1, 0]])
+        if self._pieces is None:
+            np.equal(rows.tokens, self._end, out=rows.begins)
+        return rows
+
+    def _fill(self, rows: Rows, row: int, pieces: Array) -> None:
+        at = 0
+        for begin, length in pieces.tolist():
+            stream = self._stream.read(begin - 1, begin + length)
+            rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = stream[:-1], stream[1:]
+            rows.begins[row, at] = True
+            at += length
+        rows.begins[row, at : at + 1] = True  # the padding is no part of the last document
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        """See Drawn."""
+        if self._pieces is None:
+            return len(run_samples) * self.seq_len
+        indices = self.indices(run_samples, seed)
+        return int((self._rows[indices + 1, 1] - self._rows[indices, 1]).sum())
+
+
+class Mixture:
+    """Sequences of several folders, by one periodic table (mixture.py)."""
+
+    def __init__(self, sources: list[Samples], weights: list[float], names: list[str]) -> None:
+        self.names = names
+        self.seq_len = sources[0].seq_len
+        self.sources = sources
+        self.interleave = Interleave(weights)
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        """See Drawn."""
+        rows = Rows.empty(len(run_samples), self.seq_len)
+        which, numbers = self.interleave.locate(run_samples)
+        for k, source in enumerate(self.sources):
+            here = which == k
+            if here.any():
+                some = source.draw(numbers[here], seed)
+                rows.tokens[here], rows.targets[here], rows.begins[here] = some.tokens, some.targets, some.begins
+        return rows
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        """See Drawn."""
+        which, numbers = self.interleave.locate(run_samples)
+        return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
+
+    @property
+    def n_samples(self) -> int:
+        """Sequences of all sources."""
+        return sum(source.n_samples for source in self.sources)
+
+    def consumed(self, n: int) -> list[int]:
+        """How many of a run's first n samples came from each source."""
+        return self.interleave.consumed(n)
+
+    def seen(self, n: int) -> dict[str, dict[str, float]]:
+        """Tokens and epochs of each source in a run's first n samples (best_fit: tokens by the mean of a sequence)."""
+        return {
+            name: {"tokens": round(count * source.mean_tokens), "epochs": round(count / source.n_samples, 4)}
+            for name, source, count in zip(self.names, self.sources, self.consumed(n), strict=True)
+        }
+
+    def longest_prefix(self, n: int) -> int:
+        """The most samples, up to n, that can be drawn without a sequence coming twice."""
+        low, high = 0, n
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = all(c <= s.n_samples for c, s in zip(self.consumed(middle), self.sources, strict=True))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+
+def open_samples(data: DataSet, split: str, seq_len: int, packing: str) -> Mixture:
+    """One split of all sources of a run.
+
+    Raises:
+        DataError: a source has less than one sequence.
+        ConfigError: a source has too little weight.
+    """
+    samples = [Samples(source.folder, split, seq_len, packing) for source in data.sources]
+    return Mixture(samples, [source.weight for source in data.sources], [source.name for source in data.sources])
