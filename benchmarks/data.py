@@ -10,6 +10,7 @@
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -63,29 +64,39 @@ import json, sys, time
 from tokenizers import Tokenizer
 texts = [json.loads(line)["text"] for line in open(sys.argv[1], "rb")]
 tokenizer = Tokenizer.from_file(sys.argv[2])
-before = time.perf_counter()
+before = time.perf_counter(), time.process_time()
 for i in range(0, len(texts), 1000):
     tokenizer.encode_batch_fast(texts[i : i + 1000], add_special_tokens=False)
-print(time.perf_counter() - before)
+print(time.perf_counter() - before[0], time.process_time() - before[1])
 """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "true"}
-    ours, theirs = [], []
+    ours: list[tuple[float, float]] = []  # seconds, and seconds of all cores
+    theirs: list[tuple[float, float]] = []
     for turn in range(3):
         line = [sys.executable, "-c", bare, str(source), str(given)]
-        out = subprocess.run(line, env=environment, check=True, capture_output=True, text=True).stdout
-        theirs.append(n_bytes / 1e6 / float(out))
-        before = time.perf_counter()
+        wall, busy = subprocess.run(line, env=environment, check=True, capture_output=True, text=True).stdout.split()
+        theirs.append((float(wall), float(busy)))
         made = folder / f"turn-{turn}"
+        before = time.perf_counter(), children_s()
         subprocess.run(command(source, made, "--tokenizer", str(given)), cwd=ROOT, check=True, stdout=-3)
-        ours.append(n_bytes / 1e6 / (time.perf_counter() - before))
+        ours.append((time.perf_counter() - before[0], children_s() - before[1]))
         shutil.rmtree(made)
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    print(
-        f"tokenising {n_bytes / 1e6:.0f} MB, vocabulary 8192, {len(os.sched_getaffinity(0))} cores, 3 interleaved pairs"
-    )
-    print(f"  bare encode_batch_fast    {statistics.median(theirs):6.2f} MB/s ({min(theirs):.2f} to {max(theirs):.2f})")
-    print(f"  prepare, from end to end  {statistics.median(ours):6.2f} MB/s ({min(ours):.2f} to {max(ours):.2f})")
-    print(f"  ratio                     {statistics.median(ratios):6.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    cores = len(os.sched_getaffinity(0))
+    print(f"tokenising {n_bytes / 1e6:.0f} MB, vocabulary 8192, {cores} cores, 3 interleaved pairs; median (range)")
+    for name, times in (("bare encode_batch_fast", theirs), ("prepare, from end to end", ours)):
+        print(f"  {name:26} {spread([n_bytes / 1e6 / t for t, _ in times])} MB/s")
+    for i, name in enumerate(("ratio of the speeds", "ratio by time on the cores")):
+        print(f"  {name:26} {spread([b[i] / a[i] for a, b in zip(ours, theirs, strict=True)])}")
+
+
+def children_s() -> float:
+    """Core-seconds of all processes that have ended, and of theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):5.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def resident(pid: int) -> int:
