@@ -22,7 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
-from torchtitan_lite import cli, hf, inspection, models, run_folder
+from torchtitan_lite import cli, hf, inspection, models, out_of_memory, run_folder
 from torchtitan_lite.agreement import require_agreement
 from torchtitan_lite.config import Config
 from torchtitan_lite.console import duration, start_lines, what_next
@@ -136,7 +136,7 @@ def run(config: Config, data: DataSet, world: World, log: Log) -> None:
     run_folder.write_status(config.folder, world, "running", state.step, **about)
     checkpointer.require_space()
     try:
-        with leaving, watch.explained():
+        with leaving, watch.explained(), out_of_memory.explained(config):
             train(training)
     except UserError as error:
         if not isinstance(error, StuckError):  # all ranks have it: a save that runs beside can still end well

@@ -1,13 +1,15 @@
 """A run that fails says why, exits with an error, and keeps what it had."""
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from filelock import FileLock
 
-from tests.helpers import ROOT, checkpoint, ranks, succeeded, tensors, tiny
+from tests.helpers import ROOT, checkpoint, ranks, start, succeeded, tensors, tiny
 from torchtitan_lite import storage
 
 
@@ -61,6 +63,32 @@ def test_bad_text_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     result = ranks(1, *tiny(tmp_path / "text.txt", tmp_path))
     assert result.returncode == 2
     assert "text.txt: line 1: byte 0xe9 is not utf-8" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_too_little_memory_says_what_to_set(text: Path, tmp_path: Path) -> None:
+    """16 GB of address space, and logits that take 131."""
+    arguments = tiny(text, tmp_path, run__name="run", train__micro_batch_size=1024, model__vocab_size=10**6)
+    limited = ["bash", "-c", 'ulimit -v 16000000; exec "$0" "$@"', sys.executable, "train.py"]
+    result = start([*limited, *arguments])
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "out of memory: " in result.stderr
+    assert "try --train.micro_batch_size=512: the same global batch in more micro-batches" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_said(text: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="run")]
+        result = subprocess.run(
+            command, cwd=ROOT, env=os.environ | there, capture_output=True, text=True, timeout=90
+        )  # fmt: skip
+    assert result.returncode == 2
+    assert f"the ranks can't meet at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr
+    assert "choose another MASTER_PORT" in result.stderr
     assert "Traceback" not in result.stderr
 
 

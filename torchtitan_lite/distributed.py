@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from torchtitan_lite.config import RunConfig
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.layout import Layout
 
 T = TypeVar("T")
@@ -59,7 +60,14 @@ def process_group(run: RunConfig) -> Iterator[World]:
     timeout = timedelta(minutes=run.timeout_minutes)
     if "RANK" in os.environ:
         die_with_launcher()
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        try:
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        except dist.DistNetworkError as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise ConfigError(
+                f"the ranks can't meet at {where}: {str(error).splitlines()[0]}\n  If the port is in use, choose "
+                "another MASTER_PORT; torchrun --standalone takes a free one"
+            ) from None
         # after a restart the old ranks' keys are still there, and would be taken for the new ranks'
         store = dist.PrefixStore(f"attempt {env_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
     else:

@@ -31,6 +31,12 @@ class StuckError(UserError):
     exit_code = 1
 
 
+class NoMemoryError(UserError):
+    """The device or the host has too little memory for this configuration."""
+
+    exit_code = 1
+
+
 class DivergedError(UserError):
     """Ranks that hold copies of the same parameters hold different ones."""
 

@@ -108,7 +108,7 @@ def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens:
     }
     if t.scaler.enabled:
         record |= {"loss_scale": t.scaler.scale.item(), "skipped_steps": t.scaler.skipped_steps}
-    if t.samples is not None and len(t.samples.sources) > 1:
+    if len(t.samples.sources) > 1:
         record["sources"] = t.samples.seen(t.state.samples_consumed)
     t.log.record(record)
     left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
@@ -117,7 +117,7 @@ def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens:
 
 def source_lines(t: Training) -> list[str]:
     """What a run has seen of each source of a mixture."""
-    if t.samples is None or len(t.samples.sources) < 2:
+    if len(t.samples.sources) < 2:
         return []
     seen = t.samples.seen(t.state.samples_consumed)
     return [f"data    {name}: {s['tokens']:,} tokens seen, {s['epochs']:.2f} epochs" for name, s in seen.items()]

@@ -1,0 +1,39 @@
+"""Out of memory, in words: what to set instead."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from torchtitan_lite.config import Config
+from torchtitan_lite.errors import NoMemoryError
+
+
+@contextlib.contextmanager
+def explained(config: Config) -> Iterator[None]:
+    """
+    Raises:
+        NoMemoryError: instead of the device's or the host's own error, with what to try next.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        text = str(error)
+        # the CPU's allocator has no class of its own
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "you tried to allocate" not in text:
+            raise
+        raise NoMemoryError(
+            f"out of memory: {text.splitlines()[0] if text else 'the host'}\n  {advice(config)}"
+        ) from None
+
+
+def advice(config: Config) -> str:
+    """The next thing to try, in the order of what it costs."""
+    if config.train.micro_batch_size > 1:
+        half = config.train.micro_batch_size // 2
+        return f"try --train.micro_batch_size={half}: the same global batch in more micro-batches, with the same result"
+    if config.activation_checkpointing.mode != "full":
+        return "try --activation_checkpointing.mode=full: about a third more computation, much less memory"
+    if config.fsdp.param_dtype == "float32":
+        return "try --mixed-precision: activations of half the size"
+    return "try more ranks (each holds a smaller shard), a shorter --train.seq_len, or a smaller model"
