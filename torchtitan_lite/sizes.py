@@ -57,4 +57,7 @@ PARAMETERS = {
     ("llama", "405B"): (128256, 405_853_388_800),
 }
 
-SIZES = {"gpt": GPT, "llama": LLAMA}
+SIZES = {
+    "gpt": GPT,
+    "llama": LLAMA,
+}

@@ -3,13 +3,18 @@
 A family is a common.Transformer with `layers`, `norm` and `output`; its other children make what the layers take.
 """
 
+from collections.abc import Callable
+
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.models import gpt, llama
 from torchtitan_lite.models.common import Transformer
 
 __all__ = ["Transformer", "build"]
 
-_FAMILIES: dict[str, type[gpt.GPT] | type[llama.Llama]] = {"gpt": gpt.GPT, "llama": llama.Llama}
+_FAMILIES: dict[str, Callable[[ModelConfig, int], Transformer]] = {
+    "gpt": gpt.GPT,
+    "llama": llama.Llama,
+}
 
 
 def build(config: ModelConfig, vocab_size: int) -> Transformer:
