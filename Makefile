@@ -1,4 +1,4 @@
-# make train    set up, train the default experiment, or continue it
+# make train    set up, train the default experiment, or continue it; then write its report.html
 # make test     set up, run the whole test suite
 # make check    set up, ruff and mypy
 #
@@ -23,7 +23,8 @@ PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_cou
 train: $(VENV)/.installed
 	@n=$(PROCESSES); \
 	WORLD_SIZE=$$n LOCAL_WORLD_SIZE=$$n $(PY) train.py --check-config $(OPTIONS) >/dev/null && \
-	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $$n train.py $(OPTIONS)
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $$n train.py $(OPTIONS) && \
+	{ WORLD_SIZE=$$n $(PY) -m torchtitan_lite.report $(OPTIONS) || echo "the training is done, only its report is missing"; }
 
 test: $(VENV)/.installed-dev
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not slow"
@@ -34,7 +35,7 @@ check: $(VENV)/.installed-dev
 	$(PY) -m mypy
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
-	@PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) ""
+	@PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) "[report]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

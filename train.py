@@ -67,13 +67,14 @@ from torchtitan_lite.parallelize import (
 from torchtitan_lite.resume import fresh_state
 from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
-from torchtitan_lite.settings import to_toml, to_toml_with_origins
+from torchtitan_lite.settings import Loaded, to_toml_with_origins
 from torchtitan_lite.training import Training, judge, log_step, report_save, source_lines, validate
 from torchtitan_lite.watch import Watch
 
 
-def run(config: Config, data: DataSet, world: World, log: Log) -> None:
+def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     """Build everything, resume, train."""
+    config = loaded_config.config
     layout = derive(config, world.world_size)
     machines = require_agreement(config, world)
     if from_rank0(data.identity()) != data.identity():
@@ -129,7 +130,7 @@ def run(config: Config, data: DataSet, world: World, log: Log) -> None:
         log.say(f"finished: step {state.step} of train.steps = {config.train.steps}; {what_next(config, state.step)}")
         return
     if world.rank == 0:
-        (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (config.folder / "config.toml").write_text(to_toml_with_origins(loaded_config), encoding="utf-8")
         shutil.copyfile(data.folder / "tokenizer.json", config.folder / "tokenizer.json")
     log.cut_after(state.step)
     about = run_folder.facts(layout, world, machines, sys.argv)
@@ -225,7 +226,7 @@ def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if t.config.fsdp.explicit_prefetching:
         unshard_first(t.model)  # this all-gather overlaps with the fetching of the batch
-    with t.clock.fetching():
+    with t.clock.timing("data_s"):
         batch = t.loader.batch(t.state.samples_consumed, t.config.train.global_batch_size)
     t.watch.computing()
 
@@ -250,7 +251,8 @@ def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     judge(t)  # the step before: by now the device is done with it
     set_learning_rate(t.optimizer, learning_rate(t.config.optim, step, t.config.train.steps))
-    t.guard.update(step, totals[2:], grad_norm, totals[1])
+    with t.clock.timing("optimizer_s"):
+        t.guard.update(step, totals[2:], grad_norm, totals[1])
 
     t.state = replace(
         t.state,
@@ -312,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
                     print(inspection.describe(model, config.fsdp))
                 return 0
             lock = run_folder.lock(config.folder, world)
-            run(config, data, world, Log(config.folder, speaks=world.rank == 0))
+            run(command.loaded, data, world, Log(config.folder, speaks=world.rank == 0))
             lock.release()
     except KeyboardInterrupt:
         if speaks:

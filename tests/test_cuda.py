@@ -10,12 +10,16 @@ import torch
 
 from tests.helpers import checkpoint, losses, succeeded, tensors, tiny, torchrun
 from tests.knob_table import ON_CUDA, TOLERANCE
+from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
 from tests.test_knobs import reference
 from torchtitan_lite import init
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.models import build
+from torchtitan_lite.simulate import simulate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+CUBLAS_WORKSPACE = 32 << 20  # bytes that torch gives cuBLAS on an H100; less on older ones
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,20 @@ def test_every_knob_computes_the_same(name: str, knobs: dict[str, Any]) -> None:
         ):
             assert loss == pytest.approx(expected_loss, rel=loss_tolerance)
             assert norm == pytest.approx(expected_norm, rel=norm_tolerance)
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """The most bytes that a step of each case takes."""
+    file = tmp_path_factory.mktemp("memory") / "found.json"
+    succeeded(torchrun(1, str(file), "cuda", script="tests/plan_worker.py", timeout=300))
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_is_what_was_planned(name: str, memory: dict[str, int]) -> None:
+    planned = simulate(config_of(name, 1, **LARGE), 1, VOCABULARY, on_gpu=True).peak_bytes
+    assert memory[name] == pytest.approx(planned + CUBLAS_WORKSPACE, rel=0.1)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from tests.helpers import ROOT, losses, start, succeeded, tiny
 
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.split("#")[0].strip()]
-NOT_RUN = {"make test", "make check", "python checkpoint.py verify runs/default"}  # they run this; there is none
+NOT_RUN = {"make test", "make check"}  # they run this
 PLAIN = "torchrun --nproc-per-node 2 train.py"
 
 
@@ -49,6 +49,11 @@ def done(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command not in NOT_RUN])
 def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
+    if "runs/default" in command or ".plan " in command:
+        words = shlex.split(command.replace("runs/default", str(done(PLAIN)[1] / "default")))
+        said = succeeded(start([sys.executable, *words[1:]]))
+        assert any(text in said for text in ("whole   ", "def ", "report  ", "a step takes at least"))
+        return
     output, out_dir = done(command)
     if "--print-config" in command or "--help" in command:
         assert "train" in output
@@ -62,6 +67,7 @@ def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
     assert set(losses(folder)) == set(range(1, 7))
     assert (folder / "checkpoints/step-00000006/model.safetensors").is_file()
     assert (folder / "config.toml").is_file()
+    assert (folder / "report.html").is_file() == command.startswith("make")
 
 
 def test_flags_change_how_and_not_what(done: Callable[[str], tuple[str, Path]]) -> None:

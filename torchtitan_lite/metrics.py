@@ -22,7 +22,7 @@ class Clock:
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self._lap_started = self.started
-        self._data_s = 0.0
+        self._parts: dict[str, float] = {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -32,18 +32,18 @@ class Clock:
         self._lap_started += time.perf_counter() - before
 
     @contextmanager
-    def fetching(self) -> Iterator[None]:
-        """Time in here is spent waiting for data."""
+    def timing(self, part: str) -> Iterator[None]:
+        """Time in here is a part of training that has a name."""
         before = time.perf_counter()
         yield
-        self._data_s += time.perf_counter() - before
+        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - before
 
-    def lap(self) -> tuple[float, float]:
-        """Seconds of training since the last lap, and how many of them waited for data."""
+    def lap(self) -> tuple[float, dict[str, float]]:
+        """Seconds of training since the last lap, and how many of them each named part took."""
         now = time.perf_counter()
-        seconds, data_s = now - self._lap_started, self._data_s
-        self._lap_started, self._data_s = now, 0.0
-        return seconds, data_s
+        seconds, parts = now - self._lap_started, self._parts
+        self._lap_started, self._parts = now, {}
+        return seconds, parts
 
 
 def peak_memory_gib(device: torch.device) -> float:

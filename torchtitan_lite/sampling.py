@@ -59,6 +59,7 @@ def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: Wo
     # a block that was compiled for training would be compiled again for each length
     with torch.compiler.set_stance("force_eager"):
         for i, ids in enumerate(prompts.ids):
+            began = time.perf_counter()
             sampler = Sampler(prompts.config.temperature, seed=seed + i)
 
             def agreed(logits: Tensor, sampler: Sampler = sampler) -> int:
@@ -70,7 +71,8 @@ def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: Wo
             tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, prompts.end))
             prompt = prompts.config.prompts[i]
             text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompt)
-            log.record({"step": step, "prompt": prompt, "text": text}, "samples.jsonl")
+            seconds = time.perf_counter() - began
+            log.record({"step": step, "prompt": prompt, "text": text, "seconds": seconds}, "samples.jsonl")
             log.say(f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}")
     model.train()
     reshard(model)

@@ -84,6 +84,7 @@ def validate(t: Training, step: int) -> None:
             "val_loss": score.loss,
             "val_bits_per_byte": score.bits_per_byte,
             "unigram_bits_per_byte": unigram,
+            "eval_s": time.perf_counter() - before,
         }
     )
     t.log.say(
@@ -95,7 +96,9 @@ def validate(t: Training, step: int) -> None:
 
 def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:
     """The step line and its record. Rates are over the n_tokens since the last line, without saves and validations."""
-    seconds, data_s = t.clock.lap()
+    seconds, parts = t.clock.lap()
+    if t.world.device.type == "cuda":
+        parts.pop("optimizer_s", None)  # the host only starts it
     record: dict[str, Any] = {
         "step": step,
         "loss": loss if math.isfinite(loss) else None,  # of a step that was skipped
@@ -104,7 +107,8 @@ def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens:
         "tokens": t.state.tokens,
         "tokens_per_second": n_tokens / seconds,
         "peak_memory_gib": peak_memory_gib(t.world.device),
-        "data_s": data_s,
+        "seconds": seconds,
+        **parts,
     }
     if t.scaler.enabled:
         record |= {"loss_scale": t.scaler.scale.item(), "skipped_steps": t.scaler.skipped_steps}
@@ -112,7 +116,7 @@ def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens:
         record["sources"] = t.samples.seen(t.state.samples_consumed)
     t.log.record(record)
     left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
-    t.log.say(step_line(record, t.config.train.steps, data_s / seconds, left_s))
+    t.log.say(step_line(record, t.config.train.steps, parts["data_s"] / seconds, left_s))
 
 
 def source_lines(t: Training) -> list[str]:
@@ -135,5 +139,6 @@ def report_save(t: Training, *, wait: bool) -> str:
         t.log.say(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training goes on")
     else:
         beside = f", training stood still for {saved.stopped_s:.1f} s" if t.config.checkpoint.async_save else ""
+        t.log.record({"step": saved.step, "save_s": saved.stopped_s if beside else saved.seconds, "bytes": saved.bytes})
         t.log.say(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{beside})")
     return saved.error

@@ -1,0 +1,81 @@
+"""The most memory that one step takes, measured, for each case: `torchrun plan_worker.py RESULTS.json DEVICE`.
+
+On the CPU by the events of the allocator, on CUDA by its own peak. Parameters and state are counted, then what a step
+holds beyond them. (What gloo's own threads free is not seen: with two ranks the CPU's figure is up to some MiB high.)
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import train
+from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
+from torchtitan_lite.config import Config, RunConfig
+from torchtitan_lite.distributed import World, build_mesh, leave, process_group
+from torchtitan_lite.init import materialise
+from torchtitan_lite.layout import derive
+from torchtitan_lite.optim import build_optimizer, clip_gradients
+from torchtitan_lite.parallelize import before_micro_batch
+
+
+def local_bytes(tensor: Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().nbytes()
+
+
+def measure(config: Config, world: World) -> int:
+    layout = derive(config, world.world_size)
+    model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device))
+    materialise(model, world.device, 0)
+    optimizer = build_optimizer(model, config.optim)
+    shape = config.train.micro_batch_size, config.train.seq_len
+
+    def step() -> None:
+        for i in range(layout.grad_accum_steps):
+            tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
+            before_micro_batch(model, config.fsdp, last=i == layout.grad_accum_steps - 1)
+            model(tokens, tokens).backward()
+        clip_gradients(model, config.optim.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated()
+    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    before = sum(local_bytes(t) for t in (*model.parameters(), *model.buffers(), *state))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        step()
+    assert trace.profiler is not None
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return before + peak
+
+
+def main() -> None:
+    out, device = Path(sys.argv[1]), sys.argv[2]
+    with process_group(RunConfig.model_validate({"device": device, "threads": 1})) as world:
+        found = {}
+        for name in CASES:
+            found[name] = measure(config_of(name, world.world_size, **(LARGE if device == "cuda" else {})), world)
+            gc.collect()
+            if world.device.type == "cuda":
+                torch.cuda.empty_cache()
+        if world.rank == 0:
+            out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+    leave(0)

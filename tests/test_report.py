@@ -1,0 +1,222 @@
+"""The page of `report`: what is in it, and what a real browser makes of it."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT, python, start, succeeded, tiny
+from torchtitan_lite import report, report_page
+
+pytest.importorskip("plotly")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    if samples is not None:
+        (folder / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    return folder
+
+
+def step(n: int, **more: Any) -> dict[str, Any]:
+    return {
+        **{"step": n, "loss": 5.0 - n / 1e6, "grad_norm": 1.0, "lr": 1e-3, "tokens": 100 * n, "time": 1.8e9 + n},
+        **{"tokens_per_second": 1000.0, "peak_memory_gib": 0.5, "seconds": 1.0, "data_s": 0.1, "optimizer_s": 0.2},
+        **more,
+    }
+
+
+def figures_of(page: str) -> dict[str, dict[str, Any]]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return {figure["title"]: figure for figure in json.loads(found[1])}
+
+
+def made(out: Path, *runs: Path) -> str:
+    assert report.main([*map(str, runs), "--out", str(out)]) == 0
+    return out.read_text()
+
+
+@pytest.fixture(scope="module")
+def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run, with samples, validations and checkpoints."""
+    out_dir = tmp_path_factory.mktemp("report")
+    more = {"sample__every": 10, "sample__max_tokens": 5, "run__name": "run"}
+    succeeded(python(*tiny(text, out_dir, **more)))
+    return out_dir / "run"
+
+
+def test_a_run(run: Path, tmp_path: Path) -> None:
+    page = made(tmp_path / "page.html", run)
+    figures = figures_of(page)
+    assert list(figures)[:4] == ["Loss", "Bits per byte", "Learning rate", "Gradient norm, before clipping"]
+    assert {"Throughput", "Peak memory of rank 0", "Where the time went"} <= figures.keys()
+    losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train, validation = figures["Loss"]["traces"]
+    assert train["x"] == list(range(1, 21))
+    assert train["y"] == [r["loss"] for r in losses if "loss" in r]
+    assert validation["x"] == [10, 20]
+    times = {t["name"]: t["x"][0] for t in figures["Where the time went"]["traces"]}
+    assert times.keys() == {"forward and backward", "optimizer", "waiting for data", "validation", "samples", "saving"}
+    assert sum(times.values()) < losses[-1]["time"] - losses[0]["time"] + 60
+    assert times["forward and backward"] + times["optimizer"] + times["waiting for data"] == pytest.approx(
+        sum(r["seconds"] for r in losses if "loss" in r)
+    )
+    assert "<b>complete</b>" in page
+    assert "<th>train.steps</th><td><code>20</code></td><td>command line</td>" in page
+    assert "<th>train.on_nonfinite</th><td><code>&quot;stop&quot;</code></td><td>default</td>" in page
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    assert all(html.escape(s["text"]) in page for s in samples)
+
+
+def test_several_runs(tmp_path: Path) -> None:
+    for name, lr in (("one", "0.1"), ("other", "0.2")):
+        folder = write_run(tmp_path / name, [step(1), step(2)])
+        (folder / "config.toml").write_text(f"[optim]\nlr = {lr} # command line\neps = 1e-08 # default\n")
+    page = made(tmp_path / "page.html", tmp_path / "one", tmp_path / "other")
+    assert [t["name"] for t in figures_of(page)["Learning rate"]["traces"]] == ["one", "other"]
+    differences = page[page.index("Differences of the configs") :].split("</section>")[0]
+    assert "<th>optim.lr</th><td><code>0.1</code></td><td><code>0.2</code></td>" in differences
+    assert "optim.eps" not in differences
+
+
+def test_many_records_are_thinned_and_spikes_kept(tmp_path: Path) -> None:
+    records = [step(n) for n in range(1, 100_001)]
+    records[33_333]["loss"] = 99.0
+    page = made(tmp_path / "page.html", write_run(tmp_path / "long", records))
+    for figure in figures_of(page).values():
+        assert all(len(t["x"]) <= report_page.POINTS for t in figure["traces"])
+    assert 99.0 in figures_of(page)["Loss"]["traces"][0]["y"]
+    assert "100,000 records, drawn as up to 2,000 points" in page
+    assert len(page) < 6.5e6
+
+
+def test_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:
+    records = [step(1), step(2, loss=None, grad_norm=None), step(3), {"step": 2, "skipped_samples": [6, 12]}]
+    folder = write_run(tmp_path / "run", records)
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "loss": NaN}\n{"step": 5, "lo')
+    page = made(tmp_path / "page.html", folder)
+    assert figures_of(page)["Loss"]["traces"][0]["y"] == [
+        pytest.approx(5, abs=0.1),
+        None,
+        pytest.approx(5, abs=0.1),
+        None,
+    ]
+    assert "the loss was not finite at" in page
+    assert "1 steps were skipped, the first is 2" in page
+    assert "metrics.jsonl: 1 damaged line passed over" in page
+
+
+@pytest.mark.parametrize(
+    ("records", "said"), [(None, "has no metrics.jsonl"), ([{"step": 1, "val_loss": 1.0}], "no record of a step yet")]
+)
+def test_folders_without_a_run(
+    records: list[dict[str, Any]] | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if records is not None:
+        write_run(tmp_path / "run", records)
+    assert report.main([str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_options_of_training_name_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([f"--run.out_dir={run.parent}", "--run.name=run", "--train.steps=200"]) == 0
+    assert (run / "report.html").is_file()
+    assert report.main(["--run.nam=x"]) == 2
+    assert "run.name" in capsys.readouterr().err
+
+
+def test_without_plotly(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "plotly.py").write_text("raise ModuleNotFoundError(\"No module named 'plotly'\", name='plotly')")
+    call = f"from torchtitan_lite import report; sys.exit(report.main([{str(run)!r}]))"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {call}"
+    result = start([sys.executable, "-c", code])
+    assert result.returncode == 2
+    assert 'pip install "torchtitan_lite[report]"' in result.stderr
+
+
+EVIL = "</script><script>document.title='evil'</script><img src=http://example.com/x onerror=alert(1)>"
+
+
+def browse(page: Path, tmp_path: Path, width: int = 1400) -> tuple[str, str, list[str]]:
+    """The page's elements after its scripts ran, what the console said, and every address that was asked for."""
+    if CHROMIUM is None:
+        assert "TORCHTITAN_LITE_CI" not in os.environ, "chromium is missing, and this must not be skipped here"
+        pytest.skip("there is no chromium here")
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    net_log, profile = tmp_path / "net.json", tmp_path / f"profile{width}"
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}"]
+    command += [f"--window-size={width},1200", "--virtual-time-budget=20000", "--enable-logging=stderr"]
+    command += [f"--log-net-log={net_log}", "--dump-dom", page.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    console = "\n".join(line for line in result.stderr.splitlines() if "CONSOLE" in line)
+    # the browser itself asks its maker for updates
+    asked = re.findall(r'"url":"(https?://(?!(?:[a-z0-9]+\.)*google(?:apis)?\.com/)[^"]*)"', net_log.read_text())
+    return result.stdout, console, asked
+
+
+def test_in_a_browser(tmp_path: Path) -> None:
+    samples = [{"step": n, "prompt": "<b>def", "text": EVIL, "seconds": 1.0} for n in (1, 2)]
+    runs = []
+    for name in ("one", "<i>other"):
+        runs.append(write_run(tmp_path / name, [step(1), step(2), {"step": 2, "val_loss": 4.0}], samples))
+        (runs[-1] / "config.toml").write_text(f'[run]\nname = "{EVIL}" # command line\n')
+    made(tmp_path / "page.html", *runs)
+    elements, console, asked = browse(tmp_path / "page.html", tmp_path)
+    assert not console
+    assert not asked
+    n = len(figures_of((tmp_path / "page.html").read_text()))
+    assert n >= 5
+    assert f'data-drawn="{n}"' in elements
+    assert elements.count('class="plot js-plotly-plot"') == n
+    assert elements.count('class="js-line"') >= 2 * (n - 2)
+    assert "<title>one, &lt;i&gt;other</title>" in elements
+    assert html.escape(EVIL, quote=False) in elements
+    assert "<img" not in elements
+
+
+def test_one_record_in_a_narrow_browser(tmp_path: Path) -> None:
+    made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
+    elements, console, asked = browse(tmp_path / "page.html", tmp_path, width=420)
+    assert not console
+    assert not asked
+    assert 'data-drawn="' in elements
+    assert elements.count('class="point"') >= 5
+
+
+def test_nothing_can_be_fetched(tmp_path: Path) -> None:
+    """What got into the page somehow: the page's policy forbids it. Without the policy it is asked for."""
+    page = made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
+    page = page.replace(
+        "<main>", '<main><img src="http://example.com/x.png"><iframe src="http://example.com/y"></iframe>'
+    )
+    (tmp_path / "page.html").write_text(page)
+    _, console, asked = browse(tmp_path / "page.html", tmp_path)
+    assert "Content Security Policy" in console
+    assert not asked
+    (tmp_path / "open.html").write_text(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page))
+    _, _, asked = browse(tmp_path / "open.html", tmp_path)
+    assert {"http://example.com/x.png", "http://example.com/y"} <= set(asked)
+
+
+def test_training_never_imports_the_readers() -> None:
+    """Whatever train.py loads, down to the last module."""
+    code = "import sys, train; print(*[m for m in sys.modules if m.startswith(('torchtitan_lite', 'plotly'))])"
+    loaded = set(succeeded(start([sys.executable, "-c", code])).split())
+    readers = ("report", "report_page", "generate", "opening", "plan", "simulate", "devices", "migrate")
+    assert not loaded & {"plotly", *(f"torchtitan_lite.{name}" for name in readers)}
+    assert "torchtitan_lite.sampling" in loaded
+    assert all((ROOT / f"torchtitan_lite/{name}.py").is_file() for name in readers)
