@@ -1,12 +1,14 @@
 """The most memory that one step takes, measured, for each case: `torchrun plan_worker.py RESULTS.json DEVICE`.
 
 On the CPU by the events of the allocator, on CUDA by its own peak. Parameters and state are counted, then what a step
-holds beyond them. (What gloo's own threads free is not seen: with two ranks the CPU's figure is up to some MiB high.)
+holds beyond them. What gloo's own threads free is not seen, so that a figure of two ranks may be high: the lowest of
+some steps counts.
 """
 
 import gc
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -52,6 +54,12 @@ def measure(config: Config, world: World) -> int:
         return torch.cuda.max_memory_allocated()
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     before = sum(local_bytes(t) for t in (*model.parameters(), *model.buffers(), *state))
+    return before + min(_peak(step) for _ in range(4))
+
+
+def _peak(step: Callable[[], None]) -> int:
+    """The most that one step holds beyond what there was."""
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         step()
     assert trace.profiler is not None
@@ -60,11 +68,11 @@ def measure(config: Config, world: World) -> int:
     for event in sorted(events, key=lambda e: e.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
-    return before + peak
+    return peak
 
 
-def main() -> None:
-    out, device = Path(sys.argv[1]), sys.argv[2]
+def main(argv: Sequence[str]) -> int:
+    out, device = Path(argv[0]), argv[1]
     with process_group(RunConfig.model_validate({"device": device, "threads": 1})) as world:
         found = {}
         for name in CASES:
@@ -74,8 +82,8 @@ def main() -> None:
                 torch.cuda.empty_cache()
         if world.rank == 0:
             out.write_text(json.dumps(found))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
-    leave(0)
+    leave(main(sys.argv[1:]))

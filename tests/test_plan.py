@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers import ROOT, succeeded, torchrun
+from tests.helpers import ROOT, ranks, succeeded
 from tests.memory_cases import CASES, VOCABULARY, config_of
 from torchtitan_lite import init, plan, simulate
 from torchtitan_lite.config import ModelConfig
@@ -23,7 +23,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, in
     found = {}
     for world_size in (1, 2):
         file = tmp_path_factory.mktemp("memory") / "found.json"
-        succeeded(torchrun(world_size, str(file), "cpu", script="tests/plan_worker.py"))
+        succeeded(ranks(world_size, str(file), "cpu", entry="tests.plan_worker"))
         found[world_size] = json.loads(file.read_text())
     return found
 
