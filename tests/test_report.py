@@ -201,7 +201,7 @@ def test_nothing_can_be_fetched(tmp_path: Path) -> None:
     """What got into the page somehow: the page's policy forbids it. Without the policy it is asked for."""
     page = made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
     page = page.replace(
-        "<main>", '<main><img src="http://example.com/x.png"><iframe src="http://example.com/y"></iframe>'
+        "<main>", '<main><img src="http://example.com/x.png"><script>fetch("http://example.com/y")</script>'
     )
     (tmp_path / "page.html").write_text(page)
     _, console, asked = browse(tmp_path / "page.html", tmp_path)
