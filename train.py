@@ -10,6 +10,7 @@
 The same command again resumes the run. Read on from `run`.
 """
 
+import gc
 import hashlib
 import shutil
 import sys
@@ -43,6 +44,7 @@ from torchtitan_lite.distributed import (
 )
 from torchtitan_lite.errors import ConfigError, DataError, SaveError, StuckError, UserError
 from torchtitan_lite.evaluate import Validation
+from torchtitan_lite.garbage import on_schedule
 from torchtitan_lite.guard import FiniteGuard, require_equal_copies, require_finite
 from torchtitan_lite.init import materialise
 from torchtitan_lite.layout import derive
@@ -59,6 +61,7 @@ from torchtitan_lite.optim import (
 from torchtitan_lite.parallelize import (
     apply_activation_checkpointing,
     apply_compile,
+    apply_fast_paths,
     apply_fsdp,
     before_micro_batch,
     groups_of,
@@ -137,7 +140,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     run_folder.write_status(config.folder, world, "running", state.step, **about)
     checkpointer.require_space()
     try:
-        with leaving, watch.explained(), out_of_memory.explained(config):
+        with leaving, watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
             train(training)
     except UserError as error:
         if not isinstance(error, StuckError):  # all ranks have it: a save that runs beside can still end well
@@ -154,6 +157,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.T
     with torch.device("meta"):
         model = models.build(config.model, vocab_size)
     freeze(model, config.optim.freeze)
+    apply_fast_paths(model, config.speed)
     apply_activation_checkpointing(model, config.activation_checkpointing)
     apply_compile(model, config.compile)
     apply_fsdp(model, mesh, config.fsdp)
@@ -199,6 +203,8 @@ def train(t: Training) -> None:
             with t.clock.paused():
                 save(t, last=last)
         report_save(t, wait=False)
+        if due(step, config.speed.gc_every):
+            gc.collect()
         log.advance_bar()
         if last:
             break

@@ -298,7 +298,7 @@ def computation_communication_and_sums_have_their_dtypes(build: Build) -> None:
         seen, events = dtypes_of(build(**names))
         assert seen["layers.1.feed_forward.w1"] == (param, param, param)
         assert seen["layers.1"] == (param, param, fp32, fp32, param), "rotary tables stay float32"
-        assert seen["output"] == (param, param, param)
+        assert seen["output"] == (param, param, torch.int64, fp32), "targets in, and the loss stays float32"
         assert {e.dtype for e in events if e.what == "gather"} == {param}
         assert {e.dtype for e in events if e.what == "reduce"} == {reduce}
 
@@ -322,7 +322,11 @@ def what_groups_hand_on_can_stay_in_float32(build: Build) -> None:
     seen, _ = dtypes_of(t)
     assert set(inside) == {bf16}
     assert seen["layers.1"] == (bf16, bf16, fp32, fp32, fp32)
-    assert seen["output"] == (bf16, bf16, fp32)
+    assert seen["output"] == (bf16, bf16, torch.int64, fp32)
+    plain = build(fsdp__param_dtype="bfloat16", fsdp__output_dtype="float32", speed__chunked_loss=False)
+    assert dtypes_of(plain)[0]["output"] == (bf16, bf16, fp32), "logits"
+    narrow = build(fsdp__output_dtype="bfloat16")
+    assert dtypes_of(narrow)[0]["output"][-1] == fp32, "a loss is not rounded"
 
 
 def cast_forward_inputs_casts_the_rotary_tables_as_well(build: Build) -> None:
@@ -350,7 +354,7 @@ def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
     assert {e.group for e in events if e.what == "reduce" and e.dtype == torch.bfloat16} == {"layers.0"}
     both = [{"match": match, "param_dtype": "bfloat16"} for match in ("norm.*", "output.*")]
     seen, _ = dtypes_of(build(fsdp__precision_overrides=both))
-    assert seen["output"] == (torch.bfloat16,) * 3
+    assert seen["output"] == (torch.bfloat16, torch.bfloat16, torch.int64, torch.float32)
     assert seen["layers.2"][0] == torch.float32
 
 

@@ -1,4 +1,8 @@
-"""The table of [fsdp] and its neighbours that tests/test_knobs.py holds against one plain model: at most 40 rows."""
+"""The table of [fsdp] and its neighbours that tests/test_knobs.py holds against one plain model: at most 46 rows.
+
+The fast paths of [speed] are on, as by default, with blocks and chunks so small (knob_worker.py) that a sequence has
+several; the plain model has none of them.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,6 +57,8 @@ BF16 = {"fsdp.param_dtype": "bfloat16"}
 FP16 = {"fsdp.param_dtype": "float16"}
 HSDP = {"fsdp.dp_replicate": 2}
 FIRST_LAYER_FP32 = {"fsdp.precision_overrides": [{"match": "layers.0.*", "param_dtype": "float32"}]}
+PLAIN = {"speed.chunked_loss": False, "speed.block_attention": False}
+HANDED_ON = {"fsdp.output_dtype": "float16"}
 EXPLICIT = {"fsdp.explicit_prefetching": True}
 
 CASES = {
@@ -104,6 +110,12 @@ CASES = {
         2, {"compile.enabled": True, "compile.backend": "aot_eager", "activation_checkpointing.mode": "full"}
     ),
     "tied": Case(2, {"model.tie_embeddings": True}),
+    # fast paths
+    "plain": Case(2, PLAIN),
+    "plain, bf16": Case(2, BF16 | PLAIN, dtype="bfloat16"),
+    "plain, gpt, fp16, handed on in fp16": Case(2, FP16 | PLAIN | HANDED_ON, base="gpt", dtype="float16"),
+    "gpt, fp16, handed on in fp16": Case(2, FP16 | HANDED_ON, base="gpt", dtype="float16"),
+    "bf16, handed on in bf16": Case(2, BF16 | {"fsdp.output_dtype": "bfloat16"}, dtype="bfloat16", same_as="bf16"),
     "frozen": Case(2, {"optim.freeze": ["tok_embeddings.*", "layers.0.*", "layers.2.attention.wq.weight"]}),
     # 4 ranks
     "4 ranks": Case(4),

@@ -30,6 +30,7 @@ from torchtitan_lite.init import local_rows, materialise
 from torchtitan_lite.layout import derive
 from torchtitan_lite.leaving import Leaving
 from torchtitan_lite.metrics import Clock
+from torchtitan_lite.models import block_attention, head
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.storage import TrainState
@@ -101,6 +102,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     file = Path(sys.argv[1])
     device: Literal["cpu", "cuda"] = "cuda" if sys.argv[2:] == ["cuda"] else "cpu"
+    # a micro-batch of 16 tokens, in several pieces, the last ones not full
+    block_attention.BLOCK, head.CHUNK = 6, {"cpu": 7, "cuda": 7}
     with process_group(RunConfig(device=device, threads=1)) as world:
         rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size}
         for name, case in (ON_CUDA if device == "cuda" else rows).items():

@@ -43,10 +43,15 @@ def gradients(model: Transformer) -> list[torch.Tensor]:
 
 
 def peak_bytes(model: Transformer) -> int:
-    """The most that one forward and backward hold beyond what was there, by the allocator's events."""
+    """The most that one forward and backward hold beyond what was there."""
+    return peak_of(lambda: loss_of(model).backward())
+
+
+def peak_of(compute: Callable[[], Any]) -> int:
+    """The most bytes that `compute` holds beyond what was there, by the allocator's events."""
     gc.collect()  # an earlier model that is freed in between would be subtracted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        loss_of(model).backward()
+        compute()
     assert trace.profiler is not None
     events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0

@@ -7,16 +7,10 @@ their own section, never the whole. How files, `base` and the command line becom
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PlainValidator,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, PositiveInt
+
+from torchtitan_lite.speed import Section as Section
+from torchtitan_lite.speed import SpeedConfig as SpeedConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -25,14 +19,6 @@ def _reshard(value: Any) -> Any:
     if value == "default" or (isinstance(value, int) and (isinstance(value, bool) or value > 1)):
         return value
     raise ValueError('should be "default", true, false, or a number of ranks above 1')
-
-
-class Section(BaseModel):
-    """A table of the TOML file. The string under a field is its help text."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class RunConfig(Section):
@@ -336,6 +322,7 @@ class Config(Section):
     fsdp: FsdpConfig = FsdpConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     compile: CompileConfig = CompileConfig()
+    speed: SpeedConfig = SpeedConfig()
     grad_scaler: GradScalerConfig = GradScalerConfig()
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig = SampleConfig()

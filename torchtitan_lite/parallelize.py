@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, FsdpConfig
+from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, FsdpConfig, SpeedConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
@@ -69,6 +69,13 @@ def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: 
     return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def apply_fast_paths(model: Transformer, config: SpeedConfig) -> None:
+    """Have the model compute by the faster of two ways; names, shapes and checkpoints stay as they are."""
+    model.output.chunked = config.chunked_loss
+    for layer in model.layers:
+        layer.get_submodule("attention").by_blocks = config.block_attention  # type: ignore[assignment]
+
+
 def apply_compile(model: Transformer, config: CompileConfig) -> None:
     """Compile each block in place: names stay as they are, and blocks of the same kind are compiled once."""
     if config.enabled:
@@ -112,6 +119,8 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
         if reshard == "default" or (not isinstance(reshard, bool) and modules is chain[-1]):
             reshard = modules is not chain[-1]
         dtypes = _dtypes(", ".join(names[m] for m in modules), parameters, config)
+        if model.output in modules and model.output.chunked:
+            dtypes = (*dtypes[:2], None)  # what it hands on is the loss, which stays float32
         groups.append(Group(", ".join(names[m] for m in modules), modules, parameters, *dtypes, reshard))
     _require_used(list(owned.values()), config)
     return groups

@@ -65,6 +65,8 @@ def setting(config: Config, world: World) -> dict[str, Any]:
         **{key: fsdp[key] for key in keys},
         "cpu_offload": fsdp["cpu_offload"],  # the optimizer then runs on the host
         "compile": config.compile.backend if config.compile.enabled else "off",
+        "chunked_loss": config.speed.chunked_loss,
+        "block_attention": config.speed.block_attention and not on_gpu,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "deterministic": config.run.deterministic or not on_gpu,
         "threads": world.threads,

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.loss import summed_cross_entropy
+from torchtitan_lite.models.block_attention import MAX_SEQ_LEN, block_attention
+from torchtitan_lite.models.head import Head
 
 Fill = Callable[[str, Tensor, float], None]  # fills a parameter, given its name, with normal values of this deviation
 
@@ -54,13 +56,21 @@ def within_documents(positions: Tensor, *, dense: bool) -> Any:
     return flex.create_block_mask(allowed, n, None, length, length, device=str(positions.device))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, *, by_blocks: bool = False
+) -> Tensor:
     """Attention that looks back only, and with `mask` (of within_documents) only as far as it allows.
 
     Queries, keys and values, (B, T, H, E) each -> (B, T, H, E). Fewer queries than keys are the last ones.
+
+    Args:
+        by_blocks: use block_attention where it is the faster way.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if mask is None:
+    plain = mask is None and dropout == 0 and q.shape == k.shape and q.device.type == "cpu"
+    if by_blocks and plain and q.shape[2] <= MAX_SEQ_LEN:
+        mixed = block_attention(q, k, v)
+    elif mask is None:
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **causal(q, k))
     elif isinstance(mask, Tensor):
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, attn_mask=mask)
@@ -98,7 +108,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
-        self.output = nn.Linear(config.dim, vocab_size, bias=False)
+        self.output = Head(config.dim, vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -123,8 +133,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits, or the loss where targets are given.
 
-        The loss is computed in here, and not by the caller, so that it happens while FSDP holds the whole output
-        matrix: only then can it later be computed in chunks, without ever holding all logits.
+        The loss is computed in here, and not by the caller, so that it can happen while FSDP holds the whole output
+        matrix: only then can it be computed in chunks, without ever holding all logits (head.py).
 
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
@@ -147,7 +157,10 @@ class Transformer(nn.Module):
         x, *unchanged = self.inputs(tokens, positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, *unchanged, cache[i]) if cache else layer(x, *unchanged, *more)
-        logits: Tensor = self.output(self.norm(x))
+        x = self.norm(x)
+        if targets is not None and self.output.chunked:
+            return self.output(x, targets)
+        logits: Tensor = self.output(x)
         return logits if targets is None else summed_cross_entropy(logits, targets)
 
     def reset_buffers(self) -> None:

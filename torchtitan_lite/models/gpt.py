@@ -15,6 +15,8 @@ from torchtitan_lite.models.common import KeysValues, Transformer, attend
 class Attention(nn.Module):
     """Causal multi-head attention."""
 
+    by_blocks = False  # set by parallelize.apply_fast_paths
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_heads = config.n_heads
@@ -29,7 +31,9 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (self.n_heads, -1)) for w in (self.wq, self.wk, self.wv))  # (B, T, H, D / H)
         if cache is not None:
             k, v = cache.extend(k, v)
-        mixed = attend(q, k, v, mask, self.dropout if self.training else 0.0)  # (B, T, H, D / H)
+        mixed = attend(
+            q, k, v, mask, self.dropout if self.training else 0.0, by_blocks=self.by_blocks
+        )  # (B, T, H, D / H)
         return self.wo(mixed.flatten(2))
 
 

@@ -20,6 +20,8 @@ from torchtitan_lite.models.common import KeysValues, Transformer, attend
 class Attention(nn.Module):
     """Causal attention; H / K query heads share a key and value head."""
 
+    by_blocks = False  # set by parallelize.apply_fast_paths
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.dim_of_heads
@@ -41,7 +43,7 @@ class Attention(nn.Module):
             k, v = cache.extend(k, v)
         # shared heads are copied: faster on the CPU than SDPA's enable_gqa
         k, v = (t.repeat_interleave(self.n_groups, dim=2) if self.n_groups > 1 else t for t in (k, v))
-        return self.wo(attend(q, k, v, mask).flatten(2))
+        return self.wo(attend(q, k, v, mask, by_blocks=self.by_blocks).flatten(2))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
