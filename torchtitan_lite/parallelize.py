@@ -72,8 +72,9 @@ def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: 
 def apply_fast_paths(model: Transformer, config: SpeedConfig) -> None:
     """Have the model compute by the faster of two ways; names, shapes and checkpoints stay as they are."""
     model.output.chunked = config.chunked_loss
-    for layer in model.layers:
-        layer.get_submodule("attention").by_blocks = config.block_attention  # type: ignore[assignment]
+    for module in model.layers.modules():
+        if hasattr(module, "by_blocks"):
+            module.by_blocks = config.block_attention
 
 
 def apply_compile(model: Transformer, config: CompileConfig) -> None:
