@@ -74,7 +74,7 @@ def apply_fast_paths(model: Transformer, config: SpeedConfig) -> None:
     model.output.chunked = config.chunked_loss
     for module in model.layers.modules():
         if hasattr(module, "by_blocks"):
-            module.by_blocks = config.block_attention
+            module.by_blocks = config.block_attention  # type: ignore[assignment]
 
 
 def apply_compile(model: Transformer, config: CompileConfig) -> None:
