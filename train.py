@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from checkpoint import Checkpointer
 from torchtitan_lite import cli, hf, inspection, models, out_of_memory, run_folder
 from torchtitan_lite.agreement import require_agreement
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import Config, LogConfig
 from torchtitan_lite.console import duration, start_lines, what_next
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Ahead, Loader
@@ -44,6 +44,7 @@ from torchtitan_lite.distributed import (
 )
 from torchtitan_lite.errors import ConfigError, DataError, SaveError, StuckError, UserError
 from torchtitan_lite.evaluate import Validation
+from torchtitan_lite.flops import flops_per_token
 from torchtitan_lite.garbage import on_schedule
 from torchtitan_lite.guard import FiniteGuard, require_equal_copies, require_finite
 from torchtitan_lite.init import materialise
@@ -67,11 +68,13 @@ from torchtitan_lite.parallelize import (
     groups_of,
     unshard_first,
 )
+from torchtitan_lite.profiling import Profile
 from torchtitan_lite.resume import fresh_state
 from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import Loaded, to_toml_with_origins
-from torchtitan_lite.training import Training, judge, log_step, report_save, source_lines, validate
+from torchtitan_lite.trackers import Trackers
+from torchtitan_lite.training import Training, judge, log_step, peak_flops, report_save, source_lines, validate
 from torchtitan_lite.watch import Watch
 
 
@@ -126,7 +129,8 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     leaving, watch = Leaving(config.run.max_minutes), Watch(config.folder, world, config.run.timeout_minutes)
     training = Training(
         *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation),
-        *(prompts, checkpointer, state, log, Clock(), samples),
+        *(prompts, checkpointer, state, log, Clock(), samples, Profile(config.profile, config.folder, world)),
+        *(flops_per_token(model, config.train.seq_len), peak_flops(config, world)),
     )
     log.say(start_lines(config, layout, world, model, data, samples, state, loaded))
     if state.step >= config.train.steps:
@@ -139,6 +143,8 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     about = run_folder.facts(layout, world, machines, sys.argv)
     run_folder.write_status(config.folder, world, "running", state.step, **about)
     checkpointer.require_space()
+    trackers = Trackers(config.log if world.rank == 0 else LogConfig(), config.folder, state)
+    log.attach(trackers)
     try:
         with leaving, watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
             train(training)
@@ -148,6 +154,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         run_folder.write_status(config.folder, world, "failed", training.state.step, str(error))
         raise
     finally:
+        trackers.close()
         loader.close()
         watch.close()
 
@@ -184,6 +191,7 @@ def train(t: Training) -> None:
     first, logged = t.state.step, t.state.tokens
     for step in range(first + 1, config.train.steps + 1):
         t.watch.step(step)
+        t.profile.begin(step)
         loss, grad_norm = train_step(t, step)
         last = step == config.train.steps or t.guard.leaving
         if due(step, config.log.every) or last:
@@ -203,6 +211,9 @@ def train(t: Training) -> None:
             with t.clock.paused():
                 save(t, last=last)
         report_save(t, wait=False)
+        with t.clock.paused():
+            if said := t.profile.end(step, last=last):
+                log.say(said)
         if due(step, config.speed.gc_every):
             gc.collect()
         log.advance_bar()

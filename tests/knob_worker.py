@@ -65,6 +65,9 @@ def training(config: Config, world: World) -> Training:
         log=unused,
         clock=Clock(),
         samples=unused,
+        profile=unused,
+        flops_per_token=0,
+        peak_flops=0.0,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, PositiveInt
 
+from torchtitan_lite.speed import ProfileConfig as ProfileConfig
 from torchtitan_lite.speed import Section as Section
 from torchtitan_lite.speed import SpeedConfig as SpeedConfig
 
@@ -308,6 +309,10 @@ path of another run or checkpoint, as long as this run has none"""
 class LogConfig(Section):
     every: PositiveInt = 10
     """write a line and a record every so many steps"""
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """hand the records on to these as well; each is an extra: pip install -e ".[tensorboard]\""""
+    wandb_project: str = "torchtitan_lite"
+    """wandb: the project"""
 
 
 class Config(Section):
@@ -328,6 +333,7 @@ class Config(Section):
     sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     @property
     def folder(self) -> Path:

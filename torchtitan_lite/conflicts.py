@@ -34,6 +34,7 @@ def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[
             | _fsdp_conflicts(config, world_size, n_gpus)
             | _block_conflicts(config, n_gpus)
             | _path_conflicts(config)
+            | _log_conflicts(config)
         )
 
     return check
@@ -50,6 +51,19 @@ def _run_conflicts(run: RunConfig, n_gpus: int, local_world_size: int) -> dict[s
             f"{local_world_size} processes on this machine, and torch sees {n_gpus} GPUs; "
             f'--nproc-per-node {n_gpus} works, and so does run.device = "cpu"'
         )
+    return found
+
+
+def _log_conflicts(config: Config) -> dict[str, str]:
+    found = {}
+    for name in config.log.trackers:
+        if importlib.util.find_spec(name) is None:
+            found[f"log.trackers {name}"] = (
+                f'log.trackers = ["{name}"]: it is not installed; pip install -e ".[{name}]" installs it'
+            )
+    steps = config.profile.steps
+    if steps and (len(steps) != 2 or steps[0] > steps[1]):
+        found["profile.steps"] = f"profile.steps = {steps} should be a first and a last step, e.g. [10, 12]"
     return found
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from torchtitan_lite.trackers import Trackers
+
 GIB = 2**30
 
 
@@ -63,6 +65,7 @@ class Log:
         self._text = folder / "train.log"
         self._bar: tqdm[Any] | None = None
         self._failed = False
+        self._trackers: Trackers | None = None
 
     def say(self, text: str) -> None:
         """A line for the terminal and for train.log."""
@@ -72,10 +75,16 @@ class Log:
         sys.stdout.flush()
         self._append(self._text, text)
 
+    def attach(self, trackers: Trackers) -> None:
+        """Hand the records of metrics.jsonl on, from now on."""
+        self._trackers = trackers if self._speaks else None
+
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """One line of a file of records."""
         if self._speaks:
             self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
+            if self._trackers is not None and file == "metrics.jsonl":
+                self._trackers.record(values)
 
     def _append(self, file: Path, line: str) -> None:
         """Add a line. Training goes on without it if the disk is full: that is said once."""

@@ -1,6 +1,6 @@
-"""The section of the config with the fast paths: each computes what the plain path does, and can be switched off."""
+"""Sections of the config: the fast paths, each of which computes what the plain path does; and profiling."""
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 
 class Section(BaseModel):
@@ -18,3 +18,10 @@ class SpeedConfig(Section):
     """CPU: attention of up to 1,024 tokens by plain matrix products, a block of queries at a time"""
     gc_every: NonNegativeInt = 100
     """collect Python's garbage every so many steps, on all ranks at once; 0: leave it to Python"""
+
+
+class ProfileConfig(Section):
+    steps: list[PositiveInt] = []
+    """profile from the first of these steps to the last, e.g. [10, 12]: traces and a table in profile/"""
+    memory_snapshot: bool = False
+    """CUDA: the allocator's history in these steps as well, for pytorch.org/memory_viz"""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from torchtitan_lite import devices
 from torchtitan_lite.config import Config
 from torchtitan_lite.console import step_line
 from torchtitan_lite.data.loader import Batches
@@ -19,6 +20,7 @@ from torchtitan_lite.leaving import Leaving
 from torchtitan_lite.metrics import Clock, Log, peak_memory_gib
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim import learning_rate
+from torchtitan_lite.profiling import Profile
 from torchtitan_lite.sampling import Prompts
 from torchtitan_lite.saving import Saved
 from torchtitan_lite.scaler import GradScaler
@@ -55,6 +57,17 @@ class Training:
     log: Log
     clock: Clock
     samples: Mixture  # what the loader draws from
+    profile: Profile
+    flops_per_token: int
+    peak_flops: float  # of all devices together, per second; 0 where it is not known
+
+
+def peak_flops(config: Config, world: World) -> float:
+    """What all devices of a run can compute per second in its dtype, as their makers say; 0 if one is not known."""
+    device = devices.named(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    if device is None:
+        return 0.0
+    return world.world_size * (device.fp32_flops if config.fsdp.param_dtype == "float32" else device.bf16_flops)
 
 
 def judge(t: Training) -> None:
@@ -114,6 +127,8 @@ def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens:
         record |= {"loss_scale": t.scaler.scale.item(), "skipped_steps": t.scaler.skipped_steps}
     if len(t.samples.sources) > 1:
         record["sources"] = t.samples.seen(t.state.samples_consumed)
+    if t.peak_flops:
+        record["mfu"] = record["tokens_per_second"] * t.flops_per_token / t.peak_flops
     t.log.record(record)
     left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
     t.log.say(step_line(record, t.config.train.steps, parts["data_s"] / seconds, left_s))

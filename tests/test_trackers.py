@@ -1,0 +1,109 @@
+"""Profiles, trackers, and what the line of a step says of the device."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import losses, ranks, records, succeeded, tiny
+from torchtitan_lite import devices, settings
+from torchtitan_lite.config import Config, FsdpConfig
+from torchtitan_lite.console import step_line
+from torchtitan_lite.distributed import World
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.training import peak_flops
+
+
+def test_a_profile_of_some_steps(text: Path, tmp_path: Path) -> None:
+    """A trace and a table for each rank, and the same training as without."""
+    command = tiny(text, tmp_path, train__steps=6, run__name="run", eval__every=0)
+    output = succeeded(ranks(2, *command, "--profile.steps=[3, 4]"))
+    folder = tmp_path / "run/profile"
+    assert f"profile steps 3 to 4 are in {folder}" in output
+    for rank in (0, 1):
+        events = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))["traceEvents"]
+        names = [event.get("name") for event in events]
+        assert names.count("Optimizer.step#AdamW.step") == 2
+        assert any("all_gather" in str(name) for name in names)
+        assert "aten::" in (folder / f"operators-rank-{rank}.txt").read_text()
+    succeeded(ranks(2, *command, "--run.name=without"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "without")
+
+
+def scalars_of(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars(tag)]
+
+
+def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", checkpoint__every=5, eval__every=10)
+    trackers = '--log.trackers=["tensorboard"]'
+    result = ranks(1, *command, trackers, fault="kill:0:8")  # 6 and 7 are in the files, and come again
+    assert result.returncode != 0
+    assert "resumed after step 5" in succeeded(ranks(1, *command, trackers))
+    run = tmp_path / "run"
+    ours = [(r["step"], r["loss"]) for r in records(run) if "loss" in r]
+    theirs = scalars_of(run / "tensorboard", "loss")
+    assert [step for step, _ in theirs] == [step for step, _ in ours] == list(range(1, 21))
+    assert [value for _, value in theirs] == pytest.approx([value for _, value in ours])
+    assert len(scalars_of(run / "tensorboard", "val_loss")) == 2
+
+
+def test_wandb_offline_keeps_its_run(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", checkpoint__every=5, eval__every=0)
+    command += ['--log.trackers=["wandb"]']
+    env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    run = tmp_path / "run"
+    succeeded(ranks(1, *command, fault="term:0:7", env=env))
+    name = (run / "wandb-id.txt").read_text()
+    succeeded(ranks(1, *command, env=env))
+    assert (run / "wandb-id.txt").read_text() == name
+    parts = [folder.name for folder in (run / "wandb").glob("offline-run-*")]
+    assert len(parts) == 2
+    assert all(part.endswith(name.strip()) for part in parts), "both are parts of one run"
+    for part in parts:
+        (file,) = (run / "wandb" / part).glob("*.wandb")
+        assert b"grad_norm" in file.read_bytes()
+
+
+def test_a_tracker_that_fails_is_said_and_training_goes_on(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").write_text("a file where the folder should be")
+    result = ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=4), '--log.trackers=["tensorboard"]')
+    assert "log.trackers: tensorboard failed: " in result.stderr
+    assert "step    4/4" in succeeded(result)
+
+
+def test_a_tracker_that_is_not_installed_is_a_mistake_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    given = {"log.trackers": settings.Setting(["wandb"], "command line")}
+    with pytest.raises(ConfigError, match=r'pip install -e "\.\[wandb\]" installs it'):
+        settings.load(None, given)
+
+
+@pytest.mark.parametrize("steps", [[3], [4, 3], [0, 1]])
+def test_steps_that_are_no_range(steps: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"profile\.steps"):
+        settings.load(None, {"profile.steps": settings.Setting(steps, "command line")})
+
+
+RECORD: dict[str, Any] = {"step": 7, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 5000.0}
+
+
+def test_mfu_stands_in_the_line_only_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = RECORD | {"peak_memory_gib": 1.0}
+    assert "mfu" not in step_line(record, 10, 0.0, 1.0)
+    assert "tok/s 5,000  mfu 41.3 %  mem" in step_line(record | {"mfu": 0.413}, 10, 0.0, 1.0)
+    cpu = World(0, 4, torch.device("cpu"), 1)
+    assert peak_flops(Config(), cpu) == 0
+    gpu = World(0, 4, torch.device("cuda"), 1)
+    for name, expected in {"NVIDIA H100 80GB HBM3": 4 * devices.DEVICES["h100"].bf16_flops, "Some GPU": 0.0}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(Config(fsdp=FsdpConfig(param_dtype="bfloat16")), gpu) == expected
