@@ -27,7 +27,7 @@ train: $(VENV)/.installed
 	{ WORLD_SIZE=$$n $(PY) -m torchtitan_lite.report $(OPTIONS) || echo "the training is done, only its report is missing"; }
 
 test: $(VENV)/.installed-dev
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not slow"
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(PY) -m ruff format --check .
