@@ -105,6 +105,7 @@ def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str =
         **{"train.micro_batch_size": shape.micro_batch_size, "run.device": device, "fsdp.param_dtype": shape.dtype},
         "train.global_batch_size": shape.micro_batch_size * world_size,
         "tokenizer.vocab_size": shape.vocab_size,
+        "model.n_kv_heads": shape.n_heads,
     }
     given = {key: settings.Setting(value, "benchmark") for key, value in (values | more).items()}
     n_gpus = torch.cuda.device_count() if device == "cuda" else 0
