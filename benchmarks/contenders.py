@@ -347,14 +347,17 @@ def main() -> None:
         _say(world, ready=name)
         for line in sys.stdin:
             dist.barrier()
-            start = time.perf_counter()
+            start, on_cores = time.perf_counter(), time.process_time()
             for _ in range(int(line)):
                 step()
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()
             seconds = time.perf_counter() - start
-            _say(world, seconds=seconds, peak_mib=peak_mib(world.device), before_mib=before)
+            spent = torch.tensor(time.process_time() - on_cores)
+            dist.all_reduce(spent)
+            cpu_s = spent.item() / world.world_size
+            _say(world, seconds=seconds, cpu_s=cpu_s, peak_mib=peak_mib(world.device), before_mib=before)
     leave()
 
 

@@ -2,7 +2,8 @@
 
 Every contender (contenders.py) is built once and stays; then they take turns of a few steps, in another order each
 round, together with a matrix product as the roof. So a ratio compares two turns of the same half a minute, and what
-else the machine does falls on both. Printed: a table for BENCHMARKS.md, and the lower quartile of our ratio to each.
+else the machine does falls on both. Printed: a table for BENCHMARKS.md, medians with their quartiles. On a busy machine
+look at the ratio by time on the cores, which leaves out waiting, also that for the other ranks.
 """
 
 import argparse
@@ -90,6 +91,7 @@ class Measured:
     """What the turns of one contender took, round by round."""
 
     rates: list[float] = field(default_factory=list)  # tokens/s over all ranks; of the roof, FLOP/s
+    core_rates: list[float] = field(default_factory=list)  # the same by the time on the cores, without waiting
     peak_mib: float = 0.0  # beyond what the imports took, of rank 0
 
 
@@ -109,6 +111,7 @@ def measure(
             turn = ranks[name].run(steps)
             work = 2 * ROOF**3 * PRODUCTS if name == "roof" else shape.micro_batch_size * shape.seq_len
             found[name].rates.append(n * steps * work / turn["seconds"])
+            found[name].core_rates.append(n * steps * work / turn["cpu_s"])
             found[name].peak_mib = turn["peak_mib"] - turn["before_mib"]
         loads.append(os.getloadavg()[0])
         print(f"round {i + 1} of {rounds}, load {loads[-1]:.1f}", file=sys.stderr, flush=True)
@@ -125,30 +128,46 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def over(these: list[float], those: list[float]) -> list[float]:
+    """Ratios, round by round."""
+    return [one / other for one, other in zip(these, those, strict=True)]
+
+
+def pairs(these: Measured, those: Measured) -> list[tuple[list[float], list[float]]]:
+    """Rates by the clock, and by the time on the cores."""
+    return [(these.rates, those.rates), (these.core_rates, those.core_rates)]
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    """Median, and the quartiles around it."""
+    low, middle, high = (format(value, form) for value in quartiles(values))
+    return f"{middle} ({low} to {high})"
+
+
 HEADER = [
-    "| | tokens/s, median (quartiles) | ours / this, median (quartiles) | peak MiB | share of the roof |",
-    "|---|---:|---:|---:|---:|",
+    "| | tokens/s | ours / this | the same by time on the cores | peak MiB | share of the roof | by time on the cores |",
+    "|---|---:|---:|---:|---:|---:|---:|",
 ]
 
 
 def rows(shape: Shape, found: dict[str, Measured], *, first: bool) -> list[str]:
     """The rows of the table for one group of contenders, with our ratio to each; ours itself in the first group."""
     lines = []
-    roofs = found["roof"].rates
-    for name, measured in found.items():
+    ours, roof = found[OURS], found["roof"]
+    for name, its in found.items():
         if name == "roof" or (name == OURS and not first):
             continue
-        low, middle, high = quartiles(measured.rates)
-        ratios = [ours / other for ours, other in zip(found[OURS].rates, measured.rates, strict=True)]
-        ratio = "{1:.2f} ({0:.2f} to {2:.2f})".format(*quartiles(ratios)) if name != OURS else "1"
-        shares = [rate * shape.flops_per_token() / roof for rate, roof in zip(measured.rates, roofs, strict=True)]
-        lines.append(
-            f"| {name} | {middle:,.0f} ({low:,.0f} to {high:,.0f}) | {ratio} | {measured.peak_mib:,.0f} "
-            f"| {quartiles(shares)[1]:.0%} |"
+        ratio, by_cores = (
+            ("1", "1") if its is ours else (spread(over(mine, theirs)) for mine, theirs in pairs(ours, its))
         )
-    low, middle, high = (rate / 1e9 for rate in quartiles(roofs))
-    what = f"*product of two {ROOF} x {ROOF}, in these rounds*"
-    lines.append(f"| {what} | {middle:,.0f} GFLOP/s ({low:,.0f} to {high:,.0f}) | | | 100% |")
+        flops = shape.flops_per_token()
+        share, share_by_cores = (flops * quartiles(over(a, b))[1] for a, b in pairs(its, roof))
+        lines.append(
+            f"| {name} | {spread(its.rates, ',.0f')} | {ratio} | {by_cores} | {its.peak_mib:,.0f} "
+            f"| {share:.0%} | {share_by_cores:.0%} |"
+        )
+    what = f"*product of two {ROOF} x {ROOF} in these rounds, GFLOP/s*"
+    lines.append(f"| {what} | {spread([rate / 1e9 for rate in roof.rates], ',.0f')} | | | | 100% | 100% |")
     return lines
 
 
