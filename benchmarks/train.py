@@ -145,7 +145,7 @@ def spread(values: list[float], form: str = ".2f") -> str:
 
 
 HEADER = [
-    "| | tokens/s | ours / this | the same by time on the cores | peak MiB | share of the roof | by time on the cores |",
+    "| | tokens/s | ours / this | the same by core time | peak MiB | share of the roof | the same by core time |",
     "|---|---:|---:|---:|---:|---:|---:|",
 ]
 
