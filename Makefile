@@ -1,6 +1,7 @@
 # make train    set up, train the default experiment, or continue it; then write its report.html
 # make test     set up, run the whole test suite
 # make check    set up, ruff and mypy
+# make bench    set up, compare the speed with others' on this machine (half an hour)
 #
 #   make train CONFIG=configs/debug.toml ARGS="--train.steps=50"    another experiment, other values
 #   make train NPROC=4                                              other than one process per GPU, or 2 on a CPU
@@ -16,7 +17,7 @@ PY := $(VENV)/bin/python
 OPTIONS = $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)'))
 
-.PHONY: train test check clean
+.PHONY: train test check bench clean
 .DEFAULT_GOAL := train
 
 # torchrun gives each process one thread unless told otherwise, and warns; train.py then sets [run] threads
@@ -34,12 +35,19 @@ check: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
+bench: $(VENV)/.installed-bench
+	$(PY) -m benchmarks.train $(ARGS)
+
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
 	@PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) "[report]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) "[dev]"
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) "[bench]"
 	@touch $@
 
 clean:

@@ -1,67 +1,155 @@
-"""The checks that need a GPU, in one command: `python -m benchmarks.gpu`.
+"""The checks and figures that need a GPU, in one command: `python -m benchmarks.gpu [--skip-tests] [--only WORDS]`.
 
 First the tests that only a GPU can run (bitwise resume, the CPU's initial parameters and losses, the table of FSDP2's
-options), then tokens per second and peak memory on all GPUs of this machine, printed as a table: a 124 M GPT, and a
-Llama of about 1 B parameters by dtype, compilation and activation checkpointing.
+options). Then train.py itself, on all GPUs of this machine, for a table of settings: MFU, tokens per second, peak
+memory, and the share of the time in which the loop waited for data. The first Llama row is what the field takes for
+granted; each of the others changes one thing, so that what pays is seen, and the last ones go for the most.
 """
 
+import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from torchtitan_lite import models, settings
+
 ROOT = Path(__file__).parent.parent
-GPT = ["--config", "configs/gpt_124m.toml", "--fsdp.explicit_prefetching=false", "--train.micro_batch_size=8"]
-LLAMA = ["--config", "configs/llama_1b.toml", "--fsdp.explicit_prefetching=false"]
-BF16 = ["--fsdp.param_dtype=bfloat16"]
+STEPS, LOG_EVERY, SEQUENCES = 40, 5, 8  # per GPU and step
+
+# Dense bfloat16 products, nominal, in FLOP/s. A GPU that is not here gets no MFU.
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12}
+
+GPT = ["--config=configs/gpt_124m.toml", "--fsdp.explicit_prefetching=false", "--train.micro_batch_size=8"]
+# 1.24 B parameters, sequences of 4,096 tokens, Llama 3's vocabulary
+LLAMA = ["--config=configs/llama_1b.toml", "--fsdp.explicit_prefetching=false", "--model.vocab_size=128256"]
+FIELD = [*LLAMA, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true", "--activation_checkpointing.mode=selective"]
+NO_CHECKPOINTING = "--activation_checkpointing.mode=none"
 SETTINGS = {
-    "gpt 124M, float32": [*GPT, "--fsdp.param_dtype=float32"],
-    "gpt 124M, bfloat16": [*GPT, *BF16],
-    "gpt 124M, bfloat16, explicit prefetching": [*GPT, *BF16, "--fsdp.explicit_prefetching=true"],
-    "gpt 124M, bfloat16, deterministic": [*GPT, *BF16, "--run.deterministic=true"],
-    "llama 1B, float32": [*LLAMA, "--fsdp.param_dtype=float32"],
-    "llama 1B, bfloat16": [*LLAMA, *BF16],
-    "llama 1B, bfloat16, selective": [*LLAMA, *BF16, "--activation_checkpointing.mode=selective"],
-    "llama 1B, bfloat16, full": [*LLAMA, *BF16, "--activation_checkpointing.mode=full"],
-    "llama 1B, bfloat16, compiled": [*LLAMA, *BF16, "--compile.enabled=true"],
-    "llama 1B, bfloat16, compiled, selective": [
-        *(*LLAMA, *BF16, "--compile.enabled=true", "--activation_checkpointing.mode=selective")
+    "llama 1B: bf16, compiled, selective": FIELD,
+    "  without the chunked loss": [*FIELD, "--speed.chunked_loss=false"],
+    "  not compiled": [*FIELD, "--compile.enabled=false"],
+    "  full checkpointing": [*FIELD, "--activation_checkpointing.mode=full"],
+    "  Python collects garbage as it likes": [*FIELD, "--speed.gc_every=0"],
+    "  explicit prefetching": [*FIELD, "--fsdp.explicit_prefetching=true"],
+    "  parameters stay gathered": [*FIELD, "--fsdp.reshard_after_forward=false"],
+    "  micro-batch 4": [*FIELD, "--train.micro_batch_size=4"],
+    "  micro-batch 8": [*FIELD, "--train.micro_batch_size=8"],
+    "  no checkpointing, micro-batch 1": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=1"],
+    "  no checkpointing, micro-batch 2": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=2"],
+    "  no checkpointing, micro-batch 4": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=4"],
+    "  no checkpointing, micro-batch 4, stay gathered": [
+        *(*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=4", "--fsdp.reshard_after_forward=false"),
+        "--fsdp.reshard_after_backward=false",
     ],
+    "gpt 124M: bf16": [*GPT, "--fsdp.param_dtype=bfloat16"],
+    "  compiled": [*GPT, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true"],
+    "  compiled, micro-batch 32": [
+        *(*GPT, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true", "--train.micro_batch_size=32")
+    ],
+    "  float32": [*GPT, "--fsdp.param_dtype=float32"],
+    "  deterministic": [*GPT, "--fsdp.param_dtype=bfloat16", "--run.deterministic=true"],
 }
 
 
-def measure(options: list[str], n: int) -> tuple[float, float]:
-    """Tokens per second (median of the lines after the first) and peak memory in GiB of 30 steps."""
+@dataclass(frozen=True)
+class Measured:
+    """Medians of the log lines after the first two."""
+
+    tokens_per_second: float
+    peak_memory_gib: float
+    data_share: float  # of the time in which the loop waited for a batch
+
+
+def command_line(options: list[str], n: int, out_dir: str) -> list[str]:
+    """Everything but the launcher and train.py."""
+    common = ["--tokenizer.path=", "--tokenizer.vocab_size=16384", f"--train.steps={STEPS}", "--run.name=run"]
+    common += [f"--train.global_batch_size={SEQUENCES * n}", "--optim.warmup_steps=10", f"--log.every={LOG_EVERY}"]
+    common += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", f"--run.out_dir={out_dir}"]
+    if "gpt" in options[0]:  # small: with more sequences the optimizer counts for as little as in a real run
+        common = [c for c in common if "global_batch_size" not in c] + [f"--train.global_batch_size={64 * n}"]
+    return [*options, *common]
+
+
+def flops_per_token(options: list[str], *, causal: bool) -> int:
+    """6 (N - N_embedding) + 12 L H Q T as torchtitan counts, the output matrix included also where it is tied.
+
+    Args:
+        causal: count only the half of attention that a causal model needs.
+    """
+    given: settings.Settings = {}
+    for option in options[1:]:
+        key, value = option.removeprefix("--").split("=", 1)
+        given[key] = settings.Setting(settings.parse_value(key, value), "benchmark")
+    config = settings.load(ROOT / options[0].split("=")[1], given).config
+    with torch.device("meta"):
+        model = models.build(config.model, config.tokenizer.vocab_size)
+    inside = sum(p.numel() for p in (*model.layers.parameters(), *model.norm.parameters(), model.output.weight))
+    width = config.model.n_heads * config.model.dim_of_heads
+    return 6 * inside + 12 * config.model.n_layers * width * config.train.seq_len // (2 if causal else 1)
+
+
+def peak_flops(name: str) -> float:
+    """Of a GPU by its name; NaN if it is not known."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if all(w in name for w in part.split())), math.nan)
+
+
+def measure(options: list[str], n: int) -> Measured | str:
+    """Run train.py; the reason, if it fails (out of memory, most likely)."""
     with tempfile.TemporaryDirectory() as out_dir:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-        common = ["--tokenizer.path=", "--tokenizer.vocab_size=16384", "--train.steps=30", "--run.name=run"]
-        common += [f"--train.global_batch_size={8 * n}", "--optim.warmup_steps=10", "--eval.every=0", "--log.every=5"]
-        common += ["--checkpoint.every=0", f"--run.out_dir={out_dir}"]
-        result = subprocess.run([*launcher, "train.py", *options, *common], cwd=ROOT, capture_output=True, text=True)
+        # what compiled, checkpointed blocks need not to fall into pieces
+        env = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
+        command = [*launcher, "train.py", *command_line(options, n, out_dir)]
+        result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if result.returncode:
-            why = next((line for line in result.stderr.splitlines() if "Error" in line), "no message")
-            print(f"    {why.strip()[:150]}")  # out of memory, most likely: the table goes on
-            return 0.0, math.nan
+            lines = [line for line in result.stderr.splitlines() if "rror" in line or "memory" in line]
+            return lines[0].strip()[:100] if lines else "no message"
         lines = (Path(out_dir) / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines][1:]
-    return statistics.median(r["tokens_per_second"] for r in records), records[-1]["peak_memory_gib"]
+    records = [record for record in map(json.loads, lines) if "loss" in record][2:]
+    tokens = records[1]["tokens"] - records[0]["tokens"]
+    seconds = [tokens / record["tokens_per_second"] for record in records]
+    return Measured(
+        statistics.median(record["tokens_per_second"] for record in records),
+        records[-1]["peak_memory_gib"],
+        sum(record["data_s"] for record in records) / sum(seconds),
+    )
 
 
 def main() -> None:
     """Test, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--skip-tests", action="store_true")
+    parser.add_argument("--only", default="", help="settings whose names contain this")
+    given = parser.parse_args()
     n = torch.cuda.device_count()
     if n == 0:
         sys.exit("torch sees no GPU here")
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/test_cuda.py"], cwd=ROOT, check=True)
-    print(f"{n} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for name, options in SETTINGS.items():
-        rate, memory = measure(options, n)
-        print(f"{name:<42} {rate:>12,.0f} tokens/s  {memory:6.2f} GiB" if rate else f"{name:<42} failed", flush=True)
+    if not given.skip_tests:
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/test_cuda.py"], cwd=ROOT, check=True)
+    name = torch.cuda.get_device_name()
+    peak = peak_flops(name)
+    print(f"{n} x {name}, {peak / 1e12:.0f} TFLOP/s nominal, torch {torch.__version__}, {STEPS} steps each\n")
+    print("| | MFU | MFU, causal attention once | tokens/s per GPU | peak GiB | waiting for data |")
+    print("|---|---:|---:|---:|---:|---:|", flush=True)
+    for label, options in SETTINGS.items():
+        if given.only not in label:
+            continue
+        found = measure(options, n)
+        if isinstance(found, str):
+            print(f"| {label} | failed: {found} | | | | |", flush=True)
+            continue
+        rate = found.tokens_per_second / n
+        full, once = (rate * flops_per_token(options, causal=causal) / peak for causal in (False, True))
+        memory, data = found.peak_memory_gib, found.data_share
+        print(f"| {label} | {full:.1%} | {once:.1%} | {rate:,.0f} | {memory:.1f} | {data:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""What was tried for a faster step on a CPU, kept or not: `python -m benchmarks.candidates`.
+
+Milliseconds of time on one core for forward and backward, the least of several, which a busy machine disturbs least;
+then where the time of a whole step goes, by operator, in a world of one.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import train
+from benchmarks.contenders import Shape, training_of
+from torchtitan_lite.config import RunConfig
+from torchtitan_lite.distributed import leave, process_group
+from torchtitan_lite.loss import summed_cross_entropy
+from torchtitan_lite.models import block_attention, head
+from torchtitan_lite.models.common import attend
+from torchtitan_lite.models.llama import rotate
+
+SHAPE = Shape()
+BF16, TIMES = torch.bfloat16, 7
+
+
+def core_ms(compute: Callable[[], Tensor]) -> float:
+    """The least milliseconds on the cores of a forward and backward."""
+    out = compute()
+    gradient = torch.ones_like(out)
+    spent = []
+    for _ in range(TIMES):
+        before = time.process_time()
+        compute().backward(gradient)
+        spent.append(time.process_time() - before)
+    return 1000 * min(spent)
+
+
+def leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Small normal values that want a gradient."""
+    return (torch.randn(*shape) * 0.05).to(dtype).requires_grad_()
+
+
+def show(name: str, plain: float, others: dict[str, float]) -> None:
+    """A row: the plain way, and the others with their ratio to it."""
+    cells = "; ".join(f"{other} {ms:.1f} ({plain / ms:.2f})" for other, ms in others.items())
+    print(f"| {name} | {plain:.1f} | {cells} |", flush=True)
+
+
+def attention() -> None:
+    """PyTorch's kernel against blocks of several sizes."""
+    for dtype in (BF16, torch.float32):
+        for length in (256, 512, 1024, 2048):
+            q, k, v = (leaf(4, length, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads, dtype=dtype) for _ in range(3))
+            found = {}
+            for block in (64, 128, 256):
+                block_attention.BLOCK = block
+                found[f"blocks of {block}"] = core_ms(
+                    lambda q=q, k=k, v=v: block_attention.block_attention(*(t.transpose(1, 2) for t in (q, k, v)))  # type: ignore[misc]
+                )
+            plain = core_ms(lambda q=q, k=k, v=v: attend(q, k, v))  # type: ignore[misc]
+            show(f"attention, {str(dtype)[6:]}, {length} tokens", plain, found)
+
+
+def loss() -> None:
+    """Whole logits against chunks of several sizes."""
+    x, weight = leaf(4, SHAPE.seq_len, SHAPE.dim), leaf(SHAPE.vocab_size, SHAPE.dim)
+    targets = torch.randint(SHAPE.vocab_size, (4, SHAPE.seq_len))
+    found = {}
+    for chunk in (64, 128, 256, 512, 2048):
+        head.CHUNK["cpu"] = chunk
+        found[f"chunks of {chunk}"] = core_ms(lambda: head.chunked_cross_entropy(x, weight, targets))
+    plain = core_ms(lambda: summed_cross_entropy(F.linear(x, weight), targets))
+    show("output matrix and loss", plain, found)
+
+
+def fused_matrices() -> None:
+    """Products with the same input, as one with a concatenated matrix; not kept."""
+    x = leaf(4 * SHAPE.seq_len, SHAPE.dim)
+    qkv = [leaf(SHAPE.dim, SHAPE.dim) for _ in range(3)]
+    plain = core_ms(lambda: torch.stack([F.linear(x, w) for w in qkv], 1))
+    show("wq, wk, wv", plain, {"as one": core_ms(lambda: F.linear(x, torch.cat(qkv)))})
+    gates = [leaf(SHAPE.hidden_dim, SHAPE.dim) for _ in range(2)]
+
+    def separate() -> Tensor:
+        one, other = (F.linear(x, w) for w in gates)
+        return F.silu(one) * other
+
+    def fused() -> Tensor:
+        one, other = F.linear(x, torch.cat(gates)).chunk(2, -1)
+        return F.silu(one) * other
+
+    show("w1, w3", core_ms(separate), {"as one": core_ms(fused)})
+
+
+class _Turn(torch.autograd.Function):
+    """Rotary positions with a backward of their own: the inverse rotation."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[no-untyped-def]
+        cos, sin = ctx.saved_tensors
+        return _turned(d, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    wide, sin = x.float(), sin.unsqueeze(-2)[..., :half]
+    out = wide * cos.unsqueeze(-2)
+    out[..., :half].addcmul_(wide[..., half:], sin, value=-1)
+    out[..., half:].addcmul_(wide[..., :half], sin)
+    return out.type_as(x)
+
+
+def small_operators() -> None:
+    """Rotary positions, not kept; and what a compiled block would fuse."""
+    x = leaf(4, SHAPE.seq_len, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads)
+    angles = torch.rand(SHAPE.seq_len, SHAPE.dim // SHAPE.n_heads // 2).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    own = core_ms(lambda: _Turn.apply(x, cos, sin))  # type: ignore[no-untyped-call]
+    show("rotary positions of queries", core_ms(lambda: rotate(x, cos, sin)), {"backward of its own": own})
+    norm, wide = torch.nn.RMSNorm(SHAPE.dim).to(BF16), leaf(4 * SHAPE.seq_len, SHAPE.dim)
+    show("RMSNorm", core_ms(lambda: norm(wide)), {})
+
+
+def step() -> None:
+    """Operators of a step of the whole model, by their own time."""
+    with process_group(RunConfig(device="cpu", threads=1)) as world:
+        t = training_of(SHAPE, world, {})
+        for number in (1, 2):
+            train.train_step(t, number)
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            train.train_step(t, 3)
+        events = sorted(trace.key_averages(), key=lambda e: -e.self_cpu_time_total)
+        total = sum(event.self_cpu_time_total for event in events)
+        print(f"\none step of {4 * SHAPE.seq_len} tokens, one rank: {total / 1000:,.0f} ms")
+        for event in events[:16]:
+            print(f"| `{event.key}` | {event.self_cpu_time_total / total:.1%} | {event.count} |")
+    leave()
+
+
+def main() -> None:
+    """Print all."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, one thread, load {os.getloadavg()[0]:.1f}\n")
+    print("| | plain, ms | others, ms (how many times as fast) |\n|---|---:|---|")
+    for part in (attention, loss, fused_matrices, small_operators):
+        part()
+    block_attention.BLOCK, head.CHUNK["cpu"] = 128, 256
+    step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""The training loops that benchmarks.train compares. One process is one rank of one of them.
+
+    RANK=0 WORLD_SIZE=2 ... python -m benchmarks.contenders NAME SHAPE_AS_JSON
+
+It builds its model, says {"ready": ...}, and then runs as many steps as each line of its standard input says, answering
+with their seconds. All train the same Llama in the same dtype, by the same optimizer, on random tokens.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import train
+from torchtitan_lite import models, settings
+from torchtitan_lite.config import Config, ModelConfig, RunConfig
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.order import Indices
+from torchtitan_lite.data.samples import Rows
+from torchtitan_lite.distributed import World, build_mesh, leave, process_group
+from torchtitan_lite.guard import FiniteGuard
+from torchtitan_lite.init import materialise
+from torchtitan_lite.layout import derive
+from torchtitan_lite.leaving import Leaving
+from torchtitan_lite.metrics import Clock
+from torchtitan_lite.optim import build_optimizer
+from torchtitan_lite.scaler import GradScaler
+from torchtitan_lite.storage import TrainState
+from torchtitan_lite.training import Training
+
+Step = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What all contenders train: a Llama without shared heads, and one micro-batch per rank and step."""
+
+    dim: int = 384
+    hidden_dim: int = 1024
+    n_layers: int = 6
+    n_heads: int = 6
+    vocab_size: int = 8192
+    seq_len: int = 512
+    micro_batch_size: int = 4
+    dtype: str = "bfloat16"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the computation; parameters are kept in float32."""
+        return getattr(torch, self.dtype)
+
+    def flops_per_token(self, *, causal: bool = False) -> int:
+        """Of forward and backward, as torchtitan counts: 6 (N - N_embedding) + 12 L H Q T.
+
+        Args:
+            causal: count only the half of attention that a causal model needs.
+        """
+        layer = 4 * self.dim**2 + 3 * self.dim * self.hidden_dim + 2 * self.dim
+        parameters = self.n_layers * layer + self.dim + self.vocab_size * self.dim
+        return 6 * parameters + 12 * self.n_layers * self.dim * self.seq_len // (2 if causal else 1)
+
+
+class RandomSamples:
+    """Sequences of random tokens, without a file."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.seq_len, self.n_samples = shape.seq_len, 64
+        generator = torch.Generator().manual_seed(5)
+        self._rows = torch.randint(shape.vocab_size, (self.n_samples, shape.seq_len + 1), generator=generator).numpy()
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        """See samples.Drawn."""
+        rows = Rows.empty(len(run_samples), self.seq_len)
+        both = self._rows[run_samples % self.n_samples]
+        rows.tokens[:], rows.targets[:] = both[:, :-1], both[:, 1:]
+        return rows
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        """See samples.Drawn."""
+        return len(run_samples) * self.seq_len
+
+
+# --- torchtitan_lite --------------------------------------------------------------------------------------------
+
+
+def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str = "cpu") -> Config:
+    """A config of this shape, with more keys on top."""
+    values = {
+        **{f"model.{key}": getattr(shape, key) for key in ("dim", "hidden_dim", "n_layers", "n_heads", "vocab_size")},
+        **{"model.max_seq_len": shape.seq_len, "train.seq_len": shape.seq_len, "train.steps": 10**6},
+        **{"train.micro_batch_size": shape.micro_batch_size, "run.device": device, "fsdp.param_dtype": shape.dtype},
+        "train.global_batch_size": shape.micro_batch_size * world_size,
+        "tokenizer.vocab_size": shape.vocab_size,
+        "model.n_kv_heads": shape.n_heads,
+    }
+    given = {key: settings.Setting(value, "benchmark") for key, value in (values | more).items()}
+    n_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    return settings.load(None, given, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size).config
+
+
+def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Training:
+    """What train.run builds, on random tokens and without files."""
+    config = config_of(shape, world.world_size, more, world.device.type)
+    layout = derive(config, world.world_size)
+    model = train.sharded_model(config, shape.vocab_size, build_mesh(layout, world.device))
+    materialise(model, world.device, seed=0)
+    optimizer = build_optimizer(model, config.optim)
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
+    loader = Loader(RandomSamples(shape), shape.micro_batch_size, world.rank, world.world_size, seed=None)
+    unused: Any = None  # the loop's, not a step's
+    watch: Any = SimpleNamespace(computing=lambda: None)
+    guard = FiniteGuard(optimizer, scaler)
+    return Training(
+        *(config, layout, world, model, optimizer, scaler, guard, Leaving(max_minutes=0), watch, loader),
+        *(unused, unused, unused, TrainState(), unused, Clock(), unused),
+    )
+
+
+def ours(**more: Any) -> Callable[[Shape, World], Step]:
+    """train.train_step itself, with all its checks; `section__key=value` sets more."""
+
+    def build(shape: Shape, world: World) -> Step:
+        t = training_of(shape, world, {key.replace("__", "."): value for key, value in more.items()})
+
+        def step() -> None:
+            train.train_step(t, t.state.step + 1)
+
+        return step
+
+    return build
+
+
+# --- without a library: our model, computed plainly -------------------------------------------------------------
+
+
+def batch_of(shape: Shape, world: World) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of this rank, (B, T) each."""
+    generator = torch.Generator().manual_seed(world.rank)
+    rows = torch.randint(shape.vocab_size, (shape.micro_batch_size, shape.seq_len + 1), generator=generator)
+    return rows[:, :-1].to(world.device), rows[:, 1:].to(world.device)
+
+
+def plain_model(shape: Shape, world: World) -> nn.Module:
+    """The Llama of models/llama.py, with PyTorch's attention and whole logits."""
+    config = ModelConfig(
+        **{key: getattr(shape, key) for key in ("dim", "hidden_dim", "n_layers", "n_heads")},
+        max_seq_len=shape.seq_len,
+    )
+    with torch.device("meta"):
+        model = models.build(config, shape.vocab_size)
+    materialise(model, world.device, seed=0)
+    return model
+
+
+def policy(shape: Shape) -> MixedPrecisionPolicy:
+    """The same everywhere: compute in shape.dtype, sum gradients in float32."""
+    return MixedPrecisionPolicy(param_dtype=shape.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all contenders."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def bare_fsdp2(shape: Shape, world: World) -> Step:
+    """fully_shard on each block and the root, and the five lines of a training loop."""
+    model: Any = plain_model(shape, world)
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy(shape))
+    fully_shard(model, mesh=mesh, mp_policy=policy(shape))
+    optimizer = adamw(model)
+    tokens, targets = batch_of(shape, world)
+
+    def step() -> None:
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ddp(shape: Shape, world: World) -> Step:
+    """DistributedDataParallel with autocast: whole parameters on each rank."""
+    model = DistributedDataParallel(plain_model(shape, world))
+    optimizer = adamw(model)
+    tokens, targets = batch_of(shape, world)
+
+    def step() -> None:
+        with torch.autocast(world.device.type, shape.torch_dtype, enabled=shape.dtype != "float32"):
+            logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# --- libraries, with a Hugging Face Llama -----------------------------------------------------------------------
+
+
+def hugging_face_llama(shape: Shape) -> nn.Module:
+    """The same architecture and sizes, with SDPA."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    values: dict[str, Any] = {
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.hidden_dim,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.seq_len,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**values))
+
+
+def fabric(shape: Shape, world: World) -> Step:
+    """Lightning Fabric's ModelParallelStrategy, which is FSDP2."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
+
+    def parallelize(model: Any, mesh: Any) -> Any:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=policy(shape))
+        return fully_shard(model, mesh=mesh["data_parallel"], mp_policy=policy(shape))
+
+    strategy = ModelParallelStrategy(parallelize_fn=parallelize)
+    lightning = Fabric(accelerator=world.device.type, devices=world.world_size, strategy=strategy)
+    lightning.launch()
+    model = lightning.setup(hugging_face_llama(shape))
+    optimizer: Any = lightning.setup_optimizers(adamw(model))
+    tokens, _ = batch_of(shape, world)
+
+    def step() -> None:
+        lightning.backward(model(input_ids=tokens, labels=tokens).loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def accelerate(shape: Shape, world: World) -> Step:
+    """Accelerate, asked for FSDP2. On a CPU it makes DDP of it without a word, and only then is it expected."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+    )
+    on_cpu = world.device.type == "cpu"
+    accelerator = Accelerator(
+        cpu=on_cpu, mixed_precision="bf16" if shape.dtype == "bfloat16" else "no", fsdp_plugin=plugin
+    )
+    bare = hugging_face_llama(shape)
+    model, optimizer = accelerator.prepare(bare, adamw(bare))
+    if on_cpu:
+        assert isinstance(model, DistributedDataParallel), type(model)
+    tokens, _ = batch_of(shape, world)
+
+    def step() -> None:
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# --- the roof ---------------------------------------------------------------------------------------------------
+
+ROOF, PRODUCTS = 2048, 16  # rows and columns; products in a step, so that a turn takes as long as the others
+
+
+def roof(shape: Shape, world: World) -> Step:
+    """Products of two square matrices, on every rank at the same time: what this machine can do at best."""
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(ROOF, ROOF, generator=generator).to(world.device, shape.torch_dtype) for _ in range(2))
+    out = torch.empty_like(one)
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(one, other, out=out)
+
+    return products
+
+
+CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
+    "torchtitan_lite": ours(),
+    "torchtitan_lite, compiled": ours(compile__enabled=True),
+    "torchtitan_lite, fast paths off": ours(speed__chunked_loss=False, speed__block_attention=False),
+    "torchtitan_lite, not sharded": ours(fsdp__sharding_strategy="NO_SHARD"),
+    "bare FSDP2 loop": bare_fsdp2,
+    "DDP": ddp,
+    "Fabric, HF Llama": fabric,
+    "Accelerate, HF Llama": accelerate,
+    "roof": roof,
+}
+NEEDS = {
+    "Fabric, HF Llama": ("lightning-fabric", "transformers"),
+    "Accelerate, HF Llama": ("accelerate", "transformers"),
+}
+
+
+def missing(name: str) -> list[str]:
+    """The packages that a contender needs, and that are not here."""
+    installed = {
+        (found.metadata["Name"] or "").lower().replace("_", "-") for found in importlib.metadata.distributions()
+    }
+    return [package for package in NEEDS.get(name, ()) if package not in installed]
+
+
+def peak_mib(device: torch.device) -> float:
+    """The most memory of this process so far, in MiB: allocated on the GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    """Build one contender, and run the steps that standard input asks for."""
+    name, shape = sys.argv[1], Shape(**json.loads(sys.argv[2]))
+    device: Any = os.environ.get("BENCHMARK_DEVICE", "cpu")
+    with process_group(RunConfig(device=device, threads=int(os.environ["OMP_NUM_THREADS"]))) as world:
+        before = peak_mib(world.device)
+        step = CONTENDERS[name](shape, world)
+        _say(world, ready=name)
+        for line in sys.stdin:
+            dist.barrier()
+            start, on_cores = time.perf_counter(), time.process_time()
+            for _ in range(int(line)):
+                step()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            seconds = time.perf_counter() - start
+            spent = torch.tensor(time.process_time() - on_cores)
+            dist.all_reduce(spent)
+            cpu_s = spent.item() / world.world_size
+            _say(world, seconds=seconds, cpu_s=cpu_s, peak_mib=peak_mib(world.device), before_mib=before)
+    leave()
+
+
+def _say(world: World, **values: Any) -> None:
+    if world.rank == 0:
+        print(json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    main()

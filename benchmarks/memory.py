@@ -1,0 +1,138 @@
+"""Peak memory of a rank against what the design promises: `python -m benchmarks.memory`, on 1, 2 and 4 CPU processes.
+
+Measured: the most bytes that torch's allocator holds in a step, by its own events. Promised, for N parameters on W
+ranks, V entries, D dim:
+
+    shards         4 N / W for parameters, 8 N / W for AdamW's moments, float32
+    activations    what autograd keeps at the end of forward, by its hooks; with the chunked loss the gradients of the
+                   head's input and matrix are among it, and no logits
+    head           2 V D: the gathered matrix
+    a chunk        logits, softmax in float32, its gradient, and the product that is added to the matrix's gradient
+
+The peak is at the end of forward: gradients come afterwards, and activations go at the same time.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import train
+from benchmarks.contenders import Shape, training_of
+from torchtitan_lite.config import RunConfig
+from torchtitan_lite.distributed import leave, process_group
+from torchtitan_lite.init import local_rows
+from torchtitan_lite.models.head import CHUNK
+from torchtitan_lite.training import Training
+
+ROOT = Path(__file__).parent.parent
+MIB = 2**20
+
+
+def held(t: Training) -> int:
+    """Bytes of this rank's shards of parameters and moments."""
+    moments = [v for state in t.optimizer.state.values() for v in state.values() if v.ndim]
+    return sum(local_rows(tensor)[0].nbytes for tensor in (*t.model.parameters(), *moments))
+
+
+def peak_of_a_step(t: Training) -> int:
+    """The most bytes of one step, with what is held before it."""
+    before = held(t)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        train.train_step(t, t.state.step + 1)
+    assert trace.profiler is not None
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return before + peak
+
+
+def kept_for_backward(t: Training) -> int:
+    """Bytes of the storages that autograd keeps in a step's forward, without parameters."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and not isinstance(tensor, torch.nn.Parameter):
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    own = {buffer.untyped_storage().data_ptr() for buffer in t.model.buffers()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        train.train_step(t, t.state.step + 1)
+    return sum(storages.values())
+
+
+def promised(t: Training, shape: Shape, world_size: int) -> dict[str, int]:
+    """Bytes by kind."""
+    n = sum(p.numel() for p in t.model.parameters())
+    width = shape.torch_dtype.itemsize
+    matrix, logits = shape.vocab_size * shape.dim, CHUNK["cpu"] * shape.vocab_size
+    return {
+        "shards": 12 * n // world_size,
+        "activations": kept_for_backward(t),
+        "head": width * matrix,
+        "a chunk": logits * (4 + 2 * width) + width * matrix,
+    }
+
+
+def rank() -> None:
+    """One rank: measure, and say it."""
+    shape = Shape(**json.loads(sys.argv[2]))
+    with process_group(RunConfig(device="cpu", threads=1)) as world:
+        t = training_of(shape, world, {})
+        train.train_step(t, 1)
+        parts = promised(t, shape, world.world_size)
+        peak = peak_of_a_step(t)
+        if world.rank == 0:
+            print(json.dumps({"peak": peak, **parts}), flush=True)
+    leave()
+
+
+def measure(n: int, shape: dict[str, Any]) -> dict[str, int]:
+    """What rank 0 of n says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "benchmarks.memory", "rank", json.dumps(shape)]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {k: str(v) for k, v in (world | {"RANK": i, "LOCAL_RANK": i}).items()},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(n)
+    ]
+    said = [process.communicate()[0] for process in processes]
+    return json.loads(said[0].splitlines()[-1])
+
+
+def main() -> None:
+    """Print the table."""
+    if sys.argv[1:2] == ["rank"]:
+        rank()
+    print("| ranks | vocabulary | shards | activations | head | a chunk | promised MiB | measured MiB | ratio |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    for vocab_size in (8192, 32768):
+        for n in (1, 2, 4):
+            found = measure(n, {"vocab_size": vocab_size})
+            peak = found.pop("peak")
+            cells = " | ".join(f"{value / MIB:,.1f}" for value in found.values())
+            total = sum(found.values())
+            ratio = f"{total / MIB:,.1f} | {peak / MIB:,.1f} | {peak / total:.3f}"
+            print(f"| {n} | {vocab_size:,} | {cells} | {ratio} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Tokens per second against others: `make bench`, or `python -m benchmarks.train [--rounds N] [--smoke]`.
+
+Every contender (contenders.py) is built once and stays; then they take turns of a few steps, in another order each
+round, together with a matrix product as the roof. So a ratio compares two turns of the same half a minute, and what
+else the machine does falls on both. Printed: a table for BENCHMARKS.md, medians with their quartiles. On a busy machine
+look at the ratio by time on the cores, which leaves out waiting, also that for the other ranks.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import socket
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import CONTENDERS, PRODUCTS, ROOF, Shape, missing
+from torchtitan_lite.distributed import usable_cores
+
+ROOT = Path(__file__).parent.parent
+OURS = "torchtitan_lite"
+GROUP = 4  # contenders beside ours that are up at the same time: each takes about 2 GB
+SMOKE = Shape(dim=32, hidden_dim=64, n_layers=2, n_heads=2, vocab_size=300, seq_len=40, micro_batch_size=2)
+SMOKE_CONTENDERS = [OURS, "bare FSDP2 loop", "DDP", "roof"]
+
+
+class Ranks:
+    """The processes of one contender, which wait between their turns."""
+
+    def __init__(self, name: str, shape: Shape, n: int, device: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        threads = max(usable_cores() // n, 1)
+        world = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        world |= {"OMP_NUM_THREADS": threads, "BENCHMARK_DEVICE": device, "TORCHELASTIC_RUN_ID": "benchmark"}
+        world |= {"ACCELERATE_USE_CPU": str(device == "cpu").lower(), "HF_HUB_OFFLINE": 1}
+        command = [sys.executable, "-m", "benchmarks.contenders", name, json.dumps(asdict(shape))]
+        self._processes = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | {k: str(v) for k, v in (world | {"RANK": rank, "LOCAL_RANK": rank}).items()},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(n)
+        ]
+
+    def wait(self) -> None:
+        """Until the model is built."""
+        self._answer("ready")
+
+    def run(self, steps: int) -> dict[str, float]:
+        """Take a turn: seconds, peak_mib and before_mib."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{steps}\n")
+            process.stdin.flush()
+        return self._answer("seconds")
+
+    def _answer(self, key: str) -> dict[str, Any]:
+        """The next line of rank 0 that has this key; libraries may print others."""
+        out = self._processes[0].stdout
+        assert out is not None
+        for line in out:
+            if line.startswith("{") and key in (said := json.loads(line)):
+                return said
+        sys.exit(f"{' '.join(self._processes[0].args[1:4])} ended before its time; what it said is above")  # type: ignore
+
+    def close(self) -> None:
+        """End the processes, which leave when there is nothing left to read."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            process.wait(timeout=60)
+
+
+@dataclass
+class Measured:
+    """What the turns of one contender took, round by round."""
+
+    rates: list[float] = field(default_factory=list)  # tokens/s over all ranks; of the roof, FLOP/s
+    core_rates: list[float] = field(default_factory=list)  # the same by the time on the cores, without waiting
+    peak_mib: float = 0.0  # beyond what the imports took, of rank 0
+
+
+def measure(
+    shape: Shape, names: list[str], n: int, device: str, rounds: int, steps: int
+) -> tuple[dict[str, Measured], list[float]]:
+    """Interleaved turns of all contenders, and the load of the machine at each round."""
+    ranks = {name: Ranks(name, shape, n, device) for name in names}
+    for waiting in ranks.values():
+        waiting.wait()
+        waiting.run(2)  # compilation, the allocators, the first collectives
+    found, loads = {name: Measured() for name in names}, []
+    for i in range(rounds):
+        order = list(names)
+        random.Random(i).shuffle(order)
+        for name in order:
+            turn = ranks[name].run(steps)
+            work = 2 * ROOF**3 * PRODUCTS if name == "roof" else shape.micro_batch_size * shape.seq_len
+            found[name].rates.append(n * steps * work / turn["seconds"])
+            found[name].core_rates.append(n * steps * work / turn["cpu_s"])
+            found[name].peak_mib = turn["peak_mib"] - turn["before_mib"]
+        loads.append(os.getloadavg()[0])
+        print(f"round {i + 1} of {rounds}, load {loads[-1]:.1f}", file=sys.stderr, flush=True)
+    for waiting in ranks.values():
+        waiting.close()
+    return found, loads
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def over(these: list[float], those: list[float]) -> list[float]:
+    """Ratios, round by round."""
+    return [one / other for one, other in zip(these, those, strict=True)]
+
+
+def pairs(these: Measured, those: Measured) -> list[tuple[list[float], list[float]]]:
+    """Rates by the clock, and by the time on the cores."""
+    return [(these.rates, those.rates), (these.core_rates, those.core_rates)]
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    """Median, and the quartiles around it."""
+    low, middle, high = (format(value, form) for value in quartiles(values))
+    return f"{middle} ({low} to {high})"
+
+
+HEADER = [
+    "| | tokens/s | ours / this | the same by core time | peak MiB | share of the roof | the same by core time |",
+    "|---|---:|---:|---:|---:|---:|---:|",
+]
+
+
+def rows(shape: Shape, found: dict[str, Measured], *, first: bool) -> list[str]:
+    """The rows of the table for one group of contenders, with our ratio to each; ours itself in the first group."""
+    lines = []
+    ours, roof = found[OURS], found["roof"]
+    for name, its in found.items():
+        if name == "roof" or (name == OURS and not first):
+            continue
+        ratio, by_cores = (
+            ("1", "1") if its is ours else (spread(over(mine, theirs)) for mine, theirs in pairs(ours, its))
+        )
+        flops = shape.flops_per_token()
+        share, share_by_cores = (flops * quartiles(over(a, b))[1] for a, b in pairs(its, roof))
+        lines.append(
+            f"| {name} | {spread(its.rates, ',.0f')} | {ratio} | {by_cores} | {its.peak_mib:,.0f} "
+            f"| {share:.0%} | {share_by_cores:.0%} |"
+        )
+    what = f"*product of two {ROOF} x {ROOF} in these rounds, GFLOP/s*"
+    lines.append(f"| {what} | {spread([rate / 1e9 for rate in roof.rates], ',.0f')} | | | | 100% | 100% |")
+    return lines
+
+
+def about(shape: Shape, n: int, device: str, rounds: int, loads: list[float]) -> list[str]:
+    """What was measured, where, and with which versions."""
+    packages = ("torch", "transformers", "lightning-fabric", "accelerate")
+    versions = []
+    for package in packages:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{usable_cores()} cores ({platform.machine()})"
+    return [
+        f"{n} processes on {where}; Python {platform.python_version()}, {', '.join(versions)}; "
+        f"load {min(loads):.1f} to {max(loads):.1f}; {rounds} rounds.",
+        f"{shape}: {shape.flops_per_token() / 1e6:.0f} MFLOP per token (6 (N - N_embedding) + 12 L H Q T), "
+        f"{shape.flops_per_token(causal=True) / 1e6:.0f} with causal attention counted once.",
+        "",
+    ]
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2, help="of each turn")
+    parser.add_argument("--ranks", type=int, default=0, help="0: 2, or the number of GPUs")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="instead of all; ours and the roof always")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model: does it run?")
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    n = given.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
+    shape = SMOKE if given.smoke else Shape(dtype=given.dtype)
+    wanted = SMOKE_CONTENDERS if given.smoke else [OURS, *given.only, "roof"] if given.only else list(CONTENDERS)
+    names = [name for name in CONTENDERS if name in wanted and not missing(name)]
+    for name in wanted:
+        if missing(name):
+            print(f"left out: {name}, which needs {' and '.join(missing(name))} (make bench installs them)\n")
+    rounds, steps = (2, 1) if given.smoke else (given.rounds, given.steps)
+    others = [name for name in names if name not in (OURS, "roof")]
+    table, loads = list(HEADER), []
+    for i in range(0, max(len(others), 1), GROUP):
+        found, more = measure(shape, [OURS, *others[i : i + GROUP], "roof"], n, device, rounds, steps)
+        table += rows(shape, found, first=i == 0)
+        loads += more
+    print("\n".join([*about(shape, n, device, rounds, loads), *table]))
+
+
+if __name__ == "__main__":
+    main()

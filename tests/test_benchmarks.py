@@ -1,0 +1,55 @@
+"""The benchmarks run. What they measure is never a reason to fail."""
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import contenders, gpu
+from tests.helpers import start, succeeded
+from torchtitan_lite import cli
+from torchtitan_lite.models import build
+
+
+def test_the_comparison_of_speeds_runs() -> None:
+    said = succeeded(start([sys.executable, "-m", "benchmarks.train", "--smoke"], timeout=300))
+    rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| ")]
+    rates = {row[0].strip("| "): row[1] for row in rows[1:]}
+    assert {"torchtitan_lite", "bare FSDP2 loop", "DDP"} < rates.keys(), said
+    assert all(float(re.sub(r"[ ,].*", "", rate.replace(",", ""))) > 0 for rate in rates.values())
+
+
+@pytest.mark.parametrize("name", gpu.SETTINGS)
+def test_the_settings_for_a_gpu_are_configs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no GPU here for years: at least nothing in them is misspelt or contradicts itself."""
+    monkeypatch.setattr("torchtitan_lite.conflicts._missing_for_inductor", lambda *_: "")  # triton
+    options = gpu.command_line(gpu.SETTINGS[name], 1, str(tmp_path))
+    config = cli.parse([*options, "--check-config"], world_size=1, n_gpus=1, local_world_size=1).loaded.config
+    assert config.train.seq_len == (4096 if "llama" in options[0] else 1024)
+    assert config.train.global_batch_size % config.train.micro_batch_size == 0
+
+
+def test_flops_are_counted_as_torchtitan_does() -> None:
+    """Llama 3.2 1B: 1,235,814,400 parameters, whose embeddings are the output matrix; 16 layers, 32 heads of 64."""
+    attention = 12 * 16 * 32 * 64 * 4096
+    assert gpu.flops_per_token(gpu.SETTINGS["llama 1B: bf16, compiled, selective"], causal=False) == (
+        6 * 1_235_814_400 + attention
+    )
+    assert gpu.flops_per_token(gpu.LLAMA, causal=True) == 6 * 1_235_814_400 + attention // 2
+    shape = contenders.Shape()
+    with torch.device("meta"):
+        model = build(contenders.config_of(shape, 2, {}).model, shape.vocab_size)
+    inside = sum(p.numel() for p in model.parameters()) - model.tok_embeddings.weight.numel()
+    assert shape.flops_per_token() == 6 * inside + 12 * 6 * 384 * 512
+    # and all contenders have the same model
+    theirs = sum(p.numel() for p in contenders.hugging_face_llama(shape).parameters())
+    assert theirs == sum(p.numel() for p in model.parameters())
+
+
+def test_peaks_are_those_of_the_name() -> None:
+    assert gpu.peak_flops("NVIDIA H100 80GB HBM3") == gpu.peak_flops("NVIDIA H200") == 989e12
+    assert gpu.peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert math.isnan(gpu.peak_flops("NVIDIA GeForce GTX 1080"))
