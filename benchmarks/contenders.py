@@ -126,7 +126,7 @@ def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Training:
     guard = FiniteGuard(optimizer, scaler)
     return Training(
         *(config, layout, world, model, optimizer, scaler, guard, Leaving(max_minutes=0), watch, loader),
-        *(unused, unused, unused, TrainState(), unused, Clock(), unused),
+        *(unused, unused, unused, TrainState(), unused, Clock(), unused, unused, 0, 0.0),
     )
 
 
