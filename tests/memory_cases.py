@@ -20,13 +20,11 @@ CASES: dict[str, dict[str, Any]] = {
         **_BF16,
         **{"model.dim": 384, "train.seq_len": 256, "train.micro_batch_size": 2, "fsdp.grad_sync": "last"},
     },
-    "llama, wide, nothing freed": {
-        **{"model.dim": 384, "train.seq_len": 256, "train.micro_batch_size": 2, "fsdp.reshard_after_forward": False}
-    },
     "gpt": {"model.family": "gpt", "model.size": "3M", "train.seq_len": 128},
     "gpt, dropout, long": {"model.family": "gpt", "model.dropout": 0.1, "train.seq_len": 512, "optim.name": "sgd"},
     "tied, bfloat16, prefetching": _BF16 | {"model.tie_embeddings": True, "fsdp.explicit_prefetching": True},
 }
+SLOW = "llama", "llama, full", "gpt", "llama, wide, accumulating"
 
 # on a GPU: so much that the workspace of cuBLAS does not matter
 LARGE = {"train.micro_batch_size": 64, "train.global_batch_size": 128}

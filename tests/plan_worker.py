@@ -54,7 +54,7 @@ def measure(config: Config, world: World) -> int:
         return torch.cuda.max_memory_allocated()
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     before = sum(local_bytes(t) for t in (*model.parameters(), *model.buffers(), *state))
-    return before + min(_peak(step) for _ in range(4))
+    return before + min(_peak(step) for _ in range(3))
 
 
 def _peak(step: Callable[[], None]) -> int:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     out, device = Path(argv[0]), argv[1]
     with process_group(RunConfig.model_validate({"device": device, "threads": 1})) as world:
         found = {}
-        for name in CASES:
+        for name in argv[2:] or CASES:
             found[name] = measure(config_of(name, world.world_size, **(LARGE if device == "cuda" else {})), world)
             gc.collect()
             if world.device.type == "cuda":

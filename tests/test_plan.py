@@ -1,13 +1,15 @@
 """What `plan` says of memory, communication and time, against measurements, against counting, and by hand."""
 
+import functools
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import ROOT, ranks, succeeded
-from tests.memory_cases import CASES, VOCABULARY, config_of
+from tests.memory_cases import CASES, SLOW, VOCABULARY, config_of
 from torchtitan_lite import init, plan, simulate
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.devices import DEVICES, named
@@ -18,21 +20,26 @@ from torchtitan_lite.simulate import Collective
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, int]]:
-    """Bytes by case, by world size."""
-    found = {}
-    for world_size in (1, 2):
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], dict[str, int]]:
+    """Bytes by case, for a world size and the slow or the other cases."""
+
+    @functools.cache
+    def measure(world_size: int, slow: bool) -> dict[str, int]:
         file = tmp_path_factory.mktemp("memory") / "found.json"
-        succeeded(ranks(world_size, str(file), "cpu", entry="tests.plan_worker"))
-        found[world_size] = json.loads(file.read_text())
-    return found
+        names = [name for name in CASES if (name in SLOW) == slow]
+        succeeded(ranks(world_size, str(file), "cpu", *names, entry="tests.plan_worker", timeout=300))
+        return json.loads(file.read_text())
+
+    return measure
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_memory_is_what_is_measured(name: str, world_size: int, measured: dict[int, dict[str, int]]) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
+def test_memory_is_what_is_measured(
+    name: str, world_size: int, measured: Callable[[int, bool], dict[str, int]]
+) -> None:
     found = simulate.simulate(config_of(name, world_size), world_size, VOCABULARY, on_gpu=False)
-    assert found.peak_bytes == pytest.approx(measured[world_size][name], rel=0.05)
+    assert found.peak_bytes == pytest.approx(measured(world_size, name in SLOW)[name], rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["llama, full, every other of 6", "tied, bfloat16, prefetching"])

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,9 @@ from torchtitan_lite import models
 from torchtitan_lite.config import Config
 from torchtitan_lite.distributed import build_mesh
 from torchtitan_lite.layout import derive
+from torchtitan_lite.models.head import CHUNK
 from torchtitan_lite.optim import build_optimizer, clip_gradients, freeze, make_state
-from torchtitan_lite.parallelize import apply_activation_checkpointing, apply_fsdp, before_micro_batch
+from torchtitan_lite.parallelize import apply_activation_checkpointing, apply_fast_paths, apply_fsdp, before_micro_batch
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
     *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),
@@ -259,6 +261,8 @@ def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, o
     with torch.device("meta"):
         model = models.build(config.model.model_copy(update={"n_layers": n_layers}), vocab_size)
     freeze(model, config.optim.freeze)
+    blocks = config.speed.block_attention and not on_gpu
+    apply_fast_paths(model, config.speed.model_copy(update={"block_attention": blocks}))
     apply_activation_checkpointing(model, config.activation_checkpointing)
     apply_fsdp(model, mesh, fsdp)
     if on_gpu:
@@ -266,12 +270,14 @@ def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, o
             layer.attention.dropout = 0.0  # type: ignore[union-attr]  # a block of ours
     _mark_blocks(model, timeline)
     alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         model.to_empty(device="cpu")
         model.tie_weights()
         optimizer = build_optimizer(model, config.optim)
         make_state(optimizer)
         _follow_state(timeline, model, optimizer)
+        stack.enter_context(patch.dict(CHUNK, {"cpu": CHUNK["cuda" if on_gpu else "cpu"]}))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
 
 
