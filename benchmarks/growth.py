@@ -36,8 +36,8 @@ def corpus(folder: Path, megabytes: int) -> Path:
     block = "\n".join(lines) + "\n"
     source, out = folder / f"{megabytes}.jsonl", folder / f"prepared-{megabytes}"
     source.write_text(block * max(megabytes * 10**6 // len(block), 1))
-    command = [sys.executable, "-m", "torchtitan_lite.data.prepare", str(source), str(out), "--tokenizer", "bytes"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    command = [sys.executable, "-m", "torchtitan_lite.data.prepare", str(source), "--out", str(out)]
+    subprocess.run([*command, "--tokenizer", "bytes"], cwd=ROOT, check=True, capture_output=True)
     source.unlink()
     return out
 
