@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -317,5 +318,5 @@ def test_the_loop_collects_garbage_every_so_many_steps(text: Path, tmp_path: Pat
     said = succeeded(start([sys.executable, "-c", _WATCHED, *command])).splitlines()
     between = [line.split()[0:2] for line in said if line.startswith(("step ", "collected "))]
     loop = between[between.index(["step", "1/20"]) : between.index(["step", "20/20"]) + 2]
-    after = [before[1] for before, line in zip(loop, loop[1:], strict=False) if line[0] == "collected"]
+    after = [before[1] for before, line in pairwise(loop) if line[0] == "collected"]
     assert after == ["5/20", "10/20", "15/20", "20/20"], loop
