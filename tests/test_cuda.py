@@ -99,7 +99,7 @@ def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing() ->
     targets[:, ::7] = IGNORE
     found = []
     for way in (head.chunked_cross_entropy, lambda x, w, t: summed_cross_entropy(x @ w.T, t)):
-        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         torch.cuda.set_sync_debug_mode("error")
         try:
             loss = way(*leaves, targets)
