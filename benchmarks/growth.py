@@ -36,8 +36,8 @@ def corpus(folder: Path, megabytes: int) -> Path:
     block = "\n".join(lines) + "\n"
     source, out = folder / f"{megabytes}.jsonl", folder / f"prepared-{megabytes}"
     source.write_text(block * max(megabytes * 10**6 // len(block), 1))
-    command = [sys.executable, "-m", "torchtitan_lite.data.prepare", str(source), str(out), "--tokenizer", "bytes"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    command = [sys.executable, "-m", "torchtitan_lite.data.prepare", str(source), "--out", str(out)]
+    subprocess.run([*command, "--tokenizer", "bytes"], cwd=ROOT, check=True, capture_output=True)
     source.unlink()
     return out
 
@@ -76,7 +76,7 @@ def long_runs(folder: Path, data: Path, steps: int) -> dict[str, Points]:
     """One run of so many steps with ten log lines a hundred steps, and one with a line for each."""
     found = {}
     for name, every in (("a line every 10 steps", 10), ("a line every step", 1)):
-        records, _ = train(folder / f"long-{every}", data, steps, log__every=every)
+        records, _ = train(folder / (f"long-{steps}" if every > 1 else "lines"), data, steps, log__every=every)
         found[name] = in_the_course(records, 256)
     return found
 
@@ -85,8 +85,9 @@ def resumes(folder: Path, data: Path, at: list[int]) -> Points:
     """Seconds to the first step after a resume, by the step; the median of three."""
     points: Points = []
     for step in at:
-        run = folder / f"resume-{step}"
-        train(run, data, step, log__every=max(step // 10, 1))
+        run = folder / f"long-{step}"
+        if not run.is_dir():
+            train(run, data, step, log__every=max(step // 10, 1))
         times = []
         for i in range(3):
             again = folder / f"again-{step}-{i}"

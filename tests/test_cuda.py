@@ -14,7 +14,8 @@ from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
 from tests.test_knobs import reference
 from torchtitan_lite import init
 from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.models import build
+from torchtitan_lite.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.models import build, head
 from torchtitan_lite.simulate import simulate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -107,3 +108,21 @@ def test_losses_are_those_of_the_cpu(text: Path, tmp_path: Path) -> None:
         succeeded(torchrun(1, *tiny(text, tmp_path, run__name=device, run__device=device)))
     ours, theirs = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
     assert all(ours[step] == pytest.approx(theirs[step], rel=1e-3) for step in theirs)
+
+
+def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing() -> None:
+    x = torch.randn(2, 3000, 64, device="cuda", dtype=torch.bfloat16)
+    weight = (torch.randn(5000, 64, device="cuda") * 0.1).bfloat16()
+    targets = torch.randint(5000, (2, 3000), device="cuda")
+    targets[:, ::7] = IGNORE
+    found = []
+    for way in (head.chunked_cross_entropy, lambda x, w, t: summed_cross_entropy(x @ w.T, t)):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = way(*leaves, targets)
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
