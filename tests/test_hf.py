@@ -187,7 +187,7 @@ def test_a_large_export_has_several_files(family: str, text: Path, tmp_path: Pat
         hf.export(tmp_path / "run", tmp_path / "many")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_folder_is_imported_as_a_config_on_two_ranks(kind: str, text: Path, tmp_path: Path) -> None:
     """Each rank reads its rows; the first loss is that of the model, whatever the number of ranks."""
     architecture, values = CASES[kind]

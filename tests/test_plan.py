@@ -121,6 +121,7 @@ def test_405b_on_1024_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bound by computing" in out
 
 
+@pytest.mark.slow
 def test_advice_is_true(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--train.seq_len=2048", "--model.max_seq_len=2048", "--model.size=8B", "--train.micro_batch_size=4"]
     command = ["--config", str(ROOT / "configs/llama_8b.toml"), *small, "--world-size=16", "--device=rtx4090"]
