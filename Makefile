@@ -1,7 +1,7 @@
 # make train    set up, train the default experiment, or continue it; then write its report.html
 # make test     set up, run the whole test suite
 # make check    set up, ruff and mypy
-# make bench    set up, compare the speed with others' on this machine (half an hour)
+# make bench    set up, compare the speed with others' on this machine
 #
 #   make train CONFIG=configs/debug.toml ARGS="--train.steps=50"    another experiment, other values
 #   make train NPROC=4                                              other than one process per GPU, or 2 on a CPU

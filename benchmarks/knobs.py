@@ -4,7 +4,6 @@ Tokens per second on two processes, as a ratio to the same run without the optio
 forward and backward of a model of 10 M parameters by mode of activation checkpointing, from the allocator's events.
 """
 
-import gc
 import json
 import statistics
 import subprocess
@@ -13,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.allocator import peak_of
 from torchtitan_lite import settings
 from torchtitan_lite.init import materialise
 from torchtitan_lite.models import build
@@ -58,16 +57,7 @@ def peak_mib(mode: str) -> float:
     apply_activation_checkpointing(model, config.activation_checkpointing)
     materialise(model, torch.device("cpu"), 0)
     tokens = torch.randint(4096, (4, 512))
-    gc.collect()  # an earlier model that is freed in between would be subtracted
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        model(tokens, tokens).backward()
-    assert trace.profiler is not None
-    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak / 2**20
+    return peak_of(lambda: model(tokens, tokens).backward()) / 2**20
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import train
+from benchmarks.allocator import peak_of
 from benchmarks.contenders import Shape, training_of
 from torchtitan_lite.config import RunConfig
 from torchtitan_lite.distributed import leave, process_group
@@ -44,15 +44,7 @@ def held(t: Training) -> int:
 def peak_of_a_step(t: Training) -> int:
     """The most bytes of one step, with what is held before it."""
     before = held(t)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        train.train_step(t, t.state.step + 1)
-    assert trace.profiler is not None
-    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return before + peak
+    return before + peak_of(lambda: train.train_step(t, t.state.step + 1))
 
 
 def kept_for_backward(t: Training) -> int:

@@ -8,15 +8,15 @@ some steps counts.
 import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 
 import train
+from benchmarks.allocator import peak_of
 from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
 from torchtitan_lite.config import Config, RunConfig
 from torchtitan_lite.distributed import World, build_mesh, leave, process_group
@@ -54,21 +54,7 @@ def measure(config: Config, world: World) -> int:
         return torch.cuda.max_memory_allocated()
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     before = sum(local_bytes(t) for t in (*model.parameters(), *model.buffers(), *state))
-    return before + min(_peak(step) for _ in range(3))
-
-
-def _peak(step: Callable[[], None]) -> int:
-    """The most that one step holds beyond what there was."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        step()
-    assert trace.profiler is not None
-    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    return before + min(peak_of(step) for _ in range(3))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,6 @@
 """Activation checkpointing and compilation of blocks, in one process: what they compute, keep, and compute again."""
 
 import functools
-import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.allocator import peak_of
 from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.init import materialise
 from torchtitan_lite.models import Transformer, build
@@ -45,20 +44,6 @@ def gradients(model: Transformer) -> list[torch.Tensor]:
 def peak_bytes(model: Transformer) -> int:
     """The most that one forward and backward hold beyond what was there."""
     return peak_of(lambda: loss_of(model).backward())
-
-
-def peak_of(compute: Callable[[], Any]) -> int:
-    """The most bytes that `compute` holds beyond what was there, by the allocator's events."""
-    gc.collect()  # an earlier model that is freed in between would be subtracted
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        compute()
-    assert trace.profiler is not None
-    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 class Operators(TorchDispatchMode):
