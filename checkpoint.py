@@ -17,6 +17,7 @@ where to customise; the dcp way leaves it to torch.
 When a checkpoint counts: torchtitan_lite/storage.py. Which one is loaded: choose.py. Saving beside training: saving.py.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -45,13 +46,14 @@ from torchtitan_lite.choose import choose, on_rank0
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.distributed import World
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.gathering import Gathering
 from torchtitan_lite.init import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim import make_state
 from torchtitan_lite.resume import with_defaults
 from torchtitan_lite.saving import Saver, Write
 from torchtitan_lite.storage import Manifest, TrainState
-from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter, announcement, layout, write_tensors
+from torchtitan_lite.tensorfile import Announced, FileRecord, TensorFileWriter, announcement, layout, write_tensors
 
 Tensors = dict[str, Tensor]
 
@@ -83,6 +85,7 @@ class Checkpointer:
         No error is raised: `wait` says what came of it.
         """
         began = time.perf_counter()
+        parts = self._parts()
         way = {
             ("full", "dtensor"): self._full_by_dtensor,
             ("full", "dcp"): self._full_by_dcp,
@@ -90,19 +93,15 @@ class Checkpointer:
             ("sharded", "dcp"): self._sharded_by_dcp,
         }[self.config.state_dict, self.config.api]
         beside = self.config.async_save
-        write = way(beside)
-        self._saver.start(state, write, self.n_bytes(), began, beside=beside)
-
-    def n_bytes(self) -> int:
-        """What a checkpoint takes, without some JSON."""
-        return sum(t.numel() * t.element_size() for part in self._parts().values() for t in part.values())
+        write = way(parts, beside)
+        self._saver.start(state, write, _n_bytes(parts), began, beside=beside)
 
     def require_space(self) -> None:
         """
         Raises:
             CheckpointError: on every rank, if the disk has no room for one checkpoint.
         """
-        on_rank0(self.world, lambda: storage.require_space(self.folder, self.n_bytes()))
+        on_rank0(self.world, lambda: storage.require_space(self.folder, _n_bytes(self._parts())))
 
     def load(self, identity: Mapping[str, Any]) -> TrainState | None:
         """Load what `config.resume` asks for into model and optimizer, and return its state; None if there is nothing.
@@ -161,7 +160,7 @@ class Checkpointer:
 
     # --- what there is to save ----------------------------------------------------------------------------------
 
-    def _parts(self) -> dict[str, Tensors]:
+    def _parts(self) -> names.Parts:
         """The tensors of each file of a full state dict."""
         model, optimizer = names.own_tensors(self.model), names.optimizer_tensors(self.model, self.optimizer)
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
@@ -173,30 +172,29 @@ class Checkpointer:
 
     def _compare(self, folder: Path, manifest: Manifest) -> None:
         if manifest.state_dict == "sharded":
-            storage.compare(folder, shards.shapes(folder), _shapes(self._by_name()), "model or optimizer")
+            storage.compare(folder, shards.shapes(folder), _shapes(names.by_name(self._parts())), "model or optimizer")
             return
         for file, tensors in self._parts().items():
             storage.compare(folder, storage.read_shapes(folder / file), _shapes(tensors), file.split(".")[0])
 
     # --- saving -------------------------------------------------------------------------------------------------
 
-    def _full_by_dtensor(self, beside: bool) -> Write:
-        if beside:
-            gathered = {
-                file: {name: self._whole(value, copy=True) for name, value in tensors.items()}
-                for file, tensors in self._parts().items()
-            }
-            return self._writer(gathered)
-        return self._write_while_gathering
+    def _full_by_dtensor(self, parts: names.Parts, beside: bool) -> Write:
+        announced = {file: announcement(tensors) for file, tensors in parts.items()}
+        live = names.by_name(parts)
+        whole = Gathering(live, self._copied(live), self._saver.group) if beside else lambda n: self._whole(live[n])
+        return functools.partial(self._write_while_gathering, announced, whole)
 
-    def _write_while_gathering(self, folder: Path) -> dict[str, FileRecord]:
+    def _write_while_gathering(
+        self, files: Mapping[str, Announced], gathered: Callable[[str], Tensor], folder: Path
+    ) -> dict[str, FileRecord]:
         """Rank 0 holds one whole tensor at a time."""
         records, failure = {}, None
-        for file, tensors in self._parts().items():
-            announced = announcement(tensors)
+        for file, announced in files.items():
             writer = None
             for name in layout(announced)[1]:
-                whole = self._whole(tensors[name])  # all ranks take part, also after rank 0 has failed to write
+                # all ranks take part, also after rank 0 has failed to write
+                whole = gathered(f"{names.prefix(file)}{name}")
                 if self.world.rank == 0 and failure is None:
                     try:
                         writer = writer or TensorFileWriter(folder / file, announced)
@@ -214,12 +212,12 @@ class Checkpointer:
             raise failure
         return records
 
-    def _whole(self, value: Tensor, copy: bool = False) -> Tensor:
+    def _whole(self, value: Tensor) -> Tensor:
         """The whole tensor on rank 0's CPU. All ranks gather it, and the others let it go."""
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.to("cpu", copy=copy).contiguous() if self.world.rank == 0 else torch.empty(0)
+        return whole.cpu().contiguous() if self.world.rank == 0 else torch.empty(0)
 
-    def _full_by_dcp(self, beside: bool) -> Write:
+    def _full_by_dcp(self, parts: names.Parts, beside: bool) -> Write:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: Any = get_model_state_dict(self.model, options=options)
         nested: Any = get_optimizer_state_dict(self.model, self.optimizer, options=options)
@@ -228,7 +226,7 @@ class Checkpointer:
             moments = names.flat(nested)
             content = {
                 file: {name: (whole if file == storage.MODEL else moments)[name] for name in tensors}
-                for file, tensors in self._parts().items()
+                for file, tensors in parts.items()
             }
         if beside:  # on one rank, they are the live tensors
             content = {file: {n: t.clone() for n, t in tensors.items()} for file, tensors in content.items()}
@@ -240,22 +238,19 @@ class Checkpointer:
         def write(folder: Path) -> dict[str, FileRecord]:
             records = {}
             for file, tensors in content.items() if self.world.rank == 0 else ():
-                records[file] = write_tensors(folder / file, announcement(tensors), tensors.__getitem__)
+                records[file] = write_tensors(folder / file, announcement(tensors), tensors.__getitem__, ahead=0)
             return records
 
         return write
 
-    def _sharded_by_dtensor(self, beside: bool) -> Write:
-        return self._shard_writer(self._by_name(), beside)
+    def _sharded_by_dtensor(self, parts: names.Parts, beside: bool) -> Write:
+        return self._shard_writer(names.by_name(parts), beside)
 
-    def _sharded_by_dcp(self, beside: bool) -> Write:
+    def _sharded_by_dcp(self, parts: names.Parts, beside: bool) -> Write:
         model, nested = get_state_dict(self.model, self.optimizer)
-        state: Any = {f"{_prefix(storage.MODEL)}{name}": value for name, value in model.items()}
-        state |= {f"{_prefix(storage.OPTIMIZER)}{name}": value for name, value in names.flat(nested).items()}
-        return self._shard_writer({name: state[name] for name in self._by_name()}, beside)
-
-    def _by_name(self) -> Tensors:
-        return {f"{_prefix(file)}{name}": t for file, tensors in self._parts().items() for name, t in tensors.items()}
+        state: Any = {f"{names.prefix(storage.MODEL)}{name}": value for name, value in model.items()}
+        state |= {f"{names.prefix(storage.OPTIMIZER)}{name}": value for name, value in names.flat(nested).items()}
+        return self._shard_writer({name: state[name] for name in names.by_name(parts)}, beside)
 
     def _shard_writer(self, state: Tensors, beside: bool) -> Write:
         copies = self._copied(state) if beside else None
@@ -293,7 +288,7 @@ class Checkpointer:
         elif manifest.state_dict == "full":
             self._set_full(folder)
         elif self.config.api == "dtensor":
-            dcp.load(self._by_name(), storage_reader=shards.ShardReader(folder))
+            dcp.load(names.by_name(self._parts()), storage_reader=shards.ShardReader(folder))
         else:
             self._set_sharded(folder)
 
@@ -323,11 +318,11 @@ class Checkpointer:
 
     def _set_sharded(self, folder: Path) -> None:
         ours = names.hyperparameters(self.optimizer)
-        state = self._by_name()
+        state = names.by_name(self._parts())
         dcp.load(state, storage_reader=shards.ShardReader(folder))
         model, optimizer = (
             {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-            for prefix in (_prefix(storage.MODEL), _prefix(storage.OPTIMIZER))
+            for prefix in (names.prefix(storage.MODEL), names.prefix(storage.OPTIMIZER))
         )
         whole: Any = names.with_tied(self.model, model)
         nested: Any = names.nested_state(self.model, self.optimizer, optimizer)
@@ -335,9 +330,9 @@ class Checkpointer:
         names.restore(self.optimizer, ours)
 
 
-def _prefix(file: str) -> str:
-    """Of a full state dict's file, in the names of a sharded one: "model." or "optimizer."."""
-    return file.removesuffix("safetensors")
+def _n_bytes(parts: names.Parts) -> int:
+    """What a checkpoint takes, without some JSON."""
+    return sum(t.numel() * t.element_size() for tensors in parts.values() for t in tensors.values())
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -42,7 +42,7 @@ from torchtitan_lite.distributed import (
     say_once,
     sum_over_ranks,
 )
-from torchtitan_lite.errors import ConfigError, DataError, SaveError, StuckError, UserError
+from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError
 from torchtitan_lite.evaluate import Validation
 from torchtitan_lite.flops import flops_per_token
 from torchtitan_lite.garbage import on_schedule
@@ -74,15 +74,13 @@ from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import Loaded, to_toml_with_origins
 from torchtitan_lite.trackers import Trackers
-from torchtitan_lite.training import Training, judge, log_step, peak_flops, report_save, source_lines, validate
+from torchtitan_lite.training import Training, judge, log_step, peak_flops, report_save, save, source_lines, validate
 from torchtitan_lite.watch import Watch
 
 
-def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
-    """Build everything, resume, train."""
-    config = loaded_config.config
+def build(config: Config, data: DataSet, world: World, log: Log) -> Training:
+    """Everything that a run works with, and the state that it starts from."""
     layout = derive(config, world.world_size)
-    machines = require_agreement(config, world)
     if from_rank0(data.identity()) != data.identity():
         raise DataError(
             f"rank {world.rank} prepared other data than rank 0: is data.path the same text on every machine?"
@@ -127,12 +125,20 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     skips = config.train.on_nonfinite == "skip"
     guard = FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0)
     leaving, watch = Leaving(config.run.max_minutes), Watch(config.folder, world, config.run.timeout_minutes)
-    training = Training(
+    return Training(
         *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation),
         *(prompts, checkpointer, state, log, Clock(), samples, Profile(config.profile, config.folder, world)),
-        *(flops_per_token(model, config.train.seq_len), peak_flops(config, world)),
+        *(flops_per_token(model, config.train.seq_len), peak_flops(config, world), loaded),
     )
-    log.say(start_lines(config, layout, world, model, data, samples, state, loaded))
+
+
+def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
+    """Build, say what it is, train, and leave behind how it ended."""
+    config = loaded_config.config
+    machines = require_agreement(config, world)
+    t = build(config, data, world, log)
+    state = t.state
+    log.say(start_lines(config, t.layout, world, t.model, data, t.samples, state, t.loaded))
     if state.step >= config.train.steps:
         log.say(f"finished: step {state.step} of train.steps = {config.train.steps}; {what_next(config, state.step)}")
         return
@@ -140,23 +146,22 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         (config.folder / "config.toml").write_text(to_toml_with_origins(loaded_config), encoding="utf-8")
         shutil.copyfile(data.folder / "tokenizer.json", config.folder / "tokenizer.json")
     log.cut_after(state.step)
-    about = run_folder.facts(layout, world, machines, sys.argv)
+    about = run_folder.facts(t.layout, world, machines, sys.argv)
     run_folder.write_status(config.folder, world, "running", state.step, **about)
-    checkpointer.require_space()
+    t.checkpointer.require_space()
     trackers = Trackers(config.log if world.rank == 0 else LogConfig(), config.folder, state)
     log.attach(trackers)
     try:
-        with leaving, watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
-            train(training)
+        with t.leaving, t.watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
+            train(t)
     except UserError as error:
         if not isinstance(error, StuckError):  # all ranks have it: a save that runs beside can still end well
-            report_save(training, wait=True)
-        run_folder.write_status(config.folder, world, "failed", training.state.step, str(error))
+            report_save(t, wait=True)
+        run_folder.write_status(config.folder, world, "failed", t.state.step, str(error))
         raise
     finally:
         trackers.close()
-        loader.close()
-        watch.close()
+        t.close()
 
 
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.Transformer:
@@ -292,19 +297,6 @@ def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def save(t: Training, *, last: bool) -> None:
-    """Save a checkpoint, after the one before.
-
-    Raises:
-        SaveError: the last one of a run could not be written.
-    """
-    report_save(t, wait=True)
-    t.checkpointer.save(replace(t.state, grad_scaler=t.scaler.state_dict()))
-    error = report_save(t, wait=last or not t.config.checkpoint.async_save)
-    if last and error:
-        raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
-
-
 def main(argv: Sequence[str]) -> int:
     """Parse, check and prepare, before there is a process group; then train. Returns the exit code."""
     speaks = env_int("LOCAL_RANK", 0) == 0
@@ -318,11 +310,16 @@ def main(argv: Sequence[str]) -> int:
                 fine = f"the configuration is fine; its run is in {config.folder}"
                 print(to_toml_with_origins(command.loaded) if command.print_config else fine)
             return 0
-        if not command.inspect:
+        if not command.inspect and not command.dry_run:
             run_folder.make(config.folder)
         data = prepare_all(config.data, config.tokenizer, lambda text: print(text, flush=True))
         if config.data.packing == "best_fit":
             pack_all(data, config.train.seq_len, lambda text: print(text, flush=True))
+        if command.dry_run:
+            from torchtitan_lite import dry_run  # with the simulator: a run does not load it
+
+            dry_run.run(command.loaded, data, build, train_step)
+            return 0
         with process_group(config.run) as world:
             if command.inspect:
                 mesh = build_mesh(derive(config, world.world_size), world.device)

@@ -1,4 +1,4 @@
-"""Saving and loading a state of about 1 GB on two processes: `python -m benchmarks.checkpoint [rounds]`.
+"""Saving and loading a state of about 1 GB on two processes: `python -m benchmarks.checkpoint [rounds [processes]]`.
 
 Each way of saving next to a plain write of the same bytes with fsync (each rank its half), and to a bare `dcp.save`,
 which syncs, but neither hashes nor commits; for saves beside training, how long training stands still, against one copy
@@ -77,9 +77,7 @@ class Bench:
 
     def plain(self) -> None:
         """Write this rank's bytes, and sync."""
-        path = self.folder / f"plain-{self.world.rank}"
-        path.unlink(missing_ok=True)
-        with path.open("wb") as stream:
+        with (self.folder / "plain" / f"rank-{self.world.rank}").open("wb") as stream:
             for part in self.parts():
                 stream.write(memoryview(part.detach().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
             stream.flush()
@@ -87,18 +85,11 @@ class Bench:
 
     def bare_dcp(self) -> None:
         """What torch does by itself: no hashes, no commit."""
-        folder = self.folder / "dcp"
-        if self.world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        dist.barrier()
-        dcp.save(self.state(), storage_writer=dcp.FileSystemWriter(folder))
+        dcp.save(self.state(), storage_writer=dcp.FileSystemWriter(self.folder / "dcp"))
 
     def save(self, kind: str, api: str, beside: bool) -> float:
         """Save, and return how long training stood still."""
         checkpointer = self.checkpointers[kind, api, beside]
-        if self.world.rank == 0:
-            shutil.rmtree(checkpointer.folder, ignore_errors=True)
-        dist.barrier()
         self.step += 1
         checkpointer.save(TrainState(step=self.step))
         saved = checkpointer.wait()
@@ -114,8 +105,16 @@ class Bench:
         for buffer, part in zip(self.buffers, self.parts(), strict=True):
             buffer.copy_(part)
 
-    def timed(self, action: Callable[[], object]) -> float:
+    def make_room(self) -> None:
+        """What was written before goes away, outside of what is timed."""
+        for name in ("plain", "dcp", *(c.folder.name for c in self.checkpointers.values())):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / "plain").mkdir()
+
+    def timed(self, action: Callable[[], object], *, writes: bool = True) -> float:
         """Seconds, of the slowest rank."""
+        if writes and self.world.rank == 0:
+            self.make_room()
         dist.barrier()
         before = time.perf_counter()
         action()
@@ -138,9 +137,10 @@ class Bench:
                     f"{way}: plain write": self.timed(self.plain),
                     f"{way}: bare dcp.save": self.timed(self.bare_dcp),
                     f"{way}: save": self.timed(lambda kind=kind, api=api: self.save(kind, api, False)),  # type: ignore[misc]
-                    f"{way}: load": self.timed(lambda kind=kind, api=api: self.load(kind, api)),  # type: ignore[misc]
+                    f"{way}: load": self.timed(lambda kind=kind, api=api: self.load(kind, api), writes=False),  # type: ignore[misc]
                     f"{way}: memory copy": self.timed(self.copy),
                 }
+                dist.barrier()
                 stopped = torch.tensor(self.save(kind, api, True))
                 dist.all_reduce(stopped, op=dist.ReduceOp.MAX)
                 found[f"{way}: stands still"] = float(stopped)
@@ -171,13 +171,14 @@ def _spread(ratios: list[float]) -> str:
 def main() -> None:
     """Start two ranks, or be one."""
     rounds = int(sys.argv[1]) if sys.argv[1:] else 7
+    ranks = sys.argv[2] if sys.argv[2:] else "2"
     if dist.is_torchelastic_launched():
         with process_group(RunConfig(device="cpu", threads=1)) as world:
-            Bench(world, Path(sys.argv[2])).run(rounds)
+            Bench(world, Path(sys.argv[3])).run(rounds)
         leave()
     with tempfile.TemporaryDirectory() as folder:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        subprocess.run([*launcher, "-m", "benchmarks.checkpoint", str(rounds), folder], cwd=ROOT, check=True)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        subprocess.run([*launcher, "-m", "benchmarks.checkpoint", str(rounds), ranks, folder], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.allocator import peak_of
 from torchtitan_lite import settings
+from torchtitan_lite.allocator import peak_of
 from torchtitan_lite.init import materialise
 from torchtitan_lite.models import build
 from torchtitan_lite.parallelize import apply_activation_checkpointing

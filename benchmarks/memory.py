@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 import train
-from benchmarks.allocator import peak_of
 from benchmarks.contenders import Shape, training_of
+from torchtitan_lite.allocator import peak_of
 from torchtitan_lite.config import RunConfig
 from torchtitan_lite.distributed import leave, process_group
 from torchtitan_lite.init import local_rows

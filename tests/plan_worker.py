@@ -13,21 +13,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import train
-from benchmarks.allocator import peak_of
 from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
+from torchtitan_lite.allocator import own_bytes, peak_of
 from torchtitan_lite.config import Config, RunConfig
 from torchtitan_lite.distributed import World, build_mesh, leave, process_group
 from torchtitan_lite.init import materialise
 from torchtitan_lite.layout import derive
 from torchtitan_lite.optim import build_optimizer, clip_gradients
 from torchtitan_lite.parallelize import before_micro_batch
-
-
-def local_bytes(tensor: Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().nbytes()
 
 
 def measure(config: Config, world: World) -> int:
@@ -53,7 +48,7 @@ def measure(config: Config, world: World) -> int:
         step()
         return torch.cuda.max_memory_allocated()
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
-    before = sum(local_bytes(t) for t in (*model.parameters(), *model.buffers(), *state))
+    before = own_bytes((*model.parameters(), *model.buffers(), *state))
     return before + min(peak_of(step) for _ in range(3))
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import Checkpointer
+from torchtitan_lite import storage
 from torchtitan_lite.config import CheckpointConfig, Config
 from torchtitan_lite.distributed import World, build_mesh, process_group
 from torchtitan_lite.init import materialise
@@ -48,8 +49,8 @@ class State:
         content = {f"model.{name}": t for name, t in model.items()} | {f"optim.{n}": t for n, t in optimizer.items()}
         return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in content.items()}
 
-    def checkpointer(self, folder: Path, kind: str, api: str) -> Checkpointer:
-        way = CheckpointConfig.model_validate({"state_dict": kind, "api": api})
+    def checkpointer(self, folder: Path, kind: str, api: str, *, beside: bool = False) -> Checkpointer:
+        way = CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": beside})
         return Checkpointer(folder, self.model, self.optimizer, way, self.world)
 
 
@@ -62,6 +63,18 @@ def save(folder: Path, mesh: str, world: World) -> None:
         saved = checkpointer.wait()
         assert saved is not None
         assert not saved.error, saved.error
+    for kind, api in WAYS:  # the same state, saved while it is trained on: the same bytes
+        trained = State(mesh, 1, world)
+        trained.step()
+        checkpointer = trained.checkpointer(folder / f"{mesh} {kind} {api} beside", kind, api, beside=True)
+        checkpointer.save(TrainState(step=1))
+        for _ in range(3):
+            trained.step()
+        saved = checkpointer.wait()
+        assert saved is not None
+        assert not saved.error, saved.error
+        now = storage.read_manifest(saved.folder).files
+        assert now == storage.read_manifest(folder / f"{mesh} {kind} {api}" / saved.folder.name).files, f"{kind} {api}"
     expected = state.whole()
     if world.rank == 0:
         save_file({name: t.contiguous() for name, t in expected.items()}, folder / f"{mesh}.safetensors")

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.allocator import peak_of
+from torchtitan_lite.allocator import peak_of
 from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.init import materialise
 from torchtitan_lite.models import Transformer, build

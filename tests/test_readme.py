@@ -62,6 +62,10 @@ def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
     if "--print-config" in command or "--help" in command:
         assert "train" in output
         return
+    if "--dry-run" in command:
+        assert "all, at the fullest moment" in output
+        assert not list(out_dir.iterdir())
+        return
     if "--inspect" in command:
         assert "FSDPLlama" in output
         assert "norm, output" in output

@@ -216,7 +216,7 @@ def test_training_never_imports_the_readers() -> None:
     """Whatever train.py loads, down to the last module."""
     code = "import sys, train; print(*[m for m in sys.modules if m.startswith(('torchtitan_lite', 'plotly'))])"
     loaded = set(succeeded(start([sys.executable, "-c", code])).split())
-    readers = ("report", "report_page", "generate", "opening", "plan", "simulate", "migrate")
+    readers = ("report", "report_page", "generate", "opening", "plan", "simulate", "dry_run", "migrate")
     assert not loaded & {"plotly", *(f"torchtitan_lite.{name}" for name in readers)}
     assert "torchtitan_lite.sampling" in loaded
     assert all((ROOT / f"torchtitan_lite/{name}.py").is_file() for name in readers)

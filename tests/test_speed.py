@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.allocator import peak_of
 from tests.helpers import checkpoint, ranks, start, succeeded, tensors, tiny
 from tests.test_blocks import Operators
+from torchtitan_lite.allocator import peak_of
 from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
 from torchtitan_lite.garbage import on_schedule
 from torchtitan_lite.init import materialise

@@ -1,8 +1,9 @@
-"""What a person sees: a bar on a terminal, plain lines in a pipe."""
+"""What a person sees: a bar and lines that fit on a terminal, plain whole lines in a pipe, no colours."""
 
 import fcntl
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -10,13 +11,18 @@ import termios
 from pathlib import Path
 
 from tests.helpers import ROOT, python, succeeded, tiny
+from torchtitan_lite.console import fitted, step_line
+
+STEP = {"step": 20, "loss": 3.2, "grad_norm": 1.5, "lr": 1e-3, "tokens_per_second": 9e3, "peak_memory_gib": 0.5}
 
 
-def test_a_bar_on_a_terminal_only(text: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="terminal")]
+def on_a_terminal(columns: int, *options: str) -> str:
+    """What train.py writes to a terminal of that width."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
-    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "train.py", *options]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
     try:
@@ -25,13 +31,46 @@ def test_a_bar_on_a_terminal_only(text: Path, tmp_path: Path) -> None:
     except OSError:  # how Linux says that the other side is closed
         pass
     assert process.wait() == 0
-    screen = seen.decode()
+    return seen.decode()
+
+
+def test_a_bar_on_a_terminal_only(text: Path, tmp_path: Path) -> None:
+    screen = on_a_terminal(200, *tiny(text, tmp_path, run__name="terminal"))
     assert "%|" in screen
     assert "/20 [" in screen
-    assert "step    20/20" in screen
+    assert re.search(r"step    20/20  loss .*  mem .*  eta 0s", screen)
     piped = python(*tiny(text, tmp_path, run__name="pipe"))
     assert "step    20/20" in succeeded(piped)
     assert "%|" not in piped.stdout + piped.stderr
     log = (tmp_path / "terminal/train.log").read_text()
     assert "step    20/20" in log
     assert "%|" not in log
+
+
+def test_a_narrow_terminal(text: Path, tmp_path: Path) -> None:
+    screen = on_a_terminal(60, *tiny(text, tmp_path, run__name="narrow"))
+    lines = [part for line in screen.splitlines() for part in line.split("\r")]
+    assert all(len(part) <= 60 for part in lines if "%|" in part or part.startswith("step "))
+    assert any(re.match(r"step +20/20  loss \S+ .*tok/s", part) for part in lines)
+    assert "\x1b[3" not in screen  # no colour, so there is none to switch off by NO_COLOR
+    (last,) = re.findall("^step +20/20.*", (tmp_path / "narrow/train.log").read_text(), re.MULTILINE)
+    assert all(f"  {name} " in last for name in ("grad_norm", "lr", "mem", "data", "eta"))
+
+
+def test_step_lines_are_columns() -> None:
+    """The same width at ten steps and at a million."""
+    for steps, width in ((10, 2), (1_000_000, 7)):
+        lines = [step_line({**STEP, "step": step}, steps, 0.01, 3.0) for step in (1, steps // 2, steps)]
+        assert len({line.index("  loss") for line in lines}) == 1
+        assert lines[0].startswith(
+            f"step    {1:>{width}}/{steps}  loss 3.2000  grad_norm 1.50  lr 1.00e-03  tok/s 9,000"
+        )
+
+
+def test_what_a_narrow_line_keeps() -> None:
+    line = step_line({**STEP, "mfu": 0.4}, 1_000_000, 0.01, 3.0)
+    assert fitted(line, len(line)) == line
+    for columns in range(50, len(line)):
+        assert len(fitted(line, columns)) <= columns
+    assert fitted(line, 85).startswith("step         20/1000000  loss 3.2000  grad_norm 1.50  tok/s 9,000  eta 3s (")
+    assert fitted(line, 10) == "step         20/1000000  loss 3.2000  tok/s 9,000"

@@ -25,6 +25,7 @@ class Command:
     print_config: bool
     check_config: bool
     inspect: bool
+    dry_run: bool
 
 
 def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size: int = 1) -> Command:
@@ -67,7 +68,7 @@ def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size
         local_world_size=local_world_size,
         problems=problems,
     )
-    return Command(loaded, given["print_config"], given["check_config"], given["inspect"])
+    return Command(loaded, given["print_config"], given["check_config"], given["inspect"], given["dry_run"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--print-config", action="store_true", help="print every value with its origin, and exit")
     parser.add_argument("--check-config", action="store_true", help="check the config for this world size, and exit")
     parser.add_argument("--inspect", action="store_true", help="print the sharded model and its groups, and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="three steps in a folder that goes away: memory and time, and exit"
+    )
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())

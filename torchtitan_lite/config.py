@@ -292,7 +292,7 @@ class CheckpointConfig(Section):
     api: Literal["dtensor", "dcp"] = "dtensor"
     """how state dicts are gathered and spread: by DTensors, or by torch.distributed.checkpoint; same files"""
     async_save: bool = False
-    """train on while a copy is written: full copies on rank 0, or each rank's part"""
+    """train on while a copy is written: each rank keeps a copy of its part until then (full by dcp: rank 0 of all)"""
     resume: str = "auto"
     """auto: go on from the newest checkpoint that is whole; never: begin again; step-N: go on from that one; or the \
 path of another run or checkpoint, as long as this run has none"""

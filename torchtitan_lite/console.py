@@ -1,5 +1,6 @@
 """The words of the terminal: what a run is, what a step did, what to do next. Only text; metrics.Log prints it."""
 
+import re
 import time
 from typing import Any
 
@@ -120,6 +121,15 @@ def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: flo
         f"grad_norm {norm}{scale}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}{mfu}  "
         f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
     )
+
+
+def fitted(line: str, columns: int) -> str:
+    """A step line for a terminal of so many columns: what can be done without goes first."""
+    for name in ("mem", "lr", "data", "mfu", "grad_norm", "eta"):
+        if len(line) <= columns:
+            break
+        line = re.sub(rf"  {name} .*?(?=  |$)", "", line)
+    return line
 
 
 def what_next(config: Config, step: int) -> str:

@@ -3,9 +3,10 @@
 import json
 import os
 import resource
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,16 @@ class Log:
         self._failed = False
         self._trackers: Trackers | None = None
 
-    def say(self, text: str) -> None:
-        """A line for the terminal and for train.log."""
+    def say(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
+        """A line for the terminal and for train.log.
+
+        Args:
+            fit: makes it short enough for a terminal, and is told how many columns that has.
+        """
         if not self._speaks:
             return
-        tqdm.write(text, file=sys.stdout)
+        shown = fit(text, shutil.get_terminal_size().columns) if fit and sys.stdout.isatty() else text
+        tqdm.write(shown, file=sys.stdout)
         sys.stdout.flush()
         self._append(self._text, text)
 

@@ -6,12 +6,23 @@ import torch
 from torch import Tensor, nn
 
 Tensors = dict[str, Tensor]
+Parts = dict[str, Tensors]  # by the file that they are in, of a full state dict
 
 
 def own_tensors(model: nn.Module) -> Tensors:
     """Parameters and persistent buffers, each once: of two names of a tied parameter the first."""
     once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     return {name: value.detach() for name, value in model.state_dict().items() if name in once}
+
+
+def prefix(file: str) -> str:
+    """Of a full state dict's file, in the names of a sharded one: "model." or "optimizer."."""
+    return file.removesuffix("safetensors")
+
+
+def by_name(parts: Parts) -> Tensors:
+    """All tensors, by the names that they have in a sharded state dict."""
+    return {f"{prefix(file)}{name}": tensor for file, tensors in parts.items() for name, tensor in tensors.items()}
 
 
 def with_tied(model: nn.Module, content: Tensors) -> Tensors:

@@ -57,6 +57,10 @@ class Plan:
         start = self.simulated.peaks["start"]
         return (3 * start[PARAMETERS] + 2 * start[OPTIMIZER]) / device.memory_bandwidth
 
+    def least_s(self, device: Device) -> float:
+        """Seconds that a step takes at least: computing or communication, whichever is longer, and the optimizer."""
+        return max(self.compute_s(device), sum(self.sent_s(device).values())) + self.optimizer_s(device)
+
     def sent_s(self, device: Device) -> dict[str, float]:
         """Seconds of each kind of collective, if nothing else used the links."""
         found: Counter[str] = Counter()
@@ -98,8 +102,12 @@ def link_s(collective: Collective, device: Device, layout: Layout, world_size: i
     return rounds * max(inside if machines == 1 or rounds == 1 else 0.0, between)
 
 
-def make_plan(config: Config, world_size: int, device: Device | None) -> Plan:
-    """Simulate a step and count."""
+def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu: bool | None = None) -> Plan:
+    """Simulate a step and count.
+
+    Args:
+        on_gpu: whether it is a GPU, if that does not follow from `device`: one whose figures are not known.
+    """
     vocab_size = config.model.vocab_size or config.tokenizer.vocab_size
     if config.tokenizer.path and not config.model.vocab_size:
         vocab_size = bpe.size(bpe.load(Path(config.tokenizer.path)))
@@ -114,7 +122,7 @@ def make_plan(config: Config, world_size: int, device: Device | None) -> Plan:
         layout=derive(config, world_size),
         n_parameters=sum(p.numel() for p in model.parameters()),
         flops_per_token=flops_per_token(model, train.seq_len),
-        simulated=simulate(config, world_size, vocab_size, on_gpu=device is not None),
+        simulated=simulate(config, world_size, vocab_size, on_gpu=device is not None if on_gpu is None else on_gpu),
         logits_bytes=train.micro_batch_size * train.seq_len * vocab_size * (4 if width == 4 else width + 4),
     )
 
@@ -196,7 +204,7 @@ def _time_lines(plan: Plan, mfu: float) -> list[str]:
         return [*lines, "time    not bounded: the peak of this device is not known; give --peak-tflops and bandwidths"]
     parts = {"computing": plan.compute_s(device), "communication": sum(plan.sent_s(device).values())}
     bound = max(parts, key=lambda name: parts[name])
-    step_s = parts[bound] + plan.optimizer_s(device)
+    step_s = plan.least_s(device)
     lines += [
         f"time    a step takes at least {step_s:.3f} s, bound by {bound}: computing {parts['computing']:.3f} s at the "
         f"device's peak, communication {parts['communication']:.3f} s if it overlaps in full, optimizer "

@@ -1,5 +1,6 @@
 """Where the time of some steps goes: a trace for each rank, for ui.perfetto.dev or chrome://tracing, and a table."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Profile:
             activities.append(ProfilerActivity.CUDA)
         if self._snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on stderr that it starts and stops
         self._running = profile(activities=activities)
         self._running.start()
 

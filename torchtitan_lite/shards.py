@@ -68,7 +68,7 @@ class ShardWriter(StorageWriter):
         file = plan.storage_data
         items = {_key(item): item for item in plan.items}
         announced = {key: _announcement(item) for key, item in items.items()}
-        writer = TensorFileWriter(self.folder / file, announced)
+        writer = TensorFileWriter(self.folder / file, announced, ahead=0)
         kept = []  # until they are hashed
         try:
             for key in writer.order:

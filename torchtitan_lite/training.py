@@ -9,10 +9,11 @@ import torch
 
 from torchtitan_lite import devices
 from torchtitan_lite.config import Config
-from torchtitan_lite.console import step_line
+from torchtitan_lite.console import fitted, step_line
 from torchtitan_lite.data.loader import Batches
 from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed import World
+from torchtitan_lite.errors import SaveError
 from torchtitan_lite.evaluate import Validation, evaluate
 from torchtitan_lite.guard import FiniteGuard
 from torchtitan_lite.layout import Layout
@@ -32,6 +33,7 @@ class Saves(Protocol):
     """What the loop wants of a Checkpointer (checkpoint.py, which this package does not import)."""
 
     def save(self, state: TrainState) -> None: ...
+    def require_space(self) -> None: ...
     def finished(self) -> bool: ...
     def wait(self) -> Saved | None: ...
 
@@ -60,6 +62,12 @@ class Training:
     profile: Profile
     flops_per_token: int
     peak_flops: float  # of all devices together, per second; 0 where it is not known
+    loaded: TrainState | None = None  # the state as it was saved, if the run is resumed
+
+    def close(self) -> None:
+        """End the threads that work beside the loop."""
+        self.loader.close()
+        self.watch.close()
 
 
 def peak_flops(config: Config, world: World) -> float:
@@ -131,7 +139,7 @@ def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens:
         record["mfu"] = record["tokens_per_second"] * t.flops_per_token / t.peak_flops
     t.log.record(record)
     left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
-    t.log.say(step_line(record, t.config.train.steps, parts["data_s"] / seconds, left_s))
+    t.log.say(step_line(record, t.config.train.steps, parts["data_s"] / seconds, left_s), fitted)
 
 
 def source_lines(t: Training) -> list[str]:
@@ -140,6 +148,19 @@ def source_lines(t: Training) -> list[str]:
         return []
     seen = t.samples.seen(t.state.samples_consumed)
     return [f"data    {name}: {s['tokens']:,} tokens seen, {s['epochs']:.2f} epochs" for name, s in seen.items()]
+
+
+def save(t: Training, *, last: bool) -> None:
+    """Save a checkpoint, after the one before.
+
+    Raises:
+        SaveError: the last one of a run could not be written.
+    """
+    report_save(t, wait=True)
+    t.checkpointer.save(replace(t.state, grad_scaler=t.scaler.state_dict()))
+    error = report_save(t, wait=last or not t.config.checkpoint.async_save)
+    if last and error:
+        raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
 
 
 def report_save(t: Training, *, wait: bool) -> str:

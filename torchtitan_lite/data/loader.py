@@ -44,6 +44,7 @@ class Batches(Protocol):
     """What the loop wants: a Loader, or one that works ahead."""
 
     def batch(self, first: int, size: int) -> Batch: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ class Loader:
             MicroBatch(*some) for some in zip(*(t.split(self.micro_batch_size) for t in tensors), strict=True)
         ]
         return Batch(micro_batches, global_tokens=self.samples.n_targets(np.arange(first, first + size), self.seed))
+
+    def close(self) -> None:
+        """Nothing runs beside it."""
 
 
 def positions(rows: Rows) -> Array:

@@ -1,0 +1,141 @@
+"""What is not training: `python -m benchmarks.overhead [rounds]`, with the default experiment on two processes.
+
+Start-up: seconds from the start of `torchrun train.py` to its first step, next to a torchrun of processes that only
+import torch with FSDP and DTensor; the same for `python train.py`. The data is prepared before.
+Recording: the time inside everything that says, records or watches, as a share of the time of the steps.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.distributed import leave
+
+ROOT = Path(__file__).parent.parent
+IMPORTS = "import torch, torch.distributed.fsdp, torch.distributed.tensor"
+SCRIPT = f"{IMPORTS}\nimport os, time\nif os.environ.get('RANK', '0') == '0': print('NOW', time.time(), flush=True)\n"
+RECORDS = {
+    "train": ("log_step", "report_save", "source_lines"),
+    "torchtitan_lite.metrics.Log": ("say", "record", "start_bar", "advance_bar", "close"),
+    "torchtitan_lite.watch.Watch": ("step", "computing"),
+    "torchtitan_lite.profiling.Profile": ("begin", "end"),
+    "torchtitan_lite.metrics.Clock": ("lap",),
+    "torchtitan_lite.run_folder": ("write_status", "facts"),
+}
+STEPS = 60
+
+
+def first_step() -> None:
+    """train.py, which says when its first step begins, and ends there."""
+    import train  # not by the parent, whose time is not measured
+
+    def now(*_: Any) -> Any:
+        if os.environ.get("RANK", "0") == "0":
+            print("NOW", time.time(), flush=True)
+        raise KeyboardInterrupt
+
+    train.train_step = now  # type: ignore[assignment]
+    train.main(sys.argv[2:])
+    os._exit(0)
+
+
+def recording() -> None:
+    """train.py, which sums what its recording calls take."""
+    import importlib
+
+    import train
+
+    spent, depth = [0.0], [0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            depth[0] += 1
+            before = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+                if not depth[0]:  # calls within calls are counted once
+                    spent[0] += time.perf_counter() - before
+
+        return call
+
+    for where, names in RECORDS.items():
+        module, _, kind = where.rpartition(".") if where[where.rfind(".") + 1].isupper() else (where, "", "")
+        owner = getattr(importlib.import_module(module), kind) if kind else importlib.import_module(module)
+        for name in names:
+            setattr(owner, name, timed(getattr(owner, name)))
+    train_step, steps = train.train_step, [0.0]
+
+    def step(*args: Any) -> Any:
+        before, already = time.perf_counter(), spent[0]
+        result = train_step(*args)
+        steps[0] += time.perf_counter() - before - (spent[0] - already)
+        return result
+
+    train.train_step = step  # type: ignore[assignment]
+    code = train.main(sys.argv[2:])
+    if os.environ.get("RANK", "0") == "0":
+        print("SHARE", spent[0] / steps[0], flush=True)
+    leave(code)
+
+
+def said(word: str, command: list[str]) -> float:
+    """The number behind a word in what a command prints."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    found = [line.split()[1] for line in result.stdout.splitlines() if line.startswith(word + " ")]
+    if not found:
+        raise RuntimeError(result.stdout + result.stderr)
+    return float(found[0])
+
+
+def seconds_to(command: list[str]) -> float:
+    before = time.time()
+    return said("NOW", command) - before
+
+
+def main() -> None:
+    """Measure and print."""
+    rounds = int(sys.argv[1]) if sys.argv[1:] else 5
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "imports.py")
+        script.write_text(SCRIPT)
+        new = iter(range(10**6))
+
+        def options() -> list[str]:
+            return [f"--run.out_dir={folder}", f"--run.name={next(new)}", "--run.device=cpu"]
+
+        module = ["-m", "benchmarks.overhead"]
+        seconds_to([sys.executable, *module, "first-step", *options()])  # prepares the data
+        print(f"| seconds, median of {rounds} interleaved | to the first step | to have imported | ratio (range) |")
+        print("|---|---:|---:|---:|")
+        for name, launcher in (("python", [sys.executable]), ("torchrun, 2 processes", torchrun)):
+            pairs = [
+                (seconds_to([*launcher, *module, "first-step", *options()]), seconds_to([*launcher, str(script)]))
+                for _ in range(rounds)
+            ]
+            ratios = [a / b for a, b in pairs]
+            mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            print(f"| {name} | {mine:.2f} | {theirs:.2f} | {spread} |", flush=True)
+        steps = [f"--train.steps={STEPS}", "--eval.every=0", "--sample.every=0", "--checkpoint.every=0"]
+        for every in (10, 1):
+            command = [*torchrun, *module, "recording", *options(), *steps, f"--log.every={every}"]
+            shares = [said("SHARE", [*command, f"--run.name=recording-{every}-{i}"]) for i in range(3)]
+            print(
+                f"recording, a line every {every} steps of {STEPS}: {statistics.median(shares):.2%} of the time of the "
+                f"steps ({min(shares):.2%} to {max(shares):.2%})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    {"first-step": first_step, "recording": recording}.get("".join(sys.argv[1:2]), main)()
