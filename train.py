@@ -73,6 +73,7 @@ from torchtitan_lite.resume import fresh_state
 from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import Loaded, to_toml_with_origins
+from torchtitan_lite.shared_memory import apply_shared_memory
 from torchtitan_lite.trackers import Trackers
 from torchtitan_lite.training import Training, judge, log_step, peak_flops, report_save, save, source_lines, validate
 from torchtitan_lite.watch import Watch
@@ -173,6 +174,8 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.T
     apply_activation_checkpointing(model, config.activation_checkpointing)
     apply_compile(model, config.compile)
     apply_fsdp(model, mesh, config.fsdp)
+    if config.speed.shared_memory:
+        apply_shared_memory(model, mesh)
     return model
 
 

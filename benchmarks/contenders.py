@@ -244,10 +244,13 @@ def fabric(shape: Shape, world: World) -> Step:
             fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=policy(shape))
         return fully_shard(model, mesh=mesh["data_parallel"], mp_policy=policy(shape))
 
-    strategy = ModelParallelStrategy(parallelize_fn=parallelize)
+    # its default is tensor parallelism on one machine: no rank would send another anything
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=world.world_size, tensor_parallel_size=1)
     lightning = Fabric(accelerator=world.device.type, devices=world.world_size, strategy=strategy)
     lightning.launch()
     model = lightning.setup(hugging_face_llama(shape))
+    mine: Any = next(model.parameters())
+    assert mine.device_mesh.size() == world.world_size, mine.device_mesh
     optimizer: Any = lightning.setup_optimizers(adamw(model))
     tokens, _ = batch_of(shape, world)
 
@@ -308,7 +311,9 @@ def roof(shape: Shape, world: World) -> Step:
 CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
     "torchtitan_lite": ours(),
     "torchtitan_lite, compiled": ours(compile__enabled=True),
-    "torchtitan_lite, fast paths off": ours(speed__chunked_loss=False, speed__block_attention=False),
+    "torchtitan_lite, fast paths off": ours(
+        **{f"speed__{key}": False for key in ("chunked_loss", "block_attention", "fused_functions", "shared_memory")}
+    ),
     "torchtitan_lite, not sharded": ours(fsdp__sharding_strategy="NO_SHARD"),
     "bare FSDP2 loop": bare_fsdp2,
     "DDP": ddp,

@@ -57,7 +57,7 @@ BF16 = {"fsdp.param_dtype": "bfloat16"}
 FP16 = {"fsdp.param_dtype": "float16"}
 HSDP = {"fsdp.dp_replicate": 2}
 FIRST_LAYER_FP32 = {"fsdp.precision_overrides": [{"match": "layers.0.*", "param_dtype": "float32"}]}
-PLAIN = {"speed.chunked_loss": False, "speed.block_attention": False}
+PLAIN = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions", "shared_memory")}
 HANDED_ON = {"fsdp.output_dtype": "float16"}
 EXPLICIT = {"fsdp.explicit_prefetching": True}
 

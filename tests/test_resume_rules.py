@@ -73,6 +73,8 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         {"train.micro_batch_size": 3},
         {"speed.chunked_loss": False},
         {"speed.block_attention": False},
+        {"speed.fused_functions": False},
+        {"speed.shared_memory": False},
     ]
 
     def setting(values: dict[str, Any]) -> dict[str, Any]:

@@ -14,20 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers import checkpoint, ranks, start, succeeded, tensors, tiny
+from tests.helpers import checkpoint, losses, ranks, start, succeeded, tensors, tiny
 from tests.test_blocks import Operators
 from torchtitan_lite.allocator import peak_of
 from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
 from torchtitan_lite.garbage import on_schedule
 from torchtitan_lite.init import materialise
 from torchtitan_lite.loss import IGNORE, summed_cross_entropy
-from torchtitan_lite.models import Transformer, block_attention, build, head
+from torchtitan_lite.models import Transformer, block_attention, build, fused, head, llama
 from torchtitan_lite.models.common import KeysValues, attend
 from torchtitan_lite.parallelize import apply_activation_checkpointing, apply_compile, apply_fast_paths
 
 LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=48, n_heads=4, n_layers=2, max_seq_len=64)
-PLAIN = SpeedConfig(chunked_loss=False, block_attention=False)
+PLAIN = SpeedConfig(chunked_loss=False, block_attention=False, fused_functions=False, shared_memory=False)
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +195,95 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary() -> None
     assert peak(1000, 4000, plainly) - both > 1000 * 4000 * 4
 
 
+# --- norms and rotary positions ---------------------------------------------------------------------------------
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-5)
+
+
+def normed_in_few_passes(x: Tensor, weight: Tensor) -> Tensor:
+    return fused._RMSNorm.apply(x, weight, 1e-5)  # type: ignore[no-untyped-call]
+
+
+def rotations(dtype: torch.dtype, per_sequence: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads (2, 31, 3, 16), and cos and sin of their positions, (31, 16) or (2, 31, 16)."""
+    generator = torch.Generator().manual_seed(2)
+    cos, sin = llama.rotary_tables(ModelConfig(dim=48, n_heads=3, n_layers=1, max_seq_len=64))
+    positions = torch.randint(64, (2, 31) if per_sequence else (31,), generator=generator)
+    return torch.randn(2, 31, 3, 16, generator=generator).to(dtype), cos[positions], sin[positions]
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (2, 31, 48), (2, 31, 3, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_in_few_passes_are_the_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, weights = (torch.randn(s).to(dtype) for s in (shape, shape[-1:], shape))
+    x[0] *= 100
+    one, other = (with_gradients(way, [x, weight], weights) for way in (normed_in_few_passes, normed))
+    torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_rotating_in_few_passes_is_rotating(per_sequence: bool) -> None:
+    x, cos, sin = rotations(torch.float32, per_sequence)
+    weights = torch.randn(x.shape)
+    one, other = (
+        with_gradients(lambda x, way=way: way(x, cos, sin), [x], weights) for way in (fused.rotate, llama.rotate)
+    )
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_passes_round_no_more_than_many(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(2, 31, 48).to(dtype), torch.randn(48).to(dtype)
+    weights = torch.randn(x.shape)
+    heads, cos, sin = rotations(dtype, per_sequence=True)
+    cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor], Tensor]] = [
+        (normed_in_few_passes, normed, [x, weight], weights),
+        (lambda x: fused.rotate(x, cos, sin), lambda x: llama.rotate(x, cos, sin), [heads], torch.randn(heads.shape)),
+    ]
+    for ours, plain, inputs, factors in cases:
+        exact = with_gradients(ours, [t.double() for t in inputs], factors)
+        for one, other, truth in zip(
+            with_gradients(ours, inputs, factors), with_gradients(plain, inputs, factors), exact, strict=True
+        ):
+            assert one.dtype == dtype
+            assert error(one, truth) < 1.1 * error(other, truth)
+
+
+def test_inputs_are_not_written_to() -> None:
+    """They compute in place, in copies."""
+    x, cos, sin = rotations(torch.float32, per_sequence=False)
+    weight, before = torch.ones(16), x.clone()
+    normed_in_few_passes(x, weight)
+    fused.rotate(x, cos, sin)
+    assert x.equal(before)
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("piece", [64, 1 << 12])
+def test_shared_memory_gathers_and_sums_as_gloo_does(n: int, piece: int) -> None:
+    succeeded(ranks(n, str(piece), entry="tests.shared_memory_worker"))
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_without_shared_memory_gloo_does_it(broken: int) -> None:
+    succeeded(ranks(2, "64", str(broken), entry="tests.shared_memory_worker"))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp__dp_replicate": 2}])
+def test_a_run_through_shared_memory_is_the_run(mesh: dict[str, int], text: Path, tmp_path: Path) -> None:
+    """Two ranks add two numbers: the same bits."""
+    n = 4 if mesh else 2
+    for name, on in (("shared", True), ("sent", False)):
+        more = {"run__name": name, "speed__shared_memory": on, "fsdp__param_dtype": "bfloat16", **mesh}
+        succeeded(ranks(n, *tiny(text, tmp_path, train__steps=6, train__global_batch_size=8, **more)))
+    assert losses(tmp_path / "shared") == losses(tmp_path / "sent")
+
+
 # --- whole models -----------------------------------------------------------------------------------------------
 
 
@@ -220,7 +309,7 @@ def results(model: Transformer) -> list[Tensor]:
 
 @pytest.mark.parametrize("config", [LLAMA, GPT, LLAMA.model_copy(update={"tie_embeddings": True})])
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("speed", [{"block_attention": False}, {"chunked_loss": False}, {}])
+@pytest.mark.parametrize("speed", [{"block_attention": False}, {"chunked_loss": False}, {"fused_functions": False}, {}])
 def test_fast_models_compute_the_same_under_the_same_names(
     config: ModelConfig, mode: str, speed: dict[str, bool]
 ) -> None:
@@ -244,15 +333,17 @@ def test_checkpointing_changes_no_bit_of_a_fast_model(mode: str) -> None:
 
 
 def test_each_key_switches_one_path_off() -> None:
-    def ran(**speed: bool) -> tuple[bool, bool]:
+    def ran(**speed: bool) -> tuple[bool, bool, bool]:
         with Operators() as operators:
             results(made(LLAMA, SpeedConfig(**speed)))
         kernel = any("scaled_dot_product" in name for name in operators.counts)
-        return kernel, operators.counts["_log_softmax"] > 0
+        means = any(name.split(".")[0] == "mean" for name in operators.counts)  # of PyTorch's RMSNorm
+        return kernel, operators.counts["_log_softmax"] > 0, means
 
-    assert ran() == (False, False)
-    assert ran(block_attention=False) == (True, False)
-    assert ran(chunked_loss=False) == (False, True)
+    assert ran() == (False, False, False)
+    assert ran(block_attention=False) == (True, False, False)
+    assert ran(chunked_loss=False) == (False, True, False)
+    assert ran(fused_functions=False) == (False, False, True)
 
 
 def test_logits_and_generation_stay() -> None:
@@ -282,9 +373,9 @@ def test_a_run_goes_on_with_a_fast_path_switched_off(text: Path, tmp_path: Path)
     more = {"run__name": "run", "fsdp__param_dtype": "bfloat16"}
     succeeded(ranks(2, *tiny(text, tmp_path, train__steps=10, **more)))
     assert set(tensors(checkpoint(tmp_path / "run", 10))) > {"output.weight", "exp_avg.output.weight"}
-    off = {"speed__chunked_loss": False, "speed__block_attention": False}
+    off = {"speed__chunked_loss": False, "speed__block_attention": False, "speed__fused_functions": False}
     said = succeeded(ranks(2, *tiny(text, tmp_path, **more, **off)))
-    assert "chunked_loss True -> False, block_attention True -> False" in said
+    assert "chunked_loss True -> False, block_attention True -> False, fused_functions True -> False" in said
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 20
 
 

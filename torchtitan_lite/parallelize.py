@@ -75,6 +75,9 @@ def apply_fast_paths(model: Transformer, config: SpeedConfig) -> None:
     for module in model.layers.modules():
         if hasattr(module, "by_blocks"):
             module.by_blocks = config.block_attention  # type: ignore[assignment]
+    for module in model.modules():
+        if hasattr(module, "fused"):
+            module.fused = config.fused_functions  # type: ignore[assignment]
 
 
 def apply_compile(model: Transformer, config: CompileConfig) -> None:

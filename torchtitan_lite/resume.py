@@ -67,6 +67,8 @@ def setting(config: Config, world: World) -> dict[str, Any]:
         "compile": config.compile.backend if config.compile.enabled else "off",
         "chunked_loss": config.speed.chunked_loss,
         "block_attention": config.speed.block_attention and not on_gpu,
+        "fused_functions": config.speed.fused_functions and not on_gpu,
+        "shared_memory": config.speed.shared_memory and not on_gpu,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "deterministic": config.run.deterministic or not on_gpu,
         "threads": world.threads,

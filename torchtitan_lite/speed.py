@@ -16,6 +16,10 @@ class SpeedConfig(Section):
     """compute output matrix and loss together, some tokens at a time: the logits never exist as a whole"""
     block_attention: bool = True
     """CPU: attention of up to 1,024 tokens by plain matrix products, a block of queries at a time"""
+    fused_functions: bool = True
+    """CPU: RMSNorm and rotary positions in fewer passes over memory, with a backward of their own"""
+    shared_memory: bool = True
+    """CPU, all ranks on one machine: parameters and gradients go through shared memory, not through gloo's TCP"""
     gc_every: NonNegativeInt = 100
     """collect Python's garbage every so many steps, on all ranks at once; 0: leave it to Python"""
 

@@ -4,6 +4,7 @@ The library's own `save_file` wants all tensors at once, and leaves hashing and 
 The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes without gaps.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -51,7 +52,8 @@ def _start_writeback(descriptor: int, start: int, n_bytes: int) -> None:
     Linux starts writeback of dirty pages before it drops clean ones; elsewhere the advice may do nothing.
     """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, start, n_bytes, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, start, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
 class HashingStream:

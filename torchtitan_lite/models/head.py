@@ -69,7 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 torch.mm(d_logits, weight, out=dx[start : start + chunk])
             if dw is not None:
-                dw += d_logits.T @ part
+                _add(dw, d_logits.T @ part)
         ctx.save_for_backward(dx, dw)
         ctx.dtype = weight.dtype
         return loss
@@ -85,6 +85,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _add(total: Tensor, product: Tensor) -> None:
+    """total += product, (V, D) each, some rows at a time: across dtypes PyTorch would first copy the whole product."""
+    step = len(total) if total.is_cuda or total.dtype == product.dtype else 1024
+    for rows, more in zip(total.split(step), product.split(step), strict=True):
+        rows += more
 
 
 def _softmax_minus_onehot(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.models import fused
 from torchtitan_lite.models.common import KeysValues, Transformer, attend
 
 
 class Attention(nn.Module):
     """Causal attention; H / K query heads share a key and value head."""
 
-    by_blocks = False  # set by parallelize.apply_fast_paths
+    by_blocks, fused = False, False  # set by parallelize.apply_fast_paths
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -31,13 +32,14 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = fused.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = fused.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D); cos and sin are (T, E) or (B, T, E), float32"""
-        q = rotate(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, H, E)
-        k = rotate(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, K, E)
+        turn = fused.rotate if self.fused and fused.here(x) else rotate
+        q = turn(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, H, E)
+        k = turn(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, K, E)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -90,9 +92,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = fused.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = fused.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
@@ -109,7 +111,7 @@ class Llama(Transformer):
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         blocks: list[nn.Module] = [TransformerBlock(config) for _ in range(config.n_layers)]
-        super().__init__(config, vocab_size, blocks, nn.RMSNorm(config.dim, config.norm_eps))
+        super().__init__(config, vocab_size, blocks, fused.RMSNorm(config.dim, config.norm_eps))
         shape = config.max_seq_len, config.dim_of_heads
         self.register_buffer("rope_cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape, dtype=torch.float32), persistent=False)
