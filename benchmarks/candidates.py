@@ -5,20 +5,25 @@ then where the time of a whole step goes, by operator, in a world of one.
 """
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import train
 from benchmarks.contenders import Shape, training_of
+from torchtitan_lite import shared_memory
 from torchtitan_lite.config import RunConfig
 from torchtitan_lite.distributed import leave, process_group
 from torchtitan_lite.loss import summed_cross_entropy
-from torchtitan_lite.models import block_attention, head
+from torchtitan_lite.models import block_attention, fused, head
 from torchtitan_lite.models.common import attend
 from torchtitan_lite.models.llama import rotate
 
@@ -95,38 +100,52 @@ def fused_matrices() -> None:
     show("w1, w3", core_ms(separate), {"as one": core_ms(fused)})
 
 
-class _Turn(torch.autograd.Function):
-    """Rotary positions with a backward of their own: the inverse rotation."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, d):  # type: ignore[no-untyped-def]
-        cos, sin = ctx.saved_tensors
-        return _turned(d, cos, -sin), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    wide, sin = x.float(), sin.unsqueeze(-2)[..., :half]
-    out = wide * cos.unsqueeze(-2)
-    out[..., :half].addcmul_(wide[..., half:], sin, value=-1)
-    out[..., half:].addcmul_(wide[..., :half], sin)
-    return out.type_as(x)
-
-
 def small_operators() -> None:
-    """Rotary positions, not kept; and what a compiled block would fuse."""
+    """Rotary positions and RMSNorm out of PyTorch's operators, and in few passes over memory."""
     x = leaf(4, SHAPE.seq_len, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads)
     angles = torch.rand(SHAPE.seq_len, SHAPE.dim // SHAPE.n_heads // 2).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
-    own = core_ms(lambda: _Turn.apply(x, cos, sin))  # type: ignore[no-untyped-call]
-    show("rotary positions of queries", core_ms(lambda: rotate(x, cos, sin)), {"backward of its own": own})
-    norm, wide = torch.nn.RMSNorm(SHAPE.dim).to(BF16), leaf(4 * SHAPE.seq_len, SHAPE.dim)
-    show("RMSNorm", core_ms(lambda: norm(wide)), {})
+    few = core_ms(lambda: fused.rotate(x, cos, sin))
+    show("rotary positions of queries", core_ms(lambda: rotate(x, cos, sin)), {"few passes": few})
+    norm, wide = fused.RMSNorm(SHAPE.dim).to(BF16), leaf(4 * SHAPE.seq_len, SHAPE.dim)
+    plain = core_ms(lambda: norm(wide))
+    norm.fused = True
+    show("RMSNorm", plain, {"few passes": core_ms(lambda: norm(wide))})
+
+
+def collectives() -> None:
+    """On two ranks: one block's parameters gathered and its gradients summed, through TCP and through shared memory."""
+    with process_group(RunConfig(device="cpu", threads=1)) as world:
+        group: Any = dist.group.WORLD
+        shared = shared_memory.SharedMemory(group)
+        n = SHAPE.dim * (4 * SHAPE.dim + 3 * SHAPE.hidden_dim)
+        part, whole = torch.randn(n // 2).to(BF16), torch.empty(n, dtype=BF16)
+        gradient, total = torch.randn(n), torch.empty(n // 2)
+        gather, reduce = shared_memory.AllGather(shared), shared_memory.ReduceScatter(shared)
+        ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+            "all-gather of a block, bfloat16": (
+                lambda: dist.all_gather_into_tensor(whole, part),
+                lambda: gather(whole, part, group),
+            ),
+            "reduce-scatter of a block, float32": (
+                lambda: dist.reduce_scatter_tensor(total, gradient),
+                lambda: reduce(total, gradient, group, dist.ReduceOp.SUM),
+            ),
+        }
+        for name, pair in ways.items():
+            found = []
+            for way in pair:
+                spent = []
+                for _ in range(TIMES):
+                    dist.barrier()
+                    before = time.perf_counter()
+                    for _ in range(10):
+                        way()
+                    spent.append((time.perf_counter() - before) / 10)
+                found.append(1000 * min(spent))
+            if world.rank == 0:
+                show(name, found[0], {"shared memory": found[1]})
+    leave()
 
 
 def step() -> None:
@@ -153,9 +172,11 @@ def main() -> None:
     print("| | plain, ms | others, ms (how many times as fast) |\n|---|---:|---|")
     for part in (attention, loss, fused_matrices, small_operators):
         part()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    subprocess.run([*launcher, "benchmarks.candidates", "collectives"], check=True, stderr=subprocess.DEVNULL)
     block_attention.BLOCK, head.CHUNK["cpu"] = 128, 256
     step()
 
 
 if __name__ == "__main__":
-    main()
+    collectives() if sys.argv[1:] == ["collectives"] else main()
