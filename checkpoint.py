@@ -46,7 +46,7 @@ from torchtitan_lite.choose import choose, on_rank0
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.distributed import World
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.gathering import Gathering
+from torchtitan_lite.gathering import Gathering, to_be_copied
 from torchtitan_lite.init import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim import make_state
@@ -182,14 +182,18 @@ class Checkpointer:
     def _full_by_dtensor(self, parts: names.Parts, beside: bool) -> Write:
         announced = {file: announcement(tensors) for file, tensors in parts.items()}
         live = names.by_name(parts)
-        whole = Gathering(live, self._copied(live), self._saver.group) if beside else lambda n: self._whole(live[n])
+        if beside:
+            copies = self._copied(to_be_copied(live, self.world.rank))
+            return functools.partial(self._write_while_gathering, announced, Gathering(live, copies, self._saver.group))
+        whole = lambda name: self._whole(live[name])  # noqa: E731
         return functools.partial(self._write_while_gathering, announced, whole)
 
     def _write_while_gathering(
         self, files: Mapping[str, Announced], gathered: Callable[[str], Tensor], folder: Path
     ) -> dict[str, FileRecord]:
         """Rank 0 holds one whole tensor at a time."""
-        records, failure = {}, None
+        records: dict[str, FileRecord] = {}
+        failure: Exception | None = None
         for file, announced in files.items():
             writer = None
             for name in layout(announced)[1]:
@@ -199,7 +203,7 @@ class Checkpointer:
                     try:
                         writer = writer or TensorFileWriter(folder / file, announced)
                         writer.write(whole)
-                    except OSError as error:
+                    except Exception as error:  # whatever it is: the others must not wait for this rank
                         failure = error
             try:
                 if writer is not None and failure is None:

@@ -250,7 +250,7 @@ def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         the device: reading them would make the host wait.
     """
     if t.config.fsdp.explicit_prefetching:
-        unshard_first(t.model)  # this all-gather overlaps with the fetching of the batch
+        unshard_first(t.model)  # this all-gather is issued before the batch is fetched, to overlap with that
     with t.clock.timing("data_s"):
         batch = t.loader.batch(t.state.samples_consumed, t.config.train.global_batch_size)
     t.watch.computing()

@@ -248,7 +248,7 @@ def the_first_all_gather_is_issued_before_the_batch_is_fetched(build: Build) -> 
 def on_the_cpu_explicit_all_gathers_run_beside_the_computation(build: Build) -> None:
     """In a trace: gloo's own thread is at it after the call that issued it has returned."""
     for explicit in (False, True):
-        t = build(fsdp__explicit_prefetching=explicit)
+        t = build(fsdp__explicit_prefetching=explicit, speed__shared_memory=False)
         train.train_step(t, 1)
         with profile(activities=[ProfilerActivity.CPU]) as trace:
             train.train_step(t, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import losses, python, succeeded, tiny, torchrun
+from tests.helpers import losses, ranks, succeeded, tiny
 from torchtitan_lite import init
 from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.models import Transformer, build
@@ -99,12 +99,12 @@ def test_two_processes_train_like_one(family: str, text: Path, tmp_path: Path) -
     text = tmp_path / "lines.jsonl"
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     more = {"data__packing": "best_fit", "data__document_mask": True, "model__family": family, "train__steps": 4}
-    succeeded(python(*tiny(text, tmp_path, run__name="one", **more)))
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="one", **more)))
     wrapped = {"activation_checkpointing__mode": "full", "compile__enabled": True, "compile__backend": "aot_eager"}
     two = tiny(text, tmp_path, run__name="two", fsdp__explicit_prefetching=True, **more, **wrapped)
-    succeeded(torchrun(2, *two))
+    succeeded(ranks(2, *two))
     ours, theirs = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert all(ours[step] == pytest.approx(theirs[step], rel=1e-4) for step in range(1, 5))
     plain = more | {"data__document_mask": False}
-    succeeded(python(*tiny(text, tmp_path, run__name="open", **plain)))
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="open", **plain)))
     assert losses(tmp_path / "open")[4] != theirs[4]

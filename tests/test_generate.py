@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tests.helpers import checkpoint, python, succeeded, tiny
+from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite import checkpoint_tools, generate, generation, hf, init
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
@@ -100,7 +100,7 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with sharded checkpoints of steps 10 and 20."""
     out_dir = tmp_path_factory.mktemp("generate")
     more = {"model__family": "llama", "model__n_kv_heads": 1, "model__hidden_dim": 48, "model__qk_norm": True}
-    succeeded(python(*tiny(text, out_dir, run__name="run", checkpoint__state_dict="sharded", **more)))
+    succeeded(ranks(1, *tiny(text, out_dir, run__name="run", checkpoint__state_dict="sharded", **more)))
     return out_dir / "run"
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.helpers import succeeded, tiny, torchrun
+from tests.helpers import ranks, succeeded, tiny
 
 
 def test_inspect_prints_the_model_and_its_groups(text: Path, tmp_path: Path) -> None:
@@ -11,7 +11,7 @@ def test_inspect_prints_the_model_and_its_groups(text: Path, tmp_path: Path) -> 
         "fsdp__precision_overrides": '[{match = "layers.0.*", param_dtype = "float32", output_dtype = "bfloat16"}]',
         "optim__freeze": '["layers.1.*"]',
     }
-    output = succeeded(torchrun(2, "--inspect", *tiny(text, tmp_path, **more)))
+    output = succeeded(ranks(2, "--inspect", *tiny(text, tmp_path, **more)))
     assert output.count("FSDPLlama(") == 1
     assert "2 x FSDPTransformerBlock(" in output
     table = [line.split("  ") for line in output[output.index("\ngroup ") :].splitlines() if line]
@@ -31,5 +31,5 @@ def test_inspect_prints_the_model_and_its_groups(text: Path, tmp_path: Path) -> 
 
 
 def test_inspect_shows_the_mesh(text: Path, tmp_path: Path) -> None:
-    output = succeeded(torchrun(2, "--inspect", *tiny(text, tmp_path, fsdp__dp_shard=1)))
+    output = succeeded(ranks(2, "--inspect", *tiny(text, tmp_path, fsdp__dp_shard=1)))
     assert "(Replicate(), Shard(dim=0))" in output

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.helpers import losses, python, records, succeeded, tiny
+from tests.helpers import losses, ranks, records, succeeded, tiny
 from tests.test_data import decoded, make, rows, stream_of
 from torchtitan_lite.config import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.loader import Ahead, Batch, Loader
@@ -189,16 +189,16 @@ def test_a_run_on_a_mixture(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(f'[data.sources]\n"{folders["typing"]}" = 0.7\n"{folders["tar"]}" = 0.3\n')
     options = [o for o in tiny(Path("-"), tmp_path, run__name="run", log__every=5) if not o.startswith("--data.path")]
     command = ["--config", str(tmp_path / "mine.toml"), *options]
-    said = succeeded(python(*command))
+    said = succeeded(ranks(1, *command))
     assert "70.0 %" in said
     seen = [r for r in records(tmp_path / "run") if "loss" in r][-1]["sources"]
     assert [s["tokens"] for s in seen.values()] == [84 * 32, 36 * 32]
     assert f"{folders['tar']}: {36 * 32:,} tokens seen" in said
-    other = python(*command, "--train.steps=30", f'--data.sources={{ "{folders["typing"]}" = 1.0 }}')
+    other = ranks(1, *command, "--train.steps=30", f'--data.sources={{ "{folders["typing"]}" = 1.0 }}')
     assert other.returncode == 2
     assert "data" in other.stderr
     assert str(folders["tar"]) in other.stderr
-    both = python(*command, f"--data.path={folders['tar']}")
+    both = ranks(1, *command, f"--data.path={folders['tar']}")
     assert both.returncode == 2
     assert "data.path and data.sources are both set" in both.stderr
 
@@ -208,16 +208,16 @@ def test_data_that_changed_between_two_parts_of_a_run(text: Path, tmp_path: Path
     tokenizer = make(text, tmp_path / "cache") / "tokenizer.json"
     assert main([str(text), "--out", str(data), "--tokenizer", str(tokenizer)]) == 0
     command = tiny(data, tmp_path, run__name="run", train__steps=4, checkpoint__every=2)
-    succeeded(python(*command))
+    succeeded(ranks(1, *command))
     before = read_meta(data).tokens_sha256[:8]
     data.rename(tmp_path / "before")
     assert main([str(text / "typing.txt"), "--out", str(data), "--tokenizer", str(tokenizer)]) == 0
-    refused = python(*command, "--train.steps=6")
+    refused = ranks(1, *command, "--train.steps=6")
     assert refused.returncode == 2
     assert "data" in refused.stderr
     assert re.search(rf"data is {before}\S+ in the checkpoint and {read_meta(data).tokens_sha256[:8]}", refused.stderr)
     (data / "meta.json").unlink()
-    assert python(*command, "--train.steps=6").returncode == 2
+    assert ranks(1, *command, "--train.steps=6").returncode == 2
 
 
 # --- packing ----------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_a_shard_that_is_cut_while_training_is_an_error(folders: dict[str, Path]
 def test_runs_of_all_kinds_count_their_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
     """Packed documents, masked, on one process; without padding, tokens would be steps x sequences x seq_len."""
     more = {"data__packing": "best_fit", "data__document_mask": True, "model__family": "llama", "train__steps": 5}
-    succeeded(python(*tiny(folders["lines"], tmp_path, run__name="packed", **more)))
+    succeeded(ranks(1, *tiny(folders["lines"], tmp_path, run__name="packed", **more)))
     samples = Samples(folders["lines"], "train", 32, "best_fit")
     logged = [r for r in records(tmp_path / "packed") if "loss" in r]
     assert logged[-1]["tokens"] == samples.n_targets(np.arange(30), 0) < 30 * 32

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, python, start, succeeded, tiny
+from tests.helpers import ROOT, ranks, start, succeeded, tiny
 from torchtitan_lite import report, report_page
 
 pytest.importorskip("plotly")
@@ -52,7 +52,7 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run, with samples, validations and checkpoints."""
     out_dir = tmp_path_factory.mktemp("report")
     more = {"sample__every": 10, "sample__max_tokens": 5, "run__name": "run"}
-    succeeded(python(*tiny(text, out_dir, **more)))
+    succeeded(ranks(1, *tiny(text, out_dir, **more)))
     return out_dir / "run"
 
 

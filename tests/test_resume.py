@@ -75,7 +75,7 @@ def test_20_steps_are_10_and_10(api: str, straight: dict[str, Path], text: Path,
     assert_equal_runs(run, straight[api])
     if api == "dtensor":  # and a resume of the resume
         forget_after(run, 15)
-        assert "resumed after step 15" in succeeded(torchrun(2, *command))
+        assert "resumed after step 15" in succeeded(ranks(2, *command))
         assert_equal_runs(run, straight[api])
 
 

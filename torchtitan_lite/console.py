@@ -125,7 +125,7 @@ def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: flo
 
 def fitted(line: str, columns: int) -> str:
     """A step line for a terminal of so many columns: what can be done without goes first."""
-    for name in ("mem", "lr", "data", "mfu", "grad_norm", "eta"):
+    for name in ("mem", "lr", "data", "scale", "mfu", "grad_norm", "eta"):
         if len(line) <= columns:
             break
         line = re.sub(rf"  {name} .*?(?=  |$)", "", line)

@@ -1,10 +1,11 @@
-"""`train.py --dry-run`: steps of the real run, and what was planned beside what was measured. Nothing is kept.
+"""`train.py --dry-run`: steps of the real run, and what was planned beside what was measured. Only prepared data stays.
 
 All batches of a run have one shape, so any step is one of the largest. Three are made: the first compiles and takes
 memory that stays, in the second memory is measured, the third is timed.
 """
 
 import contextlib
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from pydantic import BaseModel
 
 from torchtitan_lite import devices, out_of_memory, run_folder
 from torchtitan_lite.agreement import require_agreement
@@ -20,6 +22,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.console import duration, fsdp_line
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed import env_int, process_group
+from torchtitan_lite.errors import StuckError
 from torchtitan_lite.metrics import Log
 from torchtitan_lite.plan import Plan, make_plan, size
 from torchtitan_lite.settings import Loaded
@@ -27,6 +30,7 @@ from torchtitan_lite.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import Training, judge
 
 Step = Callable[[Training, int], tuple[torch.Tensor, torch.Tensor]]
+STEPS = 3
 IN_ALL = "all, at the fullest moment"
 
 
@@ -40,12 +44,23 @@ class Measured:
 
 @contextlib.contextmanager
 def elsewhere(loaded: Loaded) -> Iterator[Loaded]:
-    """The same run, new and in a folder that goes away."""
+    """The same run, new and in a folder that goes away, unless a rank hangs: then it holds the stacks."""
     config = loaded.config
-    with tempfile.TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True) as folder:
-        run = config.run.model_copy(update={"out_dir": folder})
-        checkpoint = config.checkpoint.model_copy(update={"resume": "never"})
-        yield replace(loaded, config=config.model_copy(update={"run": run, "checkpoint": checkpoint}))
+    folder = tempfile.mkdtemp(prefix="dry-run-")
+    parts: dict[str, BaseModel] = {
+        "run": config.run.model_copy(update={"out_dir": folder}),
+        "train": config.train.model_copy(update={"steps": max(config.train.steps, STEPS)}),
+        "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
+    }
+    keep = False
+    try:
+        yield replace(loaded, config=config.model_copy(update=parts))
+    except StuckError:
+        keep = True
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
@@ -66,14 +81,13 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Training], step: Ste
     with elsewhere(loaded) as there:
         config = there.config
         run_folder.make(config.folder)
-        plan = planned(config, data.vocab_size, env_int("WORLD_SIZE", 1))
+        first = env_int("RANK", 0) == 0  # it prints, and the others need no plan
+        plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
         with process_group(config.run) as world:
             require_agreement(loaded.config, world)
-            t = build(config, data, world, Log(config.folder, speaks=world.rank == 0))
-            with t.watch.explained(), out_of_memory.explained(config):
+            with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as t:
                 measured = measure(t, step)
-            t.close()
-            if world.rank == 0:
+            if plan is not None:
                 print(compare(plan, measured, loaded.config.folder))
 
 
@@ -85,24 +99,28 @@ def measure(t: Training, step: Step) -> Measured:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found[GRADIENTS] = own_bytes(p.grad for p in parameters if p.grad is not None)
 
+    def make(number: int) -> None:
+        t.watch.step(number)
+        step(t, number)[0].item()  # reading the loss waits for the device
+
     t.optimizer.register_step_pre_hook(look)
-    step(t, 1)
-    found[PARAMETERS] = own_bytes((*t.model.parameters(), *t.model.buffers()))
-    found[OPTIMIZER] = own_bytes(v for state in t.optimizer.state.values() for v in state.values())
-    if t.world.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step(t, 1)
-        found[IN_ALL] = torch.cuda.max_memory_allocated()
-    elif t.world.rank == 0:
-        found[IN_ALL] = found[PARAMETERS] + found[OPTIMIZER] + peak_of(lambda: step(t, 1))
-    else:
-        step(t, 1)
+    with t.watch.explained(), out_of_memory.explained(t.config):
+        make(1)
+        found[PARAMETERS] = own_bytes((*t.model.parameters(), *t.model.buffers()))
+        found[OPTIMIZER] = own_bytes(v for state in t.optimizer.state.values() for v in state.values())
+        if t.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            make(2)
+            found[IN_ALL] = torch.cuda.max_memory_allocated()
+        elif t.world.rank == 0:
+            found[IN_ALL] = found[PARAMETERS] + found[OPTIMIZER] + peak_of(lambda: make(2))
+        else:
+            make(2)
+        before = time.perf_counter()
+        make(STEPS)
+        seconds = time.perf_counter() - before
     judge(t)
-    before = time.perf_counter()
-    loss, _ = step(t, 1)
-    loss.item()  # wait for the device
-    judge(t)
-    return Measured(found, time.perf_counter() - before)
+    return Measured(found, seconds)
 
 
 def compare(plan: Plan, measured: Measured, folder: Path) -> str:
@@ -126,7 +144,7 @@ def compare(plan: Plan, measured: Measured, folder: Path) -> str:
     train = config.train
     return "\n".join(
         [
-            f"dry run of {folder}: three steps were made, nothing was kept, the run itself was not touched",
+            f"dry run of {folder}: three steps were made and forgotten; the run itself was not touched",
             f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers: "
             f"{plan.n_parameters:,} parameters, computes in {config.fsdp.param_dtype}",
             f"batch   {train.micro_batch_size} sequences x {plan.world_size} ranks x {layout.grad_accum_steps} "

@@ -10,6 +10,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.init import local_rows
 
 
+def to_be_copied(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Those of which this rank has a part that nobody else has; rank 0 also has what is whole everywhere."""
+    return {name: tensor for name, tensor in tensors.items() if _has_rows(tensor) or rank == 0}
+
+
 class Gathering:
     """Called with a name, all ranks in the same order, it returns the whole tensor on rank 0.
 
@@ -17,32 +22,34 @@ class Gathering:
 
     Args:
         tensors: the live ones; only their shapes are looked at.
-        copies: this rank's rows of each, on the CPU.
+        copies: of `to_be_copied`: this rank's rows of each, on the CPU.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         self._copies = copies
         self._group = group
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self._first = {name: local_rows(tensor)[1] for name, tensor in tensors.items() if _has_rows(tensor)}
+        rows = {
+            name: (local_rows(tensor)[1], len(copies[name])) for name, tensor in tensors.items() if _has_rows(tensor)
+        }
+        self._mine = {name: (first, n) for name, (first, n) in rows.items() if n}
         self._places: list[dict[str, tuple[int, int]]] = []
 
     def __call__(self, name: str) -> Tensor:
         """The whole tensor on rank 0, an empty one elsewhere."""
         if not self._places:
-            mine = {name: (first, len(self._copies[name])) for name, first in self._first.items()}
             self._places = [{} for _ in range(dist.get_world_size(self._group))]
-            dist.all_gather_object(self._places, mine, group=self._group)
-        rank, copy = dist.get_rank(self._group), self._copies[name]
-        if rank != 0:
-            if len(copy.shape) and self._places[rank].get(name, (0, 0))[1]:
-                dist.send(copy, dst=0, group=self._group)
+            dist.all_gather_object(self._places, self._mine, group=self._group)
+        if dist.get_rank(self._group) != 0:
+            if name in self._mine:
+                dist.send(self._copies[name], dst=0, group=self._group)
             return torch.empty(0)
-        others = [(r, *places[name]) for r, places in enumerate(self._places) if r and places.get(name, (0, 0))[1]]
+        copy = self._copies[name]
+        others = [(rank, *places[name]) for rank, places in enumerate(self._places) if rank and name in places]
         if not others:
             return copy
         whole = torch.empty(self._shapes[name], dtype=copy.dtype)
-        coming = [dist.irecv(whole[first : first + n], src=r, group=self._group) for r, first, n in others]
+        coming = [dist.irecv(whole[first : first + n], src=rank, group=self._group) for rank, first, n in others]
         whole[: len(copy)] = copy
         for work in coming:
             assert work is not None

@@ -72,12 +72,10 @@ def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: 
 def apply_fast_paths(model: Transformer, config: SpeedConfig) -> None:
     """Have the model compute by the faster of two ways; names, shapes and checkpoints stay as they are."""
     model.output.chunked = config.chunked_loss
-    for module in model.layers.modules():
-        if hasattr(module, "by_blocks"):
-            module.by_blocks = config.block_attention  # type: ignore[assignment]
     for module in model.modules():
-        if hasattr(module, "fused"):
-            module.fused = config.fused_functions  # type: ignore[assignment]
+        for name, value in (("by_blocks", config.block_attention), ("few_passes", config.fused_functions)):
+            if hasattr(module, name):
+                setattr(module, name, value)
 
 
 def apply_compile(model: Transformer, config: CompileConfig) -> None:
@@ -241,7 +239,8 @@ def _set_prefetch(model: Transformer, forward: int, backward: int, device_type: 
     for i, module in enumerate(chain):
         module.set_modules_to_backward_prefetch(chain[max(i - backward, 0) : i][::-1])
     if device_type == "cpu":
-        # gloo's all-gather would otherwise end before the computation that it was issued ahead of begins
+        # gloo's all-gather would otherwise end before the computation that it was issued ahead of begins (through
+        # shared memory it does all the same)
         for module in chain:
             if hasattr(module, "_set_unshard_async_op"):  # private: may go away
                 module._set_unshard_async_op(True)

@@ -67,13 +67,19 @@ def setting(config: Config, world: World) -> dict[str, Any]:
         "compile": config.compile.backend if config.compile.enabled else "off",
         "chunked_loss": config.speed.chunked_loss,
         "block_attention": config.speed.block_attention and not on_gpu,
-        "fused_functions": config.speed.fused_functions and not on_gpu,
-        "shared_memory": config.speed.shared_memory and not on_gpu,
+        "fused_functions": config.speed.fused_functions and config.model.family == "llama" and not on_gpu,
+        "shared_memory": _sums_in_shared_memory(config, world),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "deterministic": config.run.deterministic or not on_gpu,
         "threads": world.threads,
         "torch": torch.__version__,
     }
+
+
+def _sums_in_shared_memory(config: Config, world: World) -> bool:
+    """Whether gradients are added in the order of the ranks. (Of two it is the same as any other.)"""
+    one_machine = world.device.type == "cpu" and world.local_world_size == world.world_size
+    return config.speed.shared_memory and one_machine and derive(config, world.world_size).dp_shard > 2
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:

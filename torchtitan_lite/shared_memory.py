@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan_lite.distributed import env_int
+
 SLOT = 8 << 20  # bytes of a rank in each half
+# the name in torch 2.13, and before
+_DONE = object()  # FSDP takes None for "not asynchronous", holds on to more then, and waits for nothing else
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SharedMemory:
@@ -33,19 +38,22 @@ class SharedMemory:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._turn = 0
         n_bytes, descriptor, error = 2 * self.size * slot, -1, ""
-        place = [""]
+        place: list[tuple[str, tuple[int, int]]] = [("", (0, 0))]
         if self.rank == 0:
             try:
                 # no name in a file system: nothing is left behind by a kill, and no limit of /dev/shm applies
                 descriptor = os.memfd_create("torchtitan_lite")
                 os.ftruncate(descriptor, n_bytes)
-                place = [f"/proc/{os.getpid()}/fd/{descriptor}"]
+                place = [(f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor))]
             except (OSError, AttributeError) as caught:
                 error = str(caught)
         dist.broadcast_object_list(place, src=dist.get_global_rank(group, 0), group=group)
         try:
             if self.rank != 0:
-                descriptor = os.open(place[0], os.O_RDWR)
+                path, identity = place[0]
+                descriptor = os.open(path, os.O_RDWR)
+                if _identity(descriptor) != identity:  # each rank may have process numbers of its own
+                    raise OSError(f"{path} is another file for rank {self.rank}")
             self._memory = torch.frombuffer(mmap.mmap(descriptor, n_bytes), dtype=torch.uint8)
         except (OSError, ValueError) as caught:
             error = error or str(caught)
@@ -66,6 +74,11 @@ class SharedMemory:
         dist.barrier(group=self.group)
 
 
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
 class _Collective:
     def __init__(self, shared: SharedMemory) -> None:
         self._shared = shared
@@ -80,9 +93,11 @@ class AllGather(_Collective):
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
+    ) -> Any:
         """Rank r's input becomes row r of the output, on every rank."""
         shared = self._shared
+        if group.size() != shared.size:  # reshard_after_forward = N gathers over N ranks
+            return _all_gather(output_tensor, input_tensor, group, async_op)
         mine = input_tensor.view(torch.uint8)
         rows = output_tensor.view(torch.uint8).view(shared.size, -1)
         start = 0
@@ -97,6 +112,7 @@ class AllGather(_Collective):
             start = stop
         if rows[shared.rank].data_ptr() != mine.data_ptr():  # FSDP's input is that row already
             rows[shared.rank] = mine
+        return _DONE if async_op else None
 
 
 class ReduceScatter(_Collective):
@@ -106,8 +122,9 @@ class ReduceScatter(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """The sum over the ranks of row r of their inputs, on rank r."""
-        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         shared, n = self._shared, len(output_tensor)
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
+        assert group.size() == shared.size
         rows = input_tensor.view(shared.size, n)
         start = 0
         while start < n:
@@ -131,13 +148,13 @@ class ReduceScatter(_Collective):
 def apply_shared_memory(model: nn.Module, mesh: DeviceMesh) -> None:
     """Have the groups of a sharded model use shared memory, if all ranks are on this machine and on its CPU."""
     group = mesh.get_group(mesh.ndim - 1)  # dp_shard; copies (HSDP) are summed by gloo
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "-") != "1"
+    one_machine = env_int("LOCAL_WORLD_SIZE", 1) == dist.get_world_size()
     if mesh.device_type != "cpu" or not one_machine or group.size() == 1:
         return
     try:
         shared = SharedMemory(group)
     except OSError as error:
-        if dist.get_rank() == 0:
+        if dist.get_rank(group) == 0:
             warnings.warn(f"no memory is shared between ranks ({error}); gloo's TCP does it, slower", stacklevel=2)
         return
     gather, reduce = AllGather(shared), ReduceScatter(shared)

@@ -68,7 +68,7 @@ class HashingStream:
 
     def __init__(self, path: Path, ahead: int = 2) -> None:
         self._file: BinaryIO = path.open("xb")
-        self._bytes = 0
+        self._bytes, self._abandoned = 0, False
         self._hash = hashlib.sha256()
         self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=ahead)
         self._thread = threading.Thread(target=self._digest, daemon=True)
@@ -76,7 +76,8 @@ class HashingStream:
 
     def _digest(self) -> None:
         while (chunk := self._chunks.get()) is not None:
-            self._hash.update(chunk)
+            if not self._abandoned:
+                self._hash.update(chunk)
 
     def write(self, data: memoryview) -> None:
         """Append bytes."""
@@ -93,11 +94,15 @@ class HashingStream:
             self._file.flush()
             os.fsync(self._file.fileno())
         finally:
-            self.abandon()
+            self._end()
         return FileRecord(self._bytes, self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Stop, after an error."""
+        """Stop, after an error: what waits to be hashed is not."""
+        self._abandoned = True
+        self._end()
+
+    def _end(self) -> None:
         self._chunks.put(None)
         self._thread.join()
         self._file.close()

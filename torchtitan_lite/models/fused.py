@@ -1,7 +1,7 @@
 """RMSNorm and rotary positions with a backward of their own, for the CPU: in few passes over memory.
 
 PyTorch computes both out of small operators, each of which reads and writes all activations, and keeps float32 copies
-of them for backward. These compute in float32 too, in place where they can, and keep the input and a number per token.
+of them for backward. These compute in float32 too, in place where they can, and keep no more than their input.
 (`compile.enabled` fuses the plain ones better than this.)
 """
 
@@ -24,11 +24,11 @@ def _wide(x: Tensor) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm over the last dim (Zhang and Sennrich, 2019)."""
 
-    fused = False  # set by parallelize.apply_fast_paths
+    few_passes = False  # set by parallelize.apply_fast_paths
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        if self.fused and here(x):
+        if self.few_passes and here(x):
             return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return super().forward(x)
 
@@ -45,20 +45,23 @@ class _RMSNorm(torch.autograd.Function):
         return wide.mul_(scale).mul_(weight.to(wide.dtype)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         n = x.shape[-1]
         wide = weight.to(scale.dtype)
         grad, normed = _wide(grads[0]), _wide(x).mul_(scale)
         product = grad * normed
-        d_weight = product.reshape(-1, n).sum(0).to(weight.dtype)
+        d_weight = product.reshape(-1, n).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         along = torch.mv(product.reshape(-1, n), wide).view(scale.shape).div_(n)
         d_x = grad.mul_(wide).addcmul_(normed, along, value=-1).mul_(scale)
         return d_x.to(x.dtype), d_weight, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What llama.rotate computes. (B, T, H, E), and (T, E) or (B, T, E) float32 tables -> (B, T, H, E)."""
+    """What llama.rotate computes. (B, T, H, E), and (T, E) or (B, T, E) float32 tables -> (B, T, H, E).
+
+    The halves of the tables are equal, as rotary_tables makes them: backward is then the inverse rotation.
+    """
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
 
 

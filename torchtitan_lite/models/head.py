@@ -80,7 +80,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         factor = grads[0]
         return (
             None if dx is None else (dx * factor).to(dx.dtype),
-            None if dw is None else (dw * factor).to(ctx.dtype),
+            None if dw is None else _scaled(dw, factor, ctx.dtype),
             None,
             None,
             None,
@@ -89,9 +89,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _add(total: Tensor, product: Tensor) -> None:
     """total += product, (V, D) each, some rows at a time: across dtypes PyTorch would first copy the whole product."""
-    step = len(total) if total.is_cuda or total.dtype == product.dtype else 1024
+    step = _rows(total) if total.dtype != product.dtype else len(total)
     for rows, more in zip(total.split(step), product.split(step), strict=True):
         rows += more
+
+
+def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """total * factor in another dtype, without a whole product in between."""
+    out = torch.empty(total.shape, dtype=dtype, device=total.device)
+    for rows, to in zip(total.split(_rows(total)), out.split(_rows(total)), strict=True):
+        to.copy_(rows * factor)
+    return out
+
+
+def _rows(total: Tensor) -> int:
+    """How many rows stay in a core's cache; on a GPU all."""
+    return len(total) if total.is_cuda else 1024
 
 
 def _softmax_minus_onehot(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
