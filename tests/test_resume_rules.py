@@ -60,7 +60,7 @@ REFUSED = {
 
 def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
     """The line "not bit for bit" is made of it."""
-    world = World(0, 2, torch.device("cpu"), 1)
+    world = World(0, 4, torch.device("cpu"), 1, local_world_size=4)
     changes: list[dict[str, Any]] = [
         {"fsdp.dp_shard": 1},
         {"fsdp.param_dtype": "bfloat16"},
@@ -79,13 +79,19 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
 
     def setting(values: dict[str, Any]) -> dict[str, Any]:
         given = {key: settings.Setting(value, "") for key, value in values.items()}
-        return resume.setting(settings.load(None, given, world_size=2).config, world)
+        return resume.setting(settings.load(None, given, world_size=4).config, world)
 
     for change in changes:
         assert resume.differences(setting({}), setting(change)), change
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
     same |= {"speed.gc_every": 0}
     assert not resume.differences(setting({}), setting(same))
+    sent = settings.load(None, {"speed.shared_memory": settings.Setting(False, "")}, world_size=4).config
+    for elsewhere in (World(0, 4, torch.device("cpu"), 1, local_world_size=2), World(0, 2, torch.device("cpu"), 1, 2)):
+        assert resume.setting(sent, elsewhere)["shared_memory"] is False, "gloo's TCP, or a sum of two"
+        assert not resume.differences(
+            resume.setting(settings.load(None, {}).config, elsewhere), resume.setting(sent, elsewhere)
+        )
 
 
 def test_refused_with_both_values_all_at_once(first: Path, text: Path, tmp_path: Path) -> None:

@@ -29,10 +29,11 @@ class Gathering:
         self._copies = copies
         self._group = group
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        rows = {
-            name: (local_rows(tensor)[1], len(copies[name])) for name, tensor in tensors.items() if _has_rows(tensor)
+        self._mine = {
+            name: (local_rows(tensor)[1], len(copies[name]))
+            for name, tensor in tensors.items()
+            if _has_rows(tensor) and len(copies[name])
         }
-        self._mine = {name: (first, n) for name, (first, n) in rows.items() if n}
         self._places: list[dict[str, tuple[int, int]]] = []
 
     def __call__(self, name: str) -> Tensor:

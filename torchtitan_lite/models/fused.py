@@ -28,7 +28,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        if self.few_passes and here(x):
+        if self.few_passes and self.eps is not None and here(x):
             return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return super().forward(x)
 
