@@ -90,6 +90,22 @@ def test_flags_change_how_and_not_what(done: Callable[[str], tuple[str, Path]]) 
         assert mixed[step][1] == pytest.approx(norm, rel=0.1)
 
 
+def test_the_recorded_first_run_is_what_a_person_gets(done: Callable[[str], tuple[str, Path]]) -> None:
+    """docs/first_run.md: the same kinds of lines, and the same fields in a step."""
+    recorded = (ROOT / "docs/first_run.md").read_text()
+    output, _ = done("make train")
+
+    def kinds(text: str) -> set[str]:
+        return set(re.findall(r"^(torchtitan_lite|[a-z]{3,6}) {2,}\S", text, re.MULTILINE)) - {"setup", "sample"}
+
+    def fields(text: str) -> set[tuple[str, ...]]:
+        lines = (line for line in text.splitlines() if line.startswith(("step ", "eval ")))
+        return {tuple(re.findall(r"  ([a-z_/]+) ", line)) for line in lines}
+
+    assert kinds(output) == kinds(recorded)
+    assert fields(output) == fields(recorded)
+
+
 def test_every_flag_is_in_the_readme() -> None:
     from torchtitan_lite.cli import SHORTHANDS
 

@@ -1,6 +1,8 @@
 """The words of the terminal: what a run is, what a step did, what to do next. Only text; metrics.Log prints it."""
 
+import os
 import re
+import sys
 import time
 from typing import Any
 
@@ -134,9 +136,13 @@ def fitted(line: str, columns: int) -> str:
 
 def what_next(config: Config, step: int) -> str:
     """What somebody can do with a run that is finished."""
+    here = os.path.relpath(sys.executable)  # a virtual environment in this folder need not be activated
+    python = "python" if here.startswith("..") else here
     return (
         f"the run is in {config.folder}\n"
-        f"next    train longer:     the same command with --train.steps={2 * step} (the learning rate rises again)\n"
+        f'next    ask it:           {python} -m torchtitan_lite.generate {config.folder} --prompt "def "\n'
+        f"        see its curves:   {python} -m torchtitan_lite.report {config.folder}\n"
+        f"        train longer:     the same command with --train.steps={2 * step} (the learning rate rises again)\n"
         f"        on your own text: --run.name=NAME --data.path=FOLDER_OF_TXT_FILES\n"
         f'        the same by make: make train ARGS="--train.steps={2 * step}"'
     )
