@@ -12,6 +12,9 @@ CONFIG ?=
 ARGS ?=
 NPROC ?=
 
+# tests wait now and then: one worker more than cores
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 5)))
+
 VENV := .venv
 PY := $(VENV)/bin/python
 OPTIONS = $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
@@ -28,7 +31,7 @@ train: $(VENV)/.installed
 	{ WORLD_SIZE=$$n $(PY) -m torchtitan_lite.report $(OPTIONS) || echo "the training is done, only its report is missing"; }
 
 test: $(VENV)/.installed-dev
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(PY) -m ruff format --check .

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -332,7 +333,7 @@ def case_a_validation_sums_over_ranks_and_leaves_shards_behind() -> None:
     assert abs(score.bits_per_byte - score.loss / math.log(2) / 2) < 1e-9
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     passed = []
     with process_group(RunConfig(device="cpu", threads=1)) as world:
         for name, case in list(globals().items()):
@@ -346,9 +347,5 @@ def main() -> None:
             dist.barrier()
             passed.append(name)
             if world.rank == 0:
-                Path(sys.argv[1]).write_text("\n".join(passed))
+                Path(argv[0]).write_text("\n".join(passed))
     leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt, dropout, long": {"model.family": "gpt", "model.dropout": 0.1, "train.seq_len": 512, "optim.name": "sgd"},
     "tied, bfloat16, prefetching": _BF16 | {"model.tie_embeddings": True, "fsdp.explicit_prefetching": True},
 }
-SLOW = "llama", "llama, full", "gpt", "llama, wide, accumulating"
+SLOW = "llama", "llama, full", "gpt", "llama, wide, accumulating", "gpt, dropout, long"
 
 # on a GPU: so much that the workspace of cuBLAS does not matter
 LARGE = {"train.micro_batch_size": 64, "train.global_batch_size": 128}

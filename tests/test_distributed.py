@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.helpers import ROOT, torchrun
+from tests.helpers import ROOT, ranks
 
 CASES = re.findall(r"^def (case_\w+)", (ROOT / "tests/distributed_cases.py").read_text(), re.MULTILINE)
 
@@ -14,7 +14,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
     """The cases that passed, and what the processes said."""
     file = tmp_path_factory.mktemp("cases") / "passed"
     file.touch()
-    said = torchrun(4, str(file), script="tests/distributed_cases.py").stderr
+    said = ranks(4, str(file), entry="tests.distributed_cases").stderr
     return file.read_text().splitlines(), said
 
 

@@ -33,7 +33,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], 
     return measure
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
 def test_memory_is_what_is_measured(
     name: str, world_size: int, measured: Callable[[int, bool], dict[str, int]]

@@ -20,17 +20,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"model__hidden_dim": 50, "model__tie_embeddings": True},
     },
 }
+SIZES = {"gpt": (1, 2), "llama": (1, 2, 3, 4)}
 
 
 @pytest.fixture(scope="module")
 def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
-    """The same 20 steps on 1, 2, 3 and 4 processes."""
+    """The same 20 steps on 1, 2, 3 and 4 processes; gpt on 1 and 2."""
     folder = tmp_path_factory.mktemp("worlds")
     for family, more in FAMILIES.items():
-        for n in (1, 2, 3, 4):
+        for n in SIZES[family]:
             command = tiny(text, folder, run__name=f"{family}{n}", train__micro_batch_size=2, **more)
             succeeded(ranks(n, *command))
-    return {(family, n): folder / f"{family}{n}" for family in FAMILIES for n in (1, 2, 3, 4)}
+    return {(family, n): folder / f"{family}{n}" for family in FAMILIES for n in SIZES[family]}
 
 
 def assert_close(run: Path, reference: Path, first: int = 1) -> None:
@@ -40,8 +41,7 @@ def assert_close(run: Path, reference: Path, first: int = 1) -> None:
         assert ours[step] == pytest.approx(theirs[step], rel=TOLERANCE), f"step {step}"
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "n"), [("gpt", 2), ("llama", 2), ("llama", 3), ("llama", 4)])
 def test_loss_curves_agree(family: str, n: int, runs: dict[tuple[str, int], Path]) -> None:
     """On 2 and 4 processes, 2 of 8 sequences are masked to make up the batch of 6; on 1 and 3 none."""
     assert_close(runs[family, n], runs[family, 1])
