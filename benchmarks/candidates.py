@@ -124,7 +124,7 @@ def collectives() -> None:
         gather, reduce = shared_memory.AllGather(shared), shared_memory.ReduceScatter(shared)
         ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             "all-gather of a block, bfloat16": (
-                lambda: dist.all_gather_into_tensor(whole, part),
+                lambda: shared_memory._all_gather(whole, part, group),
                 lambda: gather(whole, part, group),
             ),
             "reduce-scatter of a block, float32": (

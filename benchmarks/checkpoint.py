@@ -1,4 +1,4 @@
-"""Saving and loading a state of about 1 GB on two processes: `python -m benchmarks.checkpoint [rounds [processes]]`.
+"""Saving and loading a state of about 1 GB: `python -m benchmarks.checkpoint [rounds [processes [full | sharded]]]`.
 
 Each way of saving next to a plain write of the same bytes with fsync (each rank its half), and to a bare `dcp.save`,
 which syncs, but neither hashes nor commits; for saves beside training, how long training stands still, against one copy
@@ -41,7 +41,7 @@ SIZE = {
     "model.vocab_size": 8192,
     "run.device": "cpu",
 }
-WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
+WAYS = [(kind, api) for kind in (sys.argv[3:4] or ["full", "sharded"]) for api in ("dtensor", "dcp")]
 
 
 def config_of(world: World) -> Config:
@@ -130,23 +130,31 @@ class Bench:
         def note(name: str, seconds: float) -> None:
             times.setdefault(name, []).append(seconds)
 
-        for number in range(rounds + 1):  # the first round makes pages and buffers
+        def stands_still(kind: str, api: str) -> float:
+            dist.barrier()
+            stopped = torch.tensor(self.save(kind, api, True))
+            dist.all_reduce(stopped, op=dist.ReduceOp.MAX)
+            return float(stopped)
+
+        for number in range(-1, rounds):  # the first round makes pages and buffers
             for kind, api in WAYS:  # what is compared runs next to each other: the disk's speed changes by the minute
-                way = f"{kind} {api}"
                 found = {
-                    f"{way}: plain write": self.timed(self.plain),
-                    f"{way}: bare dcp.save": self.timed(self.bare_dcp),
-                    f"{way}: save": self.timed(lambda kind=kind, api=api: self.save(kind, api, False)),  # type: ignore[misc]
-                    f"{way}: load": self.timed(lambda kind=kind, api=api: self.load(kind, api), writes=False),  # type: ignore[misc]
-                    f"{way}: memory copy": self.timed(self.copy),
+                    "plain write": self.timed(self.plain),
+                    "bare dcp.save": self.timed(self.bare_dcp),
+                    "save": self.timed(lambda kind=kind, api=api: self.save(kind, api, False)),  # type: ignore[misc]
                 }
-                dist.barrier()
-                stopped = torch.tensor(self.save(kind, api, True))
-                dist.all_reduce(stopped, op=dist.ReduceOp.MAX)
-                found[f"{way}: stands still"] = float(stopped)
-                for name, seconds in found.items():
-                    if number:
-                        note(name, seconds)
+                for name, seconds in found.items() if number >= 0 else ():
+                    note(f"{kind} {api}: {name}", seconds)
+        for number in range(-1, rounds):
+            for kind, api in WAYS:
+                found = {
+                    "memory copy": self.timed(self.copy, writes=False),
+                    "stands still": stands_still(kind, api),
+                    "save": self.timed(lambda kind=kind, api=api: self.save(kind, api, False)),  # type: ignore[misc]
+                    "load": self.timed(lambda kind=kind, api=api: self.load(kind, api), writes=False),  # type: ignore[misc]
+                }
+                for name in ("memory copy", "stands still", "load") if number >= 0 else ():
+                    note(f"{kind} {api}: {name}", found[name])
         if self.world.rank == 0:
             self._print(times, rounds)
 
@@ -174,11 +182,14 @@ def main() -> None:
     ranks = sys.argv[2] if sys.argv[2:] else "2"
     if dist.is_torchelastic_launched():
         with process_group(RunConfig(device="cpu", threads=1)) as world:
-            Bench(world, Path(sys.argv[3])).run(rounds)
+            Bench(world, Path(os.environ["BENCHMARK_FOLDER"])).run(rounds)
         leave()
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["BENCHMARK_FOLDER"] = folder
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        subprocess.run([*launcher, "-m", "benchmarks.checkpoint", str(rounds), ranks, folder], cwd=ROOT, check=True)
+        subprocess.run(
+            [*launcher, "-m", "benchmarks.checkpoint", str(rounds), ranks, *sys.argv[3:4]], cwd=ROOT, check=True
+        )
 
 
 if __name__ == "__main__":
