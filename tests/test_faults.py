@@ -239,10 +239,10 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     seed = str(random.Random(3).randrange(1000))
     # the way with the most to go wrong: sharded, by DCP, beside training
-    command = [sys.executable, "-c", script, "4", seed, "7"]
+    command = [sys.executable, "-c", script, "3", seed, "7"]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "'kills': 4" in result.stdout.splitlines()[-1]
+    assert "'kills': 3" in result.stdout.splitlines()[-1]
 
 
 # --- ranks that are lost, hang, or differ -----------------------------------------------------------------------

@@ -95,7 +95,9 @@ def test_flags_change_how_and_not_what(done: Callable[[str], tuple[str, Path]]) 
 
 def test_the_recorded_first_run_is_what_a_person_gets(done: Callable[[str], tuple[str, Path]]) -> None:
     """docs/first_run.md: the same kinds of lines, and the same fields in a step."""
-    recorded = (ROOT / "docs/first_run.md").read_text()
+    recorded, _, generated = (
+        (ROOT / "docs/first_run.md").read_text().partition("$ .venv/bin/python -m torchtitan_lite.generate")
+    )
     output, _ = done("make train")
 
     def kinds(text: str) -> set[str]:
@@ -107,6 +109,7 @@ def test_the_recorded_first_run_is_what_a_person_gets(done: Callable[[str], tupl
 
     assert kinds(output) == kinds(recorded)
     assert fields(output) == fields(recorded)
+    assert re.search(r"^\d+ tokens, [\d.]+ tokens/s;", generated, re.MULTILINE)
 
 
 def test_every_flag_is_in_the_readme() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, python, torchrun
+from tests.helpers import ROOT, python, ranks, torchrun
 from torchtitan_lite import cli, reference, settings
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import ConfigError
@@ -322,4 +322,4 @@ def test_the_reference_is_made_from_the_config() -> None:
 
 def test_check_and_print_config_exit_with_0() -> None:
     assert "the configuration is fine" in python("--check-config").stdout
-    assert "steps = 3   " in python("--print-config", "--train.steps=3", "--optim.warmup_steps=0").stdout
+    assert "steps = 3   " in ranks(1, "--print-config", "--train.steps=3", "--optim.warmup_steps=0").stdout
