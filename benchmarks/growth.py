@@ -139,7 +139,7 @@ def main() -> None:
     """Measure, print, plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000, help="of the long runs")
-    parser.add_argument("--plot", type=Path, default=ROOT / "benchmarks/growth.svg")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs/growth.svg")
     given = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
