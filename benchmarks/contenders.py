@@ -57,6 +57,7 @@ class Shape:
     seq_len: int = 512
     micro_batch_size: int = 4
     dtype: str = "bfloat16"
+    roof: int = 2048  # rows and columns of the matrices whose product is the roof
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -292,13 +293,14 @@ def accelerate(shape: Shape, world: World) -> Step:
 
 # --- the roof ---------------------------------------------------------------------------------------------------
 
-ROOF, PRODUCTS = 2048, 16  # rows and columns; products in a step, so that a turn takes as long as the others
+PRODUCTS = 16  # in a step of the roof, so that a turn takes as long as the others
 
 
 def roof(shape: Shape, world: World) -> Step:
     """Products of two square matrices, on every rank at the same time: what this machine can do at best."""
     generator = torch.Generator().manual_seed(0)
-    one, other = (torch.randn(ROOF, ROOF, generator=generator).to(world.device, shape.torch_dtype) for _ in range(2))
+    size = shape.roof, shape.roof
+    one, other = (torch.randn(size, generator=generator).to(world.device, shape.torch_dtype) for _ in range(2))
     out = torch.empty_like(one)
 
     def products() -> None:

@@ -22,13 +22,24 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import CONTENDERS, PRODUCTS, ROOF, Shape, missing
+from benchmarks.contenders import CONTENDERS, PRODUCTS, Shape, missing
 from torchtitan_lite.distributed import usable_cores
 
 ROOT = Path(__file__).parent.parent
 OURS = "torchtitan_lite"
 GROUP = 4  # contenders beside ours that are up at the same time: each takes about 2 GB
-SMOKE = Shape(dim=32, hidden_dim=64, n_layers=2, n_heads=2, vocab_size=300, seq_len=40, micro_batch_size=2)
+# float32: without bfloat16 instructions a product in bfloat16 takes fifty times as long
+SMOKE = Shape(
+    dim=32,
+    hidden_dim=64,
+    n_layers=2,
+    n_heads=2,
+    vocab_size=300,
+    seq_len=40,
+    micro_batch_size=2,
+    dtype="float32",
+    roof=64,
+)
 SMOKE_CONTENDERS = [OURS, "bare FSDP2 loop", "DDP", "roof"]
 
 
@@ -109,7 +120,7 @@ def measure(
         random.Random(i).shuffle(order)
         for name in order:
             turn = ranks[name].run(steps)
-            work = 2 * ROOF**3 * PRODUCTS if name == "roof" else shape.micro_batch_size * shape.seq_len
+            work = 2 * shape.roof**3 * PRODUCTS if name == "roof" else shape.micro_batch_size * shape.seq_len
             found[name].rates.append(n * steps * work / turn["seconds"])
             found[name].core_rates.append(n * steps * work / turn["cpu_s"])
             found[name].peak_mib = turn["peak_mib"] - turn["before_mib"]
@@ -166,7 +177,7 @@ def rows(shape: Shape, found: dict[str, Measured], *, first: bool) -> list[str]:
             f"| {name} | {spread(its.rates, ',.0f')} | {ratio} | {by_cores} | {its.peak_mib:,.0f} "
             f"| {share:.0%} | {share_by_cores:.0%} |"
         )
-    what = f"*product of two {ROOF} x {ROOF} in these rounds, GFLOP/s*"
+    what = f"*product of two {shape.roof} x {shape.roof} in these rounds, GFLOP/s*"
     lines.append(f"| {what} | {spread([rate / 1e9 for rate in roof.rates], ',.0f')} | | | | 100% | 100% |")
     return lines
 

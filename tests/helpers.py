@@ -17,6 +17,8 @@ from tests.forkserver import Server
 from torchtitan_lite import shards
 
 ROOT = Path(__file__).parent.parent
+# the default of every time limit: it only ends what hangs, so it is far above what a busy, slow machine needs
+HANGS_S = 900.0
 
 # No size divides evenly: 517 entries, 6 sequences, 37 positions. Every step is logged.
 TINY = {
@@ -53,7 +55,7 @@ def tiny(text: Path, out_dir: Path, **more: Any) -> list[str]:
     return options(values | {key.replace("__", "."): value for key, value in more.items()})
 
 
-def start(command: list[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def start(command: list[str], timeout: float = HANGS_S) -> subprocess.CompletedProcess[str]:
     """Run a command from the repository's root, with this interpreter's tools."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -61,7 +63,7 @@ def start(command: list[str], timeout: float = 120) -> subprocess.CompletedProce
 
 
 def torchrun(
-    n: int, *arguments: str, script: str = "train.py", timeout: float = 120
+    n: int, *arguments: str, script: str = "train.py", timeout: float = HANGS_S
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc-per-node n script arguments`, on a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
@@ -87,7 +89,7 @@ def ranks(
     entry: str = "train",
     fault: str = "",
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = HANGS_S,
 ) -> subprocess.CompletedProcess[str]:
     """What `torchrun(n, *arguments)`, and for n = 1 `python(*arguments)`, would do, without importing torch again.
 

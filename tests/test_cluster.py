@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forkserver import free_port
-from tests.helpers import ROOT, losses, ranks, records, succeeded, tiny
+from tests.helpers import HANGS_S, ROOT, losses, ranks, records, succeeded, tiny
 from torchtitan_lite import storage
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -36,7 +36,7 @@ def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
     more = {"train__steps": 6, "checkpoint__state_dict": "sharded"}
     command = tiny(text, tmp_path, run__name="two", **more)
     both = agents(command, command)
-    said = [agent.communicate(timeout=100) for agent in both]
+    said = [agent.communicate(timeout=HANGS_S) for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], said
     assert sum("done    6 steps" in out for out, _ in said) == 1, "one speaks"
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="one", **more)))
@@ -51,7 +51,7 @@ def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
 def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", train__steps=6)
     both = agents(command, [*command, "--optim.lr=0.5"])
-    said = [agent.communicate(timeout=100)[1] for agent in both]
+    said = [agent.communicate(timeout=HANGS_S)[1] for agent in both]
     assert all(agent.returncode for agent in both)
     host = os.uname().nodename
     assert any(f"optim.lr: 0.004 on rank 0 ({host}); 0.5 on rank 1 ({host})" in errors for errors in said) or any(
@@ -91,18 +91,20 @@ def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
         if line.startswith("step"):
             break
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGUSR1)  # what Slurm does to the processes of srun
-    output, _ = job.communicate(timeout=90)
+    output, _ = job.communicate(timeout=HANGS_S)
     assert f"the run in {tmp_path / 'run'} is: preempted" in output
     assert job.returncode == 0, output
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     # and what the queue starts then goes on, to the end
     left = json.loads((tmp_path / "run/run.json").read_text())["step"]
     end = [f"--train.steps={left + 2}", "--optim.schedule=constant"]
-    result = subprocess.run([*command, *end], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=90)
+    result = subprocess.run([*command, *end], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"resumed after step {left}" in result.stdout
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     assert records(tmp_path / "run")[-1]["step"] == left + 2
-    bad = subprocess.run([*command, "--train.step=3"], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=60)
+    bad = subprocess.run(
+        [*command, "--train.step=3"], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=HANGS_S
+    )
     assert bad.returncode == 2
     assert "the nearest known one is train.steps" in bad.stderr

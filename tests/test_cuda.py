@@ -27,7 +27,7 @@ CUBLAS_WORKSPACE = 32 << 20  # bytes that torch gives cuBLAS on an H100; less on
 def knobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The table of knobs, in a world of one."""
     file = tmp_path_factory.mktemp("knobs") / "results.json"
-    succeeded(torchrun(1, str(file), "cuda", script="tests/knob_worker.py", timeout=550))
+    succeeded(torchrun(1, str(file), "cuda", script="tests/knob_worker.py"))
     return json.loads(file.read_text())
 
 
@@ -51,7 +51,7 @@ def test_every_knob_computes_the_same(name: str, knobs: dict[str, Any]) -> None:
 def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """The most bytes that a step of each case takes."""
     file = tmp_path_factory.mktemp("memory") / "found.json"
-    succeeded(torchrun(1, str(file), "cuda", script="tests/plan_worker.py", timeout=300))
+    succeeded(torchrun(1, str(file), "cuda", script="tests/plan_worker.py"))
     return json.loads(file.read_text())
 
 
@@ -87,7 +87,7 @@ def test_documents_are_masked_as_on_the_cpu(family: str, compiled: bool, text: P
     more = {"data__packing": "best_fit", "data__document_mask": True, "model__family": family, "model__dim": 64}
     succeeded(torchrun(1, *tiny(text, tmp_path, run__name="cpu", **more)))
     cuda = {"run__device": "cuda", "compile__enabled": compiled, "activation_checkpointing__mode": "full"}
-    succeeded(torchrun(1, *tiny(text, tmp_path, run__name="cuda", **more, **cuda), timeout=550))
+    succeeded(torchrun(1, *tiny(text, tmp_path, run__name="cuda", **more, **cuda)))
     ours, theirs = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
     assert all(ours[step] == pytest.approx(theirs[step], rel=1e-3) for step in theirs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tests.helpers import ROOT, checkpoint, losses, ranks, start, succeeded, tensors, tiny
+from tests.helpers import HANGS_S, ROOT, checkpoint, losses, ranks, start, succeeded, tensors, tiny
 from torchtitan_lite import storage
 
 
@@ -40,7 +40,7 @@ def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
         if line.startswith("step"):
             break
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, errors
     assert "(SIGINT); the same command goes on" in rest
     assert "saved   " in rest
@@ -85,7 +85,7 @@ def test_a_port_in_use_is_said(text: Path, tmp_path: Path) -> None:
         there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="run")]
         result = subprocess.run(
-            command, cwd=ROOT, env=os.environ | there, capture_output=True, text=True, timeout=90
+            command, cwd=ROOT, env=os.environ | there, capture_output=True, text=True, timeout=HANGS_S
         )  # fmt: skip
     assert result.returncode == 2
     assert f"the ranks can't meet at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, checkpoint, losses, ranks, records, succeeded, tensors, tiny
+from tests.helpers import HANGS_S, ROOT, checkpoint, losses, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite import storage
 
 RUN = {"run__name": "run", "eval__every": 0, "log__every": 1, "model__dropout": 0.1, "checkpoint__every": 5}
@@ -91,7 +91,7 @@ def test_asked_to_leave_it_saves_and_goes_on_later(number: signal.Signals, text:
     long = {**RUN, "train__steps": 2000, "optim__schedule": "constant", "checkpoint__every": 0}
     process = started(*tiny(text, tmp_path, **long))
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode != 0
     run = tmp_path / "run"
     left = status(run)
@@ -136,7 +136,7 @@ def test_a_second_ctrl_c_leaves_at_once(text: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     wait_for(process, "FAULT slow fired")
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=40)
+    _, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode == 130
     assert "stopped; the same command goes on from the newest checkpoint" in errors
     assert saved_steps(tmp_path / "run") == [5]
@@ -149,7 +149,7 @@ def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) ->
     workers = [pid for pid in children if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
     os.kill(int(workers[1]), signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, output
     assert status(tmp_path / "run")["status"] == "preempted"
     assert "left    after step " in output
@@ -205,7 +205,7 @@ def test_a_killed_launcher_takes_its_workers_with_it(text: Path, tmp_path: Path)
     assert children
     process.kill()
     process.wait()
-    end = time.monotonic() + 20
+    end = time.monotonic() + HANGS_S
     while any(Path(f"/proc/{pid}").exists() for pid in children):
         assert time.monotonic() < end, "a worker outlives its launcher"
         time.sleep(0.05)
@@ -214,7 +214,7 @@ def test_a_killed_launcher_takes_its_workers_with_it(text: Path, tmp_path: Path)
 def test_a_killed_rank_is_restarted_by_torchrun(straight: Path, text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, **RUN)
     process = launched(*command, script="tests/faults/worker.py", restarts=2, env={"FAULT": "kill:1:8"})
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, output
     assert "FAULT kill fired" in output
     assert "resumed after step 5" in output
@@ -227,7 +227,7 @@ def test_20_kills_in_a_row_are_20_restarts(straight: Path, text: Path, tmp_path:
     command = tiny(text, tmp_path, **{**RUN, "checkpoint__every": 1})
     faults = {"FAULT": "rotate:0:1", "FAULT_TIMES": "20"}
     process = launched(*command, script="tests/faults/worker.py", restarts=20, env=faults)
-    output, _ = process.communicate(timeout=550)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, output[-3000:]
     assert output.count("FAULT rotate fired") == 20
     assert_same_end(tmp_path / "run", straight)
@@ -240,7 +240,7 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     seed = str(random.Random(3).randrange(1000))
     # the way with the most to go wrong: sharded, by DCP, beside training
     command = [sys.executable, "-c", script, "3", seed, "7"]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "'kills': 3" in result.stdout.splitlines()[-1]
 

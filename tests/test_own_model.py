@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers import ROOT, losses, tiny
+from tests.helpers import HANGS_S, ROOT, losses, tiny
 
 
 def test_the_model_of_the_page_trains_resumes_and_writes(text: Path, tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_the_model_of_the_page_trains_resumes_and_writes(text: Path, tmp_path: P
     def run(*words: str) -> str:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
         result = subprocess.run(
-            [sys.executable, *words], cwd=copy, env=env, capture_output=True, text=True, timeout=120
+            [sys.executable, *words], cwd=copy, env=env, capture_output=True, text=True, timeout=HANGS_S
         )
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout

@@ -27,7 +27,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], 
     def measure(world_size: int, slow: bool) -> dict[str, int]:
         file = tmp_path_factory.mktemp("memory") / "found.json"
         names = [name for name in CASES if (name in SLOW) == slow]
-        succeeded(ranks(world_size, str(file), "cpu", *names, entry="tests.plan_worker", timeout=300))
+        succeeded(ranks(world_size, str(file), "cpu", *names, entry="tests.plan_worker"))
         return json.loads(file.read_text())
 
     return measure

@@ -23,7 +23,7 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer
 
-from tests.helpers import ROOT
+from tests.helpers import HANGS_S, ROOT
 from tests.test_data import decoded
 from torchtitan_lite.config import DataConfig, TokenizerConfig
 from torchtitan_lite.data import encode, readers, writer
@@ -421,7 +421,7 @@ def killed_and_restarted(tmp_path: Path, kills: int, seed: int) -> None:
         return subprocess.Popen(command(out), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     began = time.monotonic()
-    assert start("straight").wait(300) == 0
+    assert start("straight").wait(HANGS_S) == 0
     whole_s = time.monotonic() - began
     killed = restarts = 0
     while killed < kills:
@@ -439,7 +439,7 @@ def killed_and_restarted(tmp_path: Path, kills: int, seed: int) -> None:
             if (tmp_path / "out").exists():  # it was on its way out
                 assert not verify(tmp_path / "out")
     if not (tmp_path / "out").exists():
-        assert start("out").wait(300) == 0
+        assert start("out").wait(HANGS_S) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
     assert read_meta(tmp_path / "out").skipped == {"not JSON": 1}
     assert not verify(tmp_path / "out")

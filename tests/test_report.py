@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, ranks, start, succeeded, tiny
+from tests.helpers import HANGS_S, ROOT, ranks, start, succeeded, tiny
 from torchtitan_lite import report, report_page
 
 pytest.importorskip("plotly")
@@ -150,22 +150,39 @@ def test_without_plotly(run: Path, tmp_path: Path) -> None:
 EVIL = "</script><script>document.title='evil'</script><img src=http://example.com/x onerror=alert(1)>"
 
 
+# the browser's own traffic: updates, hints, models, the check of the connection
+QUIET = [
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"),
+    *("--disable-default-apps", "--disable-extensions", "--no-default-browser-check", "--no-pings"),
+    *("--disable-domain-reliability", "--disable-client-side-phishing-detection", "--disable-field-trial-config"),
+    "--disable-features=OptimizationHints,OptimizationGuideModelDownloading,MediaRouter,Translate",
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # and nothing reaches the network
+]
+
+
+def asked_by_pages(net_log: dict[str, Any]) -> list[str]:
+    """The http addresses that a document asked for. What the browser wants for itself has no initiator."""
+    return [
+        event["params"]["url"]
+        for event in net_log["events"]
+        if re.match("https?://", event.get("params", {}).get("url", ""))
+        and event["params"].get("initiator", "not an origin") != "not an origin"
+    ]
+
+
 def browse(page: Path, tmp_path: Path, width: int = 1400) -> tuple[str, str, list[str]]:
     """The page's elements after its scripts ran, what the console said, and every address that was asked for."""
     if CHROMIUM is None:
         assert "TORCHTITAN_LITE_CI" not in os.environ, "chromium is missing, and this must not be skipped here"
         pytest.skip("there is no chromium here")
-    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
-    net_log, profile = tmp_path / "net.json", tmp_path / f"profile{width}"
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}"]
+    net_log, profile = tmp_path / f"{page.stem}{width}.json", tmp_path / f"profile-{page.stem}{width}"
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", *QUIET, f"--user-data-dir={profile}"]
     command += [f"--window-size={width},1200", "--virtual-time-budget=20000", "--enable-logging=stderr"]
     command += [f"--log-net-log={net_log}", "--dump-dom", page.as_uri()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stderr
     console = "\n".join(line for line in result.stderr.splitlines() if "CONSOLE" in line)
-    # the browser itself asks its maker for updates
-    asked = re.findall(r'"url":"(https?://(?!(?:[a-z0-9]+\.)*google(?:apis)?\.com/)[^"]*)"', net_log.read_text())
-    return result.stdout, console, asked
+    return result.stdout, console, asked_by_pages(json.loads(net_log.read_text()))
 
 
 def test_in_a_browser(tmp_path: Path) -> None:

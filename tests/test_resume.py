@@ -98,10 +98,10 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 def test_everything_else_resumes_bit_for_bit_too(name: str, text: Path, tmp_path: Path) -> None:
     n, more = MORE[name]
     command = tiny(text, tmp_path, run__name="straight", checkpoint__every=10, **more)
-    succeeded(ranks(n, *command, timeout=300))
+    succeeded(ranks(n, *command))
     shutil.copytree(tmp_path / "straight", tmp_path / "run")
     forget_after(tmp_path / "run", 10)
-    output = succeeded(ranks(n, *command, "--run.name=run", timeout=300))
+    output = succeeded(ranks(n, *command, "--run.name=run"))
     assert "resumed after step 10" in output
     assert "not bit for bit" not in output
     assert_equal_runs(tmp_path / "run", tmp_path / "straight")

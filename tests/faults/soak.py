@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.forkserver import Ranks
-from tests.helpers import losses, options
+from tests.helpers import HANGS_S, losses, options
 from torchtitan_lite import shards, storage
 
 WAYS = list(product(("full", "sharded"), ("dtensor", "dcp"), (False, True)))
@@ -32,7 +32,7 @@ def arguments(folder: Path, text: Path, name: str, way: tuple[str, str, bool]) -
     """A tiny run that saves all the time."""
     kind, api, beside = way
     values = {
-        **{"run.name": name, "run.out_dir": folder, "data.path": text, "run.device": "cpu", "run.timeout_minutes": 1},
+        **{"run.name": name, "run.out_dir": folder, "data.path": text, "run.device": "cpu", "run.timeout_minutes": 10},
         **{"model.family": "gpt", "model.dim": 32, "model.n_layers": 2, "model.n_heads": 2, "model.max_seq_len": 37},
         **{"model.dropout": 0.1, "tokenizer.vocab_size": 517, "train.seq_len": 32, "train.micro_batch_size": 1},
         **{"train.global_batch_size": 6, "train.steps": STEPS, "optim.warmup_steps": 2, "eval.every": 0},
@@ -76,7 +76,7 @@ def soak(way: tuple[str, str, bool], kills: int, rng: random.Random, folder: Pat
     said = folder / "said.txt"
     straight = Ranks(2, arguments(folder, text, "straight", way), said, said)
     began = time.monotonic()
-    assert straight.wait(120), said.read_text()
+    assert straight.wait(HANGS_S), said.read_text()
     assert straight.codes == {0: 0, 1: 0}, said.read_text()[-3000:]
     lasted = time.monotonic() - began
     counts = {"kills": 0, "one rank": 0, "all ranks": 0, "while saving": 0, "runs": 0}
@@ -88,7 +88,7 @@ def soak(way: tuple[str, str, bool], kills: int, rng: random.Random, folder: Pat
         while True:
             ranks = Ranks(2, arguments(folder, text, name, way), said, said)
             if counts["kills"] >= kills:
-                assert ranks.wait(120), said.read_text()[-3000:]
+                assert ranks.wait(HANGS_S), said.read_text()[-3000:]
             else:
                 ranks.wait(rng.uniform(0.2, 0.8) * lasted)
             if not ranks.running():
