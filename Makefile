@@ -1,5 +1,6 @@
 # make train    set up, train the default experiment, or continue it; then write its report.html
-# make test     set up, run the whole test suite
+# make test     set up, run the tests: every promise has its test here
+# make test-all the same, then more cases of what they hold (make test-extended)
 # make check    set up, ruff and mypy
 # make bench    set up, compare the speed with others' on this machine
 #
@@ -18,9 +19,10 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 5
 VENV := .venv
 PY := $(VENV)/bin/python
 OPTIONS = $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
+PYTEST = HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)'))
 
-.PHONY: train test check bench clean
+.PHONY: train test test-extended test-all check bench clean
 .DEFAULT_GOAL := train
 
 # torchrun gives each process one thread unless told otherwise, and warns; train.py then sets [run] threads
@@ -31,7 +33,12 @@ train: $(VENV)/.installed
 	{ WORLD_SIZE=$$n $(PY) -m torchtitan_lite.report $(OPTIONS) || echo "the training is done, only its report is missing"; }
 
 test: $(VENV)/.installed-dev
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not slow and not extended"
+
+test-extended: $(VENV)/.installed-dev
+	$(PYTEST) -m "extended and not slow"
+
+test-all: test test-extended
 
 check: $(VENV)/.installed-dev
 	$(PY) -m ruff format --check .

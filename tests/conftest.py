@@ -1,11 +1,41 @@
 """Shared by all tests: a small text, a cache of its own, and one tiny model."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.forkserver import ADDRESS, Server
+
 os.environ["HF_HUB_OFFLINE"] = "1"
+# several workers share the cores: threads of one would only wait for those of others. Before torch is imported
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Caches of this test run only; with several workers (-n), one server of forked ranks for all of them."""
+    if hasattr(config, "workerinput"):
+        return  # they have the environment of the one that starts them
+    caches = tempfile.TemporaryDirectory()
+    config.add_cleanup(caches.cleanup)
+    # by default in folders named after $HOME and $USER, which may be read-only, or missing
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches.name}/inductor", "HF_HOME": f"{caches.name}/huggingface"}
+    if getattr(config.option, "numprocesses", None):
+        server = Server()
+        os.environ[ADDRESS] = server.address
+        config.add_cleanup(server.close)
+
+
+# those that take longest, which are begun first: whoever is done early then has something short to do
+LONGEST = ("knobs", "faults", "checkpoint", "readme", "speed", "cluster", "report", "resume", "world_sizes", "reload")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,13 +1,17 @@
 """Runs of train.py as forked ranks: torch is imported once, so that a run of the tests takes a second, not ten.
 
 Apart from that they are what torchrun starts: the same environment variables, a store on a free port, signals, and an
-end for all as soon as one has failed. `python -m tests.forkserver` reads a request per line, and answers with a line.
+end for all as soon as one has failed. One server is enough for all workers of a test run: whoever starts it puts its
+address into os.environ[ADDRESS]. It forks a process for each connection, reads a request in a line, and answers in one.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
+import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -16,8 +20,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+ADDRESS = "TORCHTITAN_LITE_FORKSERVER"
+HANGS_S = 900.0  # the default of every time limit: it only ends what hangs, also on a busy, slow machine
 ROOT = Path(__file__).parent.parent
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -33,7 +39,8 @@ class Ranks:
 
     Args:
         n: how many; 1 is what plain python would start, without a launcher's variables.
-        entry: the module whose `main(argv)` each of them is.
+        entry: the module whose `main(argv)` each of them is; or the path of a script, or `-m` and
+            a module, as the command line of python has them.
         fault: of tests/faults/worker.py.
         out, err: files to which the ranks append what they say.
     """
@@ -81,7 +88,7 @@ class Ranks:
         if not self.wait(1):
             for rank in self.running():
                 self.send(rank, signal.SIGKILL)
-            assert self.wait(20)
+            assert self.wait(HANGS_S)
 
     def wait(self, seconds: float) -> bool:
         """Whether all have ended within so many seconds."""
@@ -99,7 +106,7 @@ class Ranks:
             if time.monotonic() > end:
                 break
             time.sleep(0.005)
-        for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 20.0)):  # torchrun's first is 30
+        for number, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, HANGS_S)):  # torchrun's first is 30
             for rank in self.running():
                 self.send(rank, number)
             if self.wait(patience):
@@ -114,7 +121,8 @@ def _fork(env: Mapping[str, str], argv: Sequence[str], out: Path, err: Path, ent
         for name in _OF_LAUNCHERS:
             os.environ.pop(name, None)
         os.environ.update(env)
-        os.chdir(ROOT)
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
         for number, path in ((1, out), (2, err)):
             with path.open("a") as stream:
                 os.dup2(stream.fileno(), number)
@@ -124,8 +132,19 @@ def _fork(env: Mapping[str, str], argv: Sequence[str], out: Path, err: Path, ent
             from tests.faults import worker
 
             worker.install(fault)
+        sys.argv = [entry, *argv]
+        if entry.endswith(".py"):
+            runpy.run_path(entry, run_name="__main__")
+            leave(0)
+        if entry.startswith("-m "):
+            runpy.run_module(entry.removeprefix("-m "), run_name="__main__", alter_sys=True)
+            leave(0)
         code = importlib.import_module(entry).main(argv)
         leave(code)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         import traceback
 
@@ -137,47 +156,87 @@ def _fork(env: Mapping[str, str], argv: Sequence[str], out: Path, err: Path, ent
 
 
 class Server:
-    """The process that has torch, from the tests' side."""
+    """The process that has torch, from the tests' side.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forkserver"],
-            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+    Args:
+        address: of one that another process of this test run has started; "" starts one, which ends with this process.
+        root: where the package and the front doors are, and where everything runs.
+    """
+
+    def __init__(self, address: str = "", root: Path = ROOT) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = address
+        if address:
+            return
+        # bound here, so that nobody has to wait until it is; a name in Linux's abstract space is no file to delete
+        self.address = f"torchtitan-lite-{os.getpid()}-{os.urandom(8).hex()}"
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(f"\0{self.address}")
+            listening.listen(128)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forkserver", str(listening.fileno())],
+                cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{ROOT}"},
+                stdin=subprocess.PIPE, pass_fds=[listening.fileno()],
+            )  # fmt: skip
 
     def run(
         self, n: int, argv: Sequence[str], env: Mapping[str, str], entry: str, fault: str, timeout: float
     ) -> subprocess.CompletedProcess[str]:
         """A module's `main` on n ranks, and what they said. Of several ranks the return code is 1 if one failed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as connection:
             out, err = Path(folder) / "out", Path(folder) / "err"
             request = {"n": n, "argv": argv, "out": str(out), "err": str(err), "env": env}
-            self._process.stdin.write(json.dumps(request | {"entry": entry, "fault": fault, "timeout": timeout}) + "\n")
-            self._process.stdin.flush()
-            codes = json.loads(self._process.stdout.readline())
+            request |= {"entry": entry, "fault": fault, "timeout": timeout}
+            connection.connect(f"\0{self.address}")
+            with connection.makefile("rw") as stream:
+                stream.write(json.dumps(request) + "\n")
+                stream.flush()
+                answer = stream.readline()
+            assert answer, "the server of forked ranks has ended"
+            codes = json.loads(answer)
             said = [path.read_text() if path.exists() else "" for path in (out, err)]
         code = codes[0] if n == 1 else int(any(codes))
         return subprocess.CompletedProcess(argv, code, *said)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._process.communicate(timeout=10)
+        """End the server that was started here."""
+        if self._process is not None:
+            self._process.communicate()
 
 
-def main() -> None:
-    """Serve until the input ends."""
-    import train  # noqa: F401  # what is imported now, no run has to import
-
-    for line in sys.stdin:
-        request: dict[str, Any] = json.loads(line)
+def _serve(connection: socket.socket) -> NoReturn:
+    """Answer one request, in a process of its own."""
+    with connection, connection.makefile("rw") as stream:
+        request: dict[str, Any] = json.loads(stream.readline())
         files = Path(request["out"]), Path(request["err"])
         more = {name: request[name] for name in ("env", "entry", "fault")}
         ranks = Ranks(request["n"], request["argv"], *files, **more)
         ranks.finish(request["timeout"])
-        print(json.dumps([ranks.codes.get(rank, -9) for rank in range(request["n"])]), flush=True)
+        stream.write(json.dumps([ranks.codes.get(rank, -9) for rank in range(request["n"])]) + "\n")
+        stream.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve until the input ends, which is when whoever started this does."""
+    # what is imported now, no run has to import
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401
+
+    import train  # noqa: F401
+
+    gc.freeze()
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    while sys.stdin not in (ready := select.select([listening, sys.stdin], [], [])[0]):
+        assert ready
+        connection, _ = listening.accept()
+        if not os.fork():
+            listening.close()
+            _serve(connection)
+        connection.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 if __name__ == "__main__":

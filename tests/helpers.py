@@ -1,4 +1,4 @@
-"""Real processes: torchrun with gloo, plain python, and what they leave behind."""
+"""Processes: torchrun with gloo, plain python, forked ranks, and what they leave behind."""
 
 import atexit
 import functools
@@ -6,21 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.forkserver import Server
+from tests.forkserver import ADDRESS, HANGS_S, Server
 from torchtitan_lite import shards
 
 ROOT = Path(__file__).parent.parent
-# the default of every time limit: it only ends what hangs, so it is far above what a busy, slow machine needs
-HANGS_S = 900.0
 
-# No size divides evenly: 517 entries, 6 sequences, 37 positions. Every step is logged.
+# No size divides evenly: 517 entries, 37 positions, and 6 sequences in micro-batches of 2 on 2 ranks. Every step is
+# logged. Three micro-batches on one rank, two on two: most of a step's time is Python, once for each of them.
 TINY = {
     "model.family": "gpt",
     "model.dim": 32,
@@ -29,7 +28,7 @@ TINY = {
     "model.max_seq_len": 37,
     "tokenizer.vocab_size": 517,
     "train.seq_len": 32,
-    "train.micro_batch_size": 1,
+    "train.micro_batch_size": 2,
     "train.global_batch_size": 6,
     "train.steps": 20,
     "optim.warmup_steps": 2,
@@ -71,16 +70,24 @@ def torchrun(
 
 
 def python(*arguments: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
-    """`python script arguments`: a world of one."""
-    return start([sys.executable, script, *arguments])
+    """`python script arguments`, or with `-m module` as the script: a world of one, without importing torch again."""
+    mine = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return server().run(1, arguments, mine | {"OMP_NUM_THREADS": "1"}, script, "", HANGS_S)
+
+
+def run_python(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A command line without its first word, which is python: `-m module arguments`, or `script arguments`."""
+    if words[0] == "-m":
+        return python(*words[2:], script=f"-m {words[1]}")
+    return python(*words[1:], script=words[0])
 
 
 @functools.cache
 def server() -> Server:
-    """The process that runs train.py for `ranks`, started when it is needed first."""
-    started = Server()
-    atexit.register(started.close)
-    return started
+    """The process that runs train.py for `ranks`: the one of this test run, or one that is started now."""
+    found = Server(os.environ.get(ADDRESS, ""))
+    atexit.register(found.close)
+    return found
 
 
 def ranks(

@@ -143,6 +143,13 @@ CASES = {
 }  # fmt: skip
 
 
+# combinations of what other rows have: `make test-all` runs them
+EXTENDED = {
+    *("reshard true", "prefetch 1", "bf16 throughout", "fp16, gpt", "first layer fp32, tied", "sync last, kept, bf16"),
+    *("compile, checkpointing full", "dropout, checkpointing selective", "plain, bf16"),
+    *("plain, gpt, fp16, handed on in fp16", "HSDP, sync last", "HSDP, all-reduce last, bf16 throughout", "HSDP, fp16"),
+}
+
 # On one GPU: the rows that need no second rank, and those that need a GPU.
 OFFLOAD = {"fsdp.cpu_offload": True}
 ON_CUDA = {name: replace(case, ranks=1) for name, case in CASES.items() if case.ranks == 2 and name != "NO_SHARD"}

@@ -1,6 +1,6 @@
 """Runs the rows of knob_table.py and the cases of knob_effects.py that belong to this world size, in one process group.
 
-    torchrun --nproc-per-node 2 tests/knob_worker.py RESULTS
+    torchrun --nproc-per-node 2 tests/knob_worker.py RESULTS [ROWS AND EFFECTS]
     torchrun --nproc-per-node 1 tests/knob_worker.py RESULTS cuda
 
 The real train_step runs; only the text is made up. RESULTS gets losses, norms and hashes of each row, and "passed" or a
@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -101,20 +102,21 @@ def _state(t: Training) -> list[torch.Tensor]:
     return [value for state in t.optimizer.state.values() for key, value in state.items() if key != "step"]
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> int:
     results: dict[str, Any] = {}
-    file = Path(sys.argv[1])
-    device: Literal["cpu", "cuda"] = "cuda" if sys.argv[2:] == ["cuda"] else "cpu"
+    file = Path(argv[0])
+    device: Literal["cpu", "cuda"] = "cuda" if argv[1:] == ["cuda"] else "cpu"
+    wanted = set(argv[1:]) or {*CASES, *knob_effects.EFFECTS}  # all
     # a micro-batch of 16 tokens, in several pieces, the last ones not full
     block_attention.BLOCK, head.CHUNK = 6, {"cpu": 7, "cuda": 7}
     with process_group(RunConfig(device=device, threads=1)) as world:
-        rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size}
+        rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size and name in wanted}
         for name, case in (ON_CUDA if device == "cuda" else rows).items():
             results[name] = measure(training(case.config(device), world))
             if world.rank == 0:
                 file.write_text(json.dumps(results))
         for name, effect in knob_effects.EFFECTS.items():
-            if effect.ranks != world.world_size:
+            if effect.ranks != world.world_size or name not in wanted:
                 continue
             try:
                 effect.run(lambda **more: training(_config(world, more), world))
@@ -126,7 +128,7 @@ def main() -> None:
             dist.barrier()
             if world.rank == 0:
                 file.write_text(json.dumps(results))
-    leave()
+    return 0
 
 
 def _config(world: World, more: dict[str, Any]) -> Config:
@@ -136,4 +138,4 @@ def _config(world: World, more: dict[str, Any]) -> Config:
 
 
 if __name__ == "__main__":
-    main()
+    leave(main(sys.argv[1:]))

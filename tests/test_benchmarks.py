@@ -14,8 +14,9 @@ from torchtitan_lite import cli
 from torchtitan_lite.models import build
 
 
-def test_the_comparison_of_speeds_runs() -> None:
-    said = succeeded(start([sys.executable, "-m", "benchmarks.train", "--smoke"]))
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.extended)])
+def test_the_comparison_of_speeds_runs(n: int) -> None:
+    said = succeeded(start([sys.executable, "-m", "benchmarks.train", "--smoke", f"--ranks={n}"]))
     rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| ")]
     rates = {row[0].strip("| "): row[1] for row in rows[1:]}
     assert {"torchtitan_lite", "bare FSDP2 loop", "DDP"} < rates.keys(), said

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,17 @@ def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
 
 def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", train__steps=6)
-    both = agents(command, [*command, "--optim.lr=0.5"])
-    said = [agent.communicate(timeout=HANGS_S)[1] for agent in both]
-    assert all(agent.returncode for agent in both)
+    port = str(free_port())
+
+    def machine(rank: int) -> subprocess.CompletedProcess[str]:
+        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        other = ["--optim.lr=0.5"] if rank == 1 else []
+        return ranks(1, *command, *other, env=there | {"RANK": str(rank), "LOCAL_RANK": "0"})
+
+    with ThreadPoolExecutor(2) as both:
+        results = list(both.map(machine, (0, 1)))
+    assert all(result.returncode for result in results)
+    said = [result.stderr for result in results]
     host = os.uname().nodename
     assert any(f"optim.lr: 0.004 on rank 0 ({host}); 0.5 on rank 1 ({host})" in errors for errors in said) or any(
         f"optim.lr: 0.5 on rank 0 ({host}); 0.004 on rank 1 ({host})" in errors for errors in said
@@ -72,7 +81,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (programs / name).write_text(f"#!/bin/bash\n{content}\n")
         (programs / name).chmod(stat.S_IRWXU)
     return os.environ | ENV | {
-        "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable, "NPROC": "2",
+        "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable, "NPROC": "1",
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "PORT": str(free_port()),
         "REQUEUED": str(tmp_path / "requeued"), "SRUN_PID": str(tmp_path / "pid"),

@@ -3,10 +3,9 @@
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
-from tests.helpers import ROOT, losses, start, succeeded, tiny
+from tests.helpers import ROOT, losses, ranks, run_python, succeeded, tiny
 from torchtitan_lite.data.meta import read_meta
 
 PAGE = (ROOT / "docs/data.md").read_text()
@@ -22,11 +21,12 @@ def test_from_a_folder_of_text_to_a_run_in_three_commands(text: Path, tmp_path: 
         if command[0] == "torchrun":
             command = [re.sub(r"data/mine$", paths["data/mine"], word) for word in command]
             ours = [o for o in tiny(text, tmp_path, train__steps=4) if "data.path" not in o and "tokenizer" not in o]
-            command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            said = succeeded(start([*command, *ours]))
+            assert command[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
+            said = succeeded(ranks(2, *command[4:], *ours))
             assert "vocabulary 4096" in said
         else:
-            said = succeeded(start([sys.executable, *command[1:]]))
+            assert command[0] == "python"
+            said = succeeded(run_python(command[1:]))
     assert read_meta(tmp_path / "data/mine").vocab_size == 4096
     assert len(losses(tmp_path / "mine")) == 4
 

@@ -1,6 +1,5 @@
 """A run that fails says why, exits with an error, and keeps what it had."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -83,10 +82,7 @@ def test_a_port_in_use_is_said(text: Path, tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="run")]
-        result = subprocess.run(
-            command, cwd=ROOT, env=os.environ | there, capture_output=True, text=True, timeout=HANGS_S
-        )  # fmt: skip
+        result = ranks(1, *tiny(text, tmp_path, run__name="run"), env=there)
     assert result.returncode == 2
     assert f"the ranks can't meet at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr
     assert "choose another MASTER_PORT" in result.stderr

@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import checkpoint, losses, python, ranks, start, succeeded, tiny
+from tests.helpers import checkpoint, losses, python, ranks, succeeded, tiny
 from torchtitan_lite import hf, hf_layout, init, settings
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.errors import CheckpointError
@@ -140,7 +139,7 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     more: dict[str, Any] = (LLAMA if family == "llama" else {}) | {"train__steps": 4}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", **more)))
     exported = tmp_path / "exported"
-    succeeded(start([sys.executable, "-m", "torchtitan_lite.hf", "export", str(tmp_path / "first"), str(exported)]))
+    succeeded(python("export", str(tmp_path / "first"), str(exported), script="-m torchtitan_lite.hf"))
 
     # transformers computes the same
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager").eval()
@@ -310,7 +309,7 @@ def test_sharded_folders_are_read(theirs: tuple[Any, Path], tmp_path: Path) -> N
 
 def test_show_prints_a_section_that_works(theirs: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = theirs
-    output = succeeded(start([sys.executable, "-m", "torchtitan_lite.hf", "show", str(folder)]))
+    output = succeeded(python("show", str(folder), script="-m torchtitan_lite.hf"))
     (tmp_path / "c.toml").write_text(
         output + '\n[train]\nseq_len = 32\n[tokenizer]\npath = "c.toml"\n'.replace("c.toml", str(tmp_path / "c.toml"))
     )

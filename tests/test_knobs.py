@@ -1,6 +1,6 @@
 """Every row of knob_table.py against one plain model in one process, and every effect of knob_effects.py.
 
-Two launches of torchrun, on 2 and on 4 ranks, run them all.
+Two launches, on 2 and on 4 ranks, run them all.
 """
 
 import fnmatch
@@ -11,24 +11,36 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import torchrun
+from tests.helpers import ranks
 from tests.knob_effects import EFFECTS
-from tests.knob_table import CASES, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
+from tests.knob_table import CASES, EXTENDED, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
 from torchtitan_lite import optim
+from torchtitan_lite.config import RunConfig
+from torchtitan_lite.conflicts import _missing_for_inductor
 from torchtitan_lite.init import materialise
 from torchtitan_lite.models import build
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, Any], str]]:
-    """What the ranks measured, by world size, and what they said."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[dict[str, Any], str]]:
+    """What the ranks measured, by world size, and what they said: of the rows and effects whose tests are to run."""
+    tests = (item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path)
+    wanted = {test.callspec.params["name"] for test in tests if hasattr(test, "callspec")}
+    wanted -= NEEDS_COMPILER
+    wanted |= {CASES[name].same_as for name in wanted if name in CASES} - {""}
     found = {}
-    for ranks in (2, 4):
+    for n in (2, 4):
         file = tmp_path_factory.mktemp("knobs") / "results.json"
         file.write_text("{}")
-        said = torchrun(ranks, str(file), script="tests/knob_worker.py").stderr
-        found[ranks] = json.loads(file.read_text()), said
+        said = ranks(n, str(file), *sorted(wanted), entry="tests.knob_worker").stderr
+        found[n] = json.loads(file.read_text()), said
     return found
+
+
+# rows that inductor compiles, on a machine where it can't
+NEEDS_COMPILER = {"compile"} if _missing_for_inductor(RunConfig(device="cpu"), 0) else set()
 
 
 @functools.cache
@@ -68,10 +80,15 @@ def test_there_are_at_most_46_rows() -> None:
     assert len(CASES) <= 46
 
 
-@pytest.mark.parametrize("name", CASES)
+ROWS = [pytest.param(name, marks=[pytest.mark.extended] if name in EXTENDED else []) for name in CASES]
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_computes_the_same(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
     case = CASES[name]
     measured, said = results[case.ranks]
+    if name in NEEDS_COMPILER:
+        pytest.skip("there is no C++ compiler here")
     assert name in measured, said
     found = measured[name]
     curve = list(zip(found["losses"], found["norms"], strict=True))
@@ -91,11 +108,13 @@ def test_computes_the_same(name: str, results: dict[int, tuple[dict[str, Any], s
         assert curve == list(zip(other["losses"], other["norms"], strict=True)), "not bit for bit"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ROWS)
 def test_names_stay_as_they_are_and_frozen_tensors_too(
     name: str, results: dict[int, tuple[dict[str, Any], str]]
 ) -> None:
     case = CASES[name]
+    if name in NEEDS_COMPILER:
+        pytest.skip("there is no C++ compiler here")
     found = results[case.ranks][0][name]
     config = case.config()
     with torch.device("meta"):

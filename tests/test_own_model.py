@@ -4,10 +4,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-from tests.helpers import HANGS_S, ROOT, losses, tiny
+from tests.forkserver import Server
+from tests.helpers import HANGS_S, ROOT, losses, succeeded, tiny
 
 
 def test_the_model_of_the_page_trains_resumes_and_writes(text: Path, tmp_path: Path) -> None:
@@ -21,23 +21,20 @@ def test_the_model_of_the_page_trains_resumes_and_writes(text: Path, tmp_path: P
     (copy / "torchtitan_lite/models/parallel.py").write_text(code)
     subprocess.run(["git", "apply", "-"], cwd=copy, input=edits, text=True, check=True)
 
-    def run(*words: str) -> str:
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
-        result = subprocess.run(
-            [sys.executable, *words], cwd=copy, env=env, capture_output=True, text=True, timeout=HANGS_S
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
+    server = Server(root=copy)
+    cache = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
 
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    def run(n: int, entry: str, *words: str) -> str:
+        return succeeded(server.run(n, words, cache, entry, "", HANGS_S))
+
     more = {"model__family": "parallel", "activation_checkpointing__mode": "full", "train__steps": 10}
-    command = [*launcher, *tiny(text, tmp_path, run__name="mine", checkpoint__every=5, **more)]
-    run(*command)
+    command = tiny(text, tmp_path, run__name="mine", checkpoint__every=5, **more)
+    run(2, "train", *command)
     assert losses(tmp_path / "mine")[10][0] < losses(tmp_path / "mine")[1][0] - 0.05
     straight = losses(tmp_path / "mine")
     shutil.rmtree(tmp_path / "mine/checkpoints/step-00000010")
-    assert "resumed after step 5" in run(*command)
+    assert "resumed after step 5" in run(2, "train", *command)
     assert losses(tmp_path / "mine") == straight
-    assert "the" in run(
-        "-m", "torchtitan_lite.generate", str(tmp_path / "mine"), "--prompt", "the", "--max-tokens", "5"
-    )
+    asked = [str(tmp_path / "mine"), "--prompt", "the", "--max-tokens", "5"]
+    assert "the" in run(1, "-m torchtitan_lite.generate", *asked)
+    server.close()

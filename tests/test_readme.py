@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, losses, ranks, start, succeeded, tiny
+from tests.helpers import ROOT, losses, ranks, run_python, start, succeeded, tiny
 
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.split("#")[0].strip()]
@@ -32,7 +32,7 @@ def run(command: str, text: Path, out_dir: Path) -> str:
     if words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     elif words[0] == "python":
-        words[0] = sys.executable
+        return succeeded(run_python([*words[1:], *ours]))
     if words[0] == "make":
         # this interpreter's environment, which has everything installed
         arguments = [word for word in words if not word.startswith("ARGS=")]
@@ -54,11 +54,16 @@ def done(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     return once
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in NOT_RUN])
+def marks(command: str) -> list[pytest.MarkDecorator]:
+    """One set-up by make is run in every test run; the other one in `make test-all`."""
+    return [pytest.mark.extended] if command.startswith("make train ") else []
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=marks(c)) for c in COMMANDS if c not in NOT_RUN])
 def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
     if "runs/default" in command or ".plan " in command:
         words = shlex.split(command.replace("runs/default", str(done(PLAIN)[1] / "default")))
-        said = succeeded(start([sys.executable, *words[1:]]))
+        said = succeeded(run_python(words[1:]))
         assert any(text in said for text in ("whole   ", "def ", "report  ", "a step takes at least"))
         return
     output, out_dir = done(command)
@@ -79,6 +84,17 @@ def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
     assert (folder / "checkpoints/step-00000006/model.safetensors").is_file()
     assert (folder / "config.toml").is_file()
     assert (folder / "report.html").is_file() == command.startswith("make")
+
+
+def test_make_passes_on_what_is_given() -> None:
+    (command,) = (command for command in COMMANDS if command.startswith("make train "))
+    said = succeeded(
+        start([*shlex.split(command), "-n", "NPROC=3", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed"])
+    )
+    run, report = (next(line for line in said.splitlines() if part in line) for part in ("run --stand", ".report"))
+    assert "--nproc-per-node $n train.py --config configs/debug.toml --run.name=quick" in run
+    assert "n=3;" in said
+    assert "--config configs/debug.toml --run.name=quick" in report
 
 
 def test_flags_change_how_and_not_what(done: Callable[[str], tuple[str, Path]]) -> None:

@@ -179,7 +179,8 @@ def browse(page: Path, tmp_path: Path, width: int = 1400) -> tuple[str, str, lis
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", *QUIET, f"--user-data-dir={profile}"]
     command += [f"--window-size={width},1200", "--virtual-time-budget=20000", "--enable-logging=stderr"]
     command += [f"--log-net-log={net_log}", "--dump-dom", page.as_uri()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
+    env = os.environ | {"HOME": str(profile)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stderr
     console = "\n".join(line for line in result.stderr.splitlines() if "CONSOLE" in line)
     return result.stdout, console, asked_by_pages(json.loads(net_log.read_text()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny, torchrun
+from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny
 
 # Accumulation (6 sequences on 2 ranks, one at a time), sizes that don't divide by 2; dropout, where there is any; a
 # scaled loss that overflows and recovers.
@@ -25,7 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def command_of(api: str, text: Path, folder: Path) -> list[str]:
-    return tiny(text, folder, run__name=api, checkpoint__every=5, **RUNS[api])
+    return tiny(text, folder, run__name=api, checkpoint__every=5, train__micro_batch_size=1, **RUNS[api])
 
 
 SAMPLES = ["--sample.every=4", '--sample.prompts=["def ", "The"]', "--sample.max_tokens=8"]
@@ -37,7 +37,7 @@ def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     folder = tmp_path_factory.mktemp("straight")
     for api in RUNS:
         more = SAMPLES if api == "dtensor" else []
-        assert "x 3 accumulation" in succeeded(torchrun(2, *command_of(api, text, folder), *more))
+        assert "x 3 accumulation" in succeeded(ranks(2, *command_of(api, text, folder), *more))
     return {api: folder / api for api in RUNS}
 
 
@@ -63,7 +63,7 @@ def test_20_steps_are_10_and_10(api: str, straight: dict[str, Path], text: Path,
     forget_after(run, 10)
     command = command_of(api, text, tmp_path)
     # the one without samples before has them now, and the other way round: they change nothing, bit for bit
-    output = succeeded(torchrun(2, *command, *(SAMPLES if api == "dcp" else [])))
+    output = succeeded(ranks(2, *command, *(SAMPLES if api == "dcp" else [])))
     assert "resumed after step 10" in output
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     expected = [12, 16, 20] if api == "dcp" else [4, 8]  # later ones were cut, as they would come again

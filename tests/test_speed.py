@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers import checkpoint, losses, ranks, start, succeeded, tensors, tiny
+from tests.helpers import checkpoint, losses, python, ranks, succeeded, tensors, tiny
 from tests.test_blocks import Operators
 from torchtitan_lite.allocator import peak_of
 from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
@@ -27,6 +26,7 @@ from torchtitan_lite.parallelize import apply_activation_checkpointing, apply_co
 
 LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=48, n_heads=4, n_layers=2, max_seq_len=64)
+extended = pytest.mark.extended
 PLAIN = SpeedConfig(chunked_loss=False, block_attention=False, fused_functions=False, shared_memory=False)
 
 
@@ -263,8 +263,9 @@ def test_inputs_are_not_written_to() -> None:
 # --- shared memory ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("piece", [64, 1 << 12])
+@pytest.mark.parametrize(("n", "piece"), [
+    (2, 1 << 12), (3, 64), pytest.param(2, 64, marks=extended), pytest.param(3, 1 << 12, marks=extended),
+])  # fmt: skip
 def test_shared_memory_gathers_and_sums_as_gloo_does(n: int, piece: int) -> None:
     succeeded(ranks(n, str(piece), entry="tests.shared_memory_worker"))
 
@@ -280,7 +281,7 @@ def test_a_run_through_shared_memory_is_the_run(mesh: dict[str, int], text: Path
     n = 4 if mesh else 2
     for name, on in (("shared", True), ("sent", False)):
         more = {"run__name": name, "speed__shared_memory": on, "fsdp__param_dtype": "bfloat16", **mesh}
-        succeeded(ranks(n, *tiny(text, tmp_path, train__steps=6, train__global_batch_size=8, **more)))
+        succeeded(ranks(n, *tiny(text, tmp_path, train__steps=4, train__global_batch_size=8, **more)))
     assert losses(tmp_path / "shared") == losses(tmp_path / "sent")
 
 
@@ -308,7 +309,7 @@ def results(model: Transformer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT, LLAMA.model_copy(update={"tie_embeddings": True})])
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", ["none", *(pytest.param(m, marks=extended) for m in ("full", "selective"))])
 @pytest.mark.parametrize("speed", [{"block_attention": False}, {"chunked_loss": False}, {"fused_functions": False}, {}])
 def test_fast_models_compute_the_same_under_the_same_names(
     config: ModelConfig, mode: str, speed: dict[str, bool]
@@ -318,8 +319,13 @@ def test_fast_models_compute_the_same_under_the_same_names(
     assert {k: v.shape for k, v in fast.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("config", [LLAMA, GPT])
+@pytest.mark.parametrize(("mode", "config"), [
+    ("selective", LLAMA),
+    ("none", GPT),
+    *(pytest.param(mode, config, marks=extended) for mode, config in (
+        ("none", LLAMA), ("full", LLAMA), ("full", GPT), ("selective", GPT),
+    )),
+])  # fmt: skip
 def test_fast_models_can_be_compiled(config: ModelConfig, mode: str) -> None:
     torch._dynamo.reset()
     fast = made(config, SpeedConfig(), mode, "aot_eager")
@@ -400,14 +406,16 @@ def test_garbage_is_collected_on_schedule_only() -> None:
 
 _WATCHED = """
 import gc, sys, train
+from torchtitan_lite.distributed import leave
 gc.callbacks.append(lambda phase, info: phase == "start" and print("collected", info["generation"], flush=True))
-sys.exit(train.main(sys.argv[1:]))
+leave(train.main(sys.argv[1:]))
 """
 
 
 def test_the_loop_collects_garbage_every_so_many_steps(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", speed__gc_every=5, eval__every=0, checkpoint__every=0)
-    said = succeeded(start([sys.executable, "-c", _WATCHED, *command])).splitlines()
+    (tmp_path / "watched.py").write_text(_WATCHED)
+    said = succeeded(python(*command, script=str(tmp_path / "watched.py"))).splitlines()
     between = [line.split()[0:2] for line in said if line.startswith(("step ", "collected "))]
     loop = between[between.index(["step", "1/20"]) : between.index(["step", "20/20"]) + 2]
     after = [before[1] for before, line in pairwise(loop) if line[0] == "collected"]
