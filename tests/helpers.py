@@ -13,7 +13,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.forkserver import ADDRESS, HANGS_S, Server
+from tests.forkserver import ADDRESS, Server
+from tests.forkserver import HANGS_S as HANGS_S
 from torchtitan_lite import shards
 
 ROOT = Path(__file__).parent.parent

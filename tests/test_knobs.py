@@ -27,7 +27,7 @@ def results(
 ) -> dict[int, tuple[dict[str, Any], str]]:
     """What the ranks measured, by world size, and what they said: of the rows and effects whose tests are to run."""
     tests = (item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path)
-    wanted = {test.callspec.params["name"] for test in tests if hasattr(test, "callspec")}
+    wanted = {str(test.callspec.params["name"]) for test in tests if hasattr(test, "callspec")}
     wanted -= NEEDS_COMPILER
     wanted |= {CASES[name].same_as for name in wanted if name in CASES} - {""}
     found = {}
