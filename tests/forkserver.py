@@ -5,7 +5,6 @@ end for all as soon as one has failed. One server is enough for all workers of a
 address into os.environ[ADDRESS]. It forks a process for each connection, reads a request in a line, and answers in one.
 """
 
-import contextlib
 import gc
 import importlib
 import json
@@ -176,7 +175,7 @@ class Server:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forkserver", str(listening.fileno())],
                 cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{ROOT}"},
-                stdin=subprocess.PIPE, pass_fds=[listening.fileno()],
+                stdin=subprocess.PIPE, pass_fds=[listening.fileno()], start_new_session=True,
             )  # fmt: skip
 
     def run(
@@ -234,9 +233,19 @@ def main() -> None:
             listening.close()
             _serve(connection)
         connection.close()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        _reap()
+    if _reap():  # a test run that was interrupted leaves no ranks behind
+        os.killpg(0, signal.SIGKILL)
+
+
+def _reap() -> bool:
+    """Forget the children that have ended. Returns whether there are others."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
