@@ -1,6 +1,8 @@
 """Shared by all tests: a small text, a cache of its own, and one tiny model."""
 
 import os
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from tests.forkserver import ADDRESS, Server
 
+FORKWORKER = Path(__file__).with_name("forkworker.py")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # several workers share the cores: threads of one would only wait for those of others. Before torch is imported
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,17 +19,19 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Caches of this test run only; with several workers (-n), one server of forked ranks for all of them."""
+    """Caches of this test run only; with several workers (-n), one server that forks them and their ranks."""
     if hasattr(config, "workerinput"):
         return  # they have the environment of the one that starts them
     caches = tempfile.TemporaryDirectory()
     config.add_cleanup(caches.cleanup)
     # by default in folders named after $HOME and $USER, which may be read-only, or missing
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches.name}/inductor", "HF_HOME": f"{caches.name}/huggingface"}
-    if getattr(config.option, "numprocesses", None):
+    if getattr(config.option, "tx", None):  # the workers of -n
         server = Server()
         os.environ[ADDRESS] = server.address
         config.add_cleanup(server.close)
+        fork = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(str(FORKWORKER))}"
+        config.option.tx = [fork if spec == "popen" else spec for spec in config.option.tx]
 
 
 # those that take longest, which are begun first: whoever is done early then has something short to do

@@ -2,7 +2,8 @@
 
 Apart from that they are what torchrun starts: the same environment variables, a store on a free port, signals, and an
 end for all as soon as one has failed. One server is enough for all workers of a test run: whoever starts it puts its
-address into os.environ[ADDRESS]. It forks a process for each connection, reads a request in a line, and answers in one.
+address into os.environ[ADDRESS]. It forks a process for each connection, which reads a request in a line and answers in
+one. The workers themselves are forked in the same way (forkworker.py).
 """
 
 import gc
@@ -204,9 +205,14 @@ class Server:
 
 
 def _serve(connection: socket.socket) -> NoReturn:
-    """Answer one request, in a process of its own."""
-    with connection, connection.makefile("rw") as stream:
-        request: dict[str, Any] = json.loads(stream.readline())
+    """Answer one request, in a process of its own; or become a worker of pytest-xdist (forkworker.py)."""
+    line, streams, *_ = socket.recv_fds(connection, 1 << 16, 3)
+    while not line.endswith(b"\n"):
+        line += connection.recv(1 << 16)
+    request: dict[str, Any] = json.loads(line)
+    if streams:
+        _become_worker(request["env"], streams)
+    with connection, connection.makefile("w") as stream:
         files = Path(request["out"]), Path(request["err"])
         more = {name: request[name] for name in ("env", "entry", "fault")}
         ranks = Ranks(request["n"], request["argv"], *files, **more)
@@ -214,6 +220,24 @@ def _serve(connection: socket.socket) -> NoReturn:
         stream.write(json.dumps([ranks.codes.get(rank, -9) for rank in range(request["n"])]) + "\n")
         stream.flush()
     os._exit(0)
+
+
+def _become_worker(env: Mapping[str, str], streams: Sequence[int]) -> NoReturn:
+    """What `python -u -c "..."` of execnet does, in this process."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(env)
+    gc.unfreeze()
+    sys.argv = ["-c"]
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
+    try:
+        exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -16,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from tests.helpers import checkpoint, python, ranks, records, start, succeeded, tensors, tiny
+from tests.helpers import checkpoint, limited, python, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite import retention, shards, storage
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter, announcement, write_tensors
@@ -412,7 +411,7 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     """No file may grow beyond 64 KiB: the weights don't fit. The run goes on, and fails at its end."""
     shutil.copytree(finished, tmp_path / "run")
     arguments = tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=2, log__every=1)
-    result = start(["bash", "-c", 'ulimit -f 64; exec "$0" "$@"', sys.executable, "train.py", *arguments])
+    result = limited("FSIZE", 64 << 10, arguments, tmp_path)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert "NOT SAVED  step 6: " in result.stdout

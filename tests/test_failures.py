@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tests.helpers import HANGS_S, ROOT, checkpoint, losses, ranks, start, succeeded, tensors, tiny
+from tests.helpers import HANGS_S, ROOT, checkpoint, limited, losses, ranks, succeeded, tensors, tiny
 from torchtitan_lite import storage
 
 
@@ -69,8 +69,7 @@ def test_too_little_memory_says_what_to_set(text: Path, tmp_path: Path) -> None:
     """16 GB of address space, and logits that take 39."""
     arguments = tiny(text, tmp_path, run__name="run", train__micro_batch_size=1024, model__vocab_size=300_000)
     arguments.append("--speed.chunked_loss=false")  # which would never have them all
-    limited = ["bash", "-c", 'ulimit -v 16000000; exec "$0" "$@"', sys.executable, "train.py"]
-    result = start([*limited, *arguments])
+    result = limited("AS", 16 * 10**9, arguments, tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "out of memory: " in result.stderr
     assert "try --train.micro_batch_size=512: the same global batch in more micro-batches" in result.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import HANGS_S, ROOT, checkpoint, losses, ranks, records, succeeded, tensors, tiny
+from tests.helpers import HANGS_S, ROOT, checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite import storage
 
 RUN = {"run__name": "run", "eval__every": 0, "log__every": 1, "model__dropout": 0.1, "checkpoint__every": 5}
@@ -233,16 +233,12 @@ def test_20_kills_in_a_row_are_20_restarts(straight: Path, text: Path, tmp_path:
     assert_same_end(tmp_path / "run", straight)
 
 
-def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+def test_kills_at_random_moments_lose_nothing() -> None:
     """A small part of `python -m tests.faults.soak`."""
-    script = "import train; from tests.faults import soak; soak.main()"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     seed = str(random.Random(3).randrange(1000))
     # the way with the most to go wrong: sharded, by DCP, beside training
-    command = [sys.executable, "-c", script, "3", seed, "7"]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANGS_S)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "'kills': 3" in result.stdout.splitlines()[-1]
+    said = succeeded(python("3", seed, "7", script="-m tests.faults.soak"))
+    assert "'kills': 3" in said.splitlines()[-1]
 
 
 # --- ranks that are lost, hang, or differ -----------------------------------------------------------------------

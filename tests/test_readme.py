@@ -27,11 +27,9 @@ def run(command: str, text: Path, out_dir: Path) -> str:
     ours = [option for option in tiny(text, out_dir, train__steps=6) if not option.startswith("--model.family")]
     taken = {word.split("=")[0] for word in words} - {"--data.path", "--train.steps"}
     ours = [option for option in ours if option.split("=")[0] not in taken]
-    if command.startswith(f"{PLAIN} "):  # one of them is started by torchrun itself
+    if command.startswith(PLAIN):  # torchrun itself is started by `make train`
         return succeeded(ranks(2, *words[len(shlex.split(PLAIN)) :], *ours))
-    if words[0] == "torchrun":
-        words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    elif words[0] == "python":
+    if words[0] == "python":
         return succeeded(run_python([*words[1:], *ours]))
     if words[0] == "make":
         # this interpreter's environment, which has everything installed
