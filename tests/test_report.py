@@ -213,7 +213,7 @@ def test_hostile_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
         run = report.read_run(folder)
         assert [r["step"] for r in run.steps] == [1, 2], line[:50]
         assert len(run.samples) == 1, line[:50]
-        assert run.notes == [f"{name}: 1 damaged line passed over" for name in good], line[:50]
+        assert run.notes[:2] == [f"{name}: 1 damaged line passed over" for name in good], line[:50]
     for name, lines in good.items():
         (folder / name).write_text(lines + "\n".join(HOSTILE))
     page = made(tmp_path / "page.html", folder)

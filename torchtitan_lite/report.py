@@ -147,6 +147,9 @@ def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
         for section, table in tomli.loads(text).items():
             inside = table if isinstance(table, dict) else {"": table}
             values |= {f"{section}.{key}".rstrip("."): settings.show(value) for key, value in inside.items()}
+    except FileNotFoundError:
+        notes.append(f"{file.name}: there is none, so the config is not shown")
+        return {}
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{file.name}: can't be read, so the config is not shown: {error}")
         return {}
