@@ -1,5 +1,6 @@
 """Text from a model: the cache changes nothing, and every kind of folder gives the same text."""
 
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 from torch import Tensor
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
@@ -178,6 +179,13 @@ def test_text_arrives_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyPatc
         ([], "nothing to continue"),
         (["--prompt", "x", "--temperature=-1", "--top-p=0"], "--top-p=0.0 should be above 0"),
         (["--prompt", "x", "--tokenizer=none.json"], "none.json is not there"),
+        (["--prompt", "x", "--temperature=nan"], "--temperature=nan should be 0 or more"),
+        (["--prompt", "x", "--temperature=inf"], "--temperature=inf should be 0 or more"),
+        (["--prompt", "x", "--top-p=nan"], "--top-p=nan should be above 0"),
+        (["--prompt", "x", "--top-k=-1", "--max-tokens=0"], "--top-k=-1 should be 0 (all) or more"),
+        (["--prompt", "x", "--max-tokens=-5"], "--max-tokens=-5 should be at least 1"),
+        (["--prompt", "x", "--seed=" + "9" * 30], "should have at most 64 bits"),
+        (["--prompt", "a\udcff"], "the prompt is not valid UTF-8: 'a\\udcff'"),
     ],
 )
 def test_mistakes(arguments: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,3 +210,29 @@ def test_a_tokenizer_of_another_model(run: Path, tmp_path: Path, capsys: pytest.
     larger.save(str(tmp_path / "tokenizer.json"))
     assert generate.main([str(run), "--prompt", "x", f"--tokenizer={tmp_path / 'tokenizer.json'}"]) == 2
     assert "has 518 entries" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-50, 5e-324])
+def test_a_temperature_near_zero_is_zero(temperature: float) -> None:
+    logits = torch.tensor([-3.0, 7.0, 2.0, 6.9])
+    assert set(drawn(Sampler(temperature, top_k=3, top_p=0.9), logits, 20)) == {1}
+
+
+@pytest.mark.parametrize(
+    "more", [["--temperature=1e-40"], ["--temperature=1e300"], ["--top-k=" + "9" * 30], ["--max-tokens=" + "9" * 30]]
+)
+def test_values_at_the_ends(more: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main([str(run), "--prompt", "a\0b", "--device=cpu", *more]) == 0
+    assert capsys.readouterr().out.startswith("a\0b")
+
+
+def test_a_word_that_the_tokenizer_does_not_know(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    assert generate.main([str(run), "--prompt", "x", f"--tokenizer={tmp_path / 'tokenizer.json'}"]) == 2
+    assert "the tokenizer can't encode the prompt 'x'" in capsys.readouterr().err
+
+
+def test_input_that_is_no_text(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
+    assert generate.main([str(run), "--interactive"]) == 2
+    assert "the input is not utf-8 text" in capsys.readouterr().err

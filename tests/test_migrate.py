@@ -1,10 +1,15 @@
 """An Accelerate config becomes one of ours, and no key of it gets lost."""
 
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli
 import yaml
+from hypothesis import given, strategies
+from hypothesis import settings as bounds
 
 from tests.helpers import python, succeeded
 from torchtitan_lite import migrate, settings
@@ -131,7 +136,7 @@ def test_the_launch_counts_processes_per_machine() -> None:
         ("fsdp_config: {limit_all_gathers: true}", "limit_all_gathers", "no longer needed"),
         ("fsdp_config: {fsdp_min_num_params: 100}", "fsdp_min_num_params", "the groups are fixed"),
         ("mixed_precision: fp8", "mixed_precision", "float8"),
-        ("deepspeed_config: {gradient_clipping: auto}", "gradient_clipping", "auto is no number"),
+        ("deepspeed_config: {gradient_clipping: auto}", "gradient_clipping", "auto is not a number"),
         ("deepspeed_config: {offload_param_device: nvme}", "offload_param_device", "not on a disk"),
         ("wild_key: 3", "wild_key", "not a key that this tool knows"),
     ],
@@ -168,3 +173,154 @@ def test_files_that_are_no_config(text: str, tmp_path: Path) -> None:
     assert result.stderr.startswith("migrate: ")
     assert "Traceback" not in result.stderr
     assert "uid=" not in result.stdout
+
+
+# --- hostile files: whatever is in them, the output is TOML, and sets only what the tables know ------------------
+
+KNOWN = {
+    *("fsdp.sharding_strategy", "fsdp.reshard_after_forward", "fsdp.dp_replicate", "fsdp.dp_shard"),
+    *("fsdp.explicit_prefetching", "fsdp.forward_prefetch", "fsdp.cpu_offload", "fsdp.param_dtype"),
+    *("fsdp.reduce_dtype", "run.device", "activation_checkpointing.mode", "checkpoint.state_dict"),
+    *("optim.max_norm", "compile.enabled", "compile.backend"),
+}
+
+
+def keys_of(output: str) -> set[str]:
+    return {f"{section}.{key}" for section, table in tomli.loads(output).items() for key in table}
+
+
+def migrated(content: str | bytes, tmp_path: Path) -> str:
+    """The output for a file of this content."""
+    file = tmp_path / "accelerate.yaml"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    read = migrate.read(file)
+    return migrate.to_toml(migrate.translate(read), read, file.name)
+
+
+LINE_BREAKS = ["\n", "\r\n", "\x0b", "\x85", "\u2028", "\0", "\x7f"]
+
+
+@pytest.mark.parametrize("line_break", LINE_BREAKS, ids=ascii)
+@pytest.mark.parametrize("place", ["key", "inner key", "value", "list", "file"])
+def test_no_text_of_the_file_becomes_toml(place: str, line_break: str) -> None:
+    evil = f"x{line_break}[checkpoint]{line_break}keep_latest = 1 #"
+    contents: dict[str, dict[Any, Any]] = {
+        "key": {evil: 1},
+        "inner key": {"fsdp_config": {evil: 1}},
+        "value": {"deepspeed_config": {"gradient_clipping": evil}},
+        "list": {"parallelism_config": {"parallelism_config_dp_shard_size": [evil]}},
+        "file": {},
+    }
+    content = contents[place]
+    output = migrate.to_toml(migrate.translate(content), content, evil if place == "file" else "x.yaml")
+    assert keys_of(output) == set()
+    assert output.isascii()
+    assert all(line == "" or line.startswith("#") for line in output.split("\n"))
+
+
+scalars = strategies.one_of(
+    strategies.text(max_size=20),
+    strategies.sampled_from([*LINE_BREAKS, "\n[a]\nb = 1", "\ud800", "auto", "NO", "true", "cpu", "1", "\u00b2"]),
+    strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats() | strategies.dates(),
+)
+values_ = scalars | strategies.lists(scalars, max_size=3) | strategies.dictionaries(scalars, scalars, max_size=3)
+
+
+def tables(rules: dict[str, Any]) -> strategies.SearchStrategy[dict[Any, Any]]:
+    return strategies.dictionaries(strategies.sampled_from(sorted(rules)) | scalars, values_, max_size=4)
+
+
+contents = strategies.builds(
+    lambda top, inner: top | inner,
+    tables(migrate.TOP),
+    strategies.fixed_dictionaries({}, optional={name: tables(rules) for name, rules in migrate.SECTIONS.items()}),
+)
+
+
+@bounds(deadline=None)
+@given(contents, strategies.text(max_size=9))
+def test_any_content_gives_toml_with_known_keys_or_a_message(content: dict[Any, Any], name: str) -> None:
+    message = ""
+    try:
+        output = migrate.to_toml(migrate.translate(content), content, name)
+    except ConfigError as error:
+        output, message = "", str(error)
+    assert message.isprintable()
+    assert keys_of(output) <= KNOWN
+    assert output.isascii()
+    found: list[str] = []
+    settings.build(
+        {
+            f"{section}.{key}": settings.Setting(value, "test")
+            for section, table in tomli.loads(output).items()
+            for key, value in table.items()
+        },
+        lambda _: {},
+        found,
+    )
+    assert not found, "each value is one that its key takes"
+
+
+@bounds(deadline=None)
+@given(strategies.binary(max_size=200) | strategies.text(max_size=200).map(lambda t: t.encode("utf-8", "replace")))
+def test_any_bytes_give_toml_or_a_message(content: bytes) -> None:
+    try:
+        read = migrate._parse(content)
+    except ConfigError:
+        return
+    assert keys_of(migrate.to_toml(migrate.translate(read), read, "x")) <= KNOWN
+
+
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("{a: " * 100_000, "nested too deeply"),
+        (BOMB, "line 2: *a is an alias"),
+        ("a: &a {k: 1}\nb: {<<: *a}\n", "line 2: *a is an alias"),
+        ("a: &a [*a]", "*a is an alias"),
+        (b"a: \xff\xfe", "can't be read as YAML"),
+        ("debug: true\ndebug: false\n", "line 2: debug is set twice"),
+        ("fsdp_config: {fsdp_version: 1, fsdp_version: 2}", "fsdp_version is set twice"),
+        ("- debug: true", "is not a table"),
+        ("just text", "is not a table"),
+        (b"", "is not a table"),
+        ("num_processes: 1" + "0" * 5000, "can't be read as YAML"),
+        ("debug: 2024-13-45", "can't be read as YAML"),
+        ("debug: !!int x", "!!int is a tag".replace("!!", "tag:yaml.org,2002:")),
+        ("? [a, b]\n: 1", "can't be read as YAML"),
+        ("a: 1\n---\nb: 2", "can't be read as YAML"),
+        ("a: \x00", "can't be read as YAML"),
+        (b"# " + b"x" * (1 << 20), "larger than 1,048,576 bytes"),
+    ],
+    ids=lambda value: ascii(value)[:30],
+)
+def test_hostile_files(content: str | bytes, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        migrated(content, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("parallelism_config: {parallelism_config_dp_shard_size: 2.7}", {}),
+        ("parallelism_config: {parallelism_config_dp_shard_size: true}", {}),
+        ("parallelism_config: {parallelism_config_dp_shard_size: -3}", {}),
+        ("parallelism_config: {parallelism_config_dp_shard_size: 99999999999999999999}", {}),
+        ("deepspeed_config: {gradient_clipping: .nan}", {}),
+        ("deepspeed_config: {gradient_clipping: -1}", {}),
+        ("deepspeed_config: {gradient_clipping: [1]}", {}),
+        ("deepspeed_config: {gradient_clipping: 0x" + "f" * 5000 + "}", {}),
+        ("debug: 2024-01-02", {}),
+        ("? 0x" + "f" * 5000 + "\n: 1", {}),
+        ("num_processes: \u00b2", {}),
+    ],
+    ids=lambda value: ascii(value)[:60],
+)
+def test_values_that_mean_nothing_set_nothing(text: str, expected: dict[str, object], tmp_path: Path) -> None:
+    output = migrated(text, tmp_path)
+    assert keys_of(output) == expected.keys()
+    assert "--nproc-per-node 1 " in output

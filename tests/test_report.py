@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
 from tests.helpers import HANGS_S, ROOT, ranks, start, succeeded, tiny
-from torchtitan_lite import report, report_page
+from torchtitan_lite import report, report_page, settings
 
 pytest.importorskip("plotly")
 
@@ -145,6 +146,149 @@ def test_without_plotly(run: Path, tmp_path: Path) -> None:
     result = start([sys.executable, "-c", code])
     assert result.returncode == 2
     assert 'pip install "torchtitan_lite[report]"' in result.stderr
+
+
+def shown_config(page: str) -> dict[str, tuple[str, str]]:
+    """Values and origins in the table of the config."""
+    rows = re.findall(r"<tr class=\"\w+\"><th>(.*?)</th><td><code>(.*?)</code></td><td>(.*?)</td>", page)
+    return {html.unescape(key): (html.unescape(value), html.unescape(origin)) for key, value, origin in rows}
+
+
+def test_values_and_origins_of_the_config(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [step(1)])
+    values = {
+        "run.name": "a # b",
+        "run.out_dir": 'C:\\"x" # y',
+        "sample.prompts": ["# def", "'#'", "\\", "two\nlines\n[optim]\nlr = 5.0 # command line", "\u2028"],
+        "optim.lr": 0.25,
+        "optim.max_norm": float("inf"),
+    }
+    origins = {"run.name": "command line", "run.out_dir": "a file # with a mark.toml", "optim.lr": "x.toml"}
+    loaded = settings.load(None, {key: settings.Setting(value, "") for key, value in values.items()})
+    (folder / "config.toml").write_text(
+        settings.to_toml_with_origins(settings.Loaded(loaded.config, origins)), encoding="utf-8"
+    )
+    shown = shown_config(made(tmp_path / "page.html", folder))
+    for key, value in values.items():
+        assert tomli.loads(f"value = {shown[key][0]}")["value"] == value
+        assert shown[key][1] == origins.get(key, "default")
+    assert shown["optim.eps"] == ("1e-08", "default")
+    assert shown.keys() == settings.known_keys().keys()
+
+
+def test_a_text_of_many_lines_gives_no_origin(tmp_path: Path) -> None:
+    """Nobody but a person writes such a file; its values are read all the same."""
+    folder = write_run(tmp_path / "run", [step(1)])
+    fake = "[optim]\nlr = 5.0 # command line"
+    (folder / "config.toml").write_text(f'[run]\nname = """\n{fake}\n"""\n[optim]\nlr = 6.0 # x.toml\n[a.b]\nc = 1')
+    shown = shown_config(made(tmp_path / "page.html", folder))
+    assert shown["optim.lr"] == ("6.0", "x.toml")
+    assert tomli.loads(f"value = {shown['run.name'][0]}")["value"] == fake + "\n"
+
+
+HOSTILE = [
+    *('{"step": 3, "loss": "text"}', '{"step": 3, "seconds": "1", "loss": 1.0}', '{"step": 3, "loss": 1, "time": "x"}'),
+    *(
+        '{"step": 3, "loss": ' + "9" * 400 + "}",
+        '{"step": 3, "loss": ' + "9" * 5000 + "}",
+        '{"step": 3, "loss": 1e300}',
+    ),
+    *('{"step": ' + "9" * 400 + ', "loss": 1.0}', '{"step": true, "loss": 1.0}', '{"step": -1, "loss": 1.0}'),
+    *('{"step": 3, "loss": ' + "[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"step": 3, "loss": [1.0]}'),
+    *(
+        '{"step": 3, "val_loss": {}}',
+        '{"step": 3, "val_loss": 1, "val_bits_per_byte": "x"}',
+        '{"step": 3, "save_s": "x"}',
+    ),
+    *("\0\0\0", "null", "3", '"x"', "[]", "{}", '{"step": "3", "loss": 1.0}', '{"step": 3, "lo'),
+]
+
+
+def test_hostile_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [step(1), step(2)], [{"step": 2, "prompt": "def", "text": "x"}])
+    good = {name: (folder / name).read_text() for name in ("metrics.jsonl", "samples.jsonl")}
+    for line in HOSTILE:
+        for name, lines in good.items():
+            (folder / name).write_text(lines + line)
+        run = report.read_run(folder)
+        assert [r["step"] for r in run.steps] == [1, 2], line[:50]
+        assert len(run.samples) == 1, line[:50]
+        assert run.notes[:2] == [f"{name}: 1 damaged line passed over" for name in good], line[:50]
+    for name, lines in good.items():
+        (folder / name).write_text(lines + "\n".join(HOSTILE))
+    page = made(tmp_path / "page.html", folder)
+    assert all(f"{name}: {len(HOSTILE)} damaged lines passed over" in page for name in good)
+
+
+def test_binary_files(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [step(1)])
+    noise = bytes(range(256)) * 20
+    for file in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
+        with (folder / file).open("ab") as stream:
+            stream.write(noise)
+    page = made(tmp_path / "page.html", folder)
+    for file in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
+        assert f"{file}: " in page
+
+
+def test_numbers_that_are_null_or_not_finite(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(report.NUMBERS)
+    folder = write_run(
+        tmp_path / "run", [step(1), step(2, time=float("nan"), seconds=float("inf")), step(3, **nothing)]
+    )
+    page = made(tmp_path / "page.html", folder)
+    assert figures_of(page)["Loss"]["traces"][0]["y"][2] is None
+    assert "damaged" not in page.split("<script>")[0]
+    folder = write_run(tmp_path / "largest", [step(n, **dict.fromkeys(report.NUMBERS, 1e100)) for n in (1, 2)])
+    made(tmp_path / "page.html", folder)
+
+
+def test_halves_of_surrogate_pairs(tmp_path: Path) -> None:
+    half = "\ud800"
+    sample = {"step": 1, "prompt": half, "text": f"a{half}"}
+    folder = write_run(tmp_path / "run", [step(1)], [sample])
+    (folder / "run.json").write_text(json.dumps({"status": half}))
+    assert r"a\ud800" in made(tmp_path / "page.html", folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "3", '{"status": 3, "reason": {}}', "{", "[" * 100_000, '{"status": ' + "9" * 5000 + "}"]
+)
+def test_run_json_of_odd_shape(content: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [step(1)])
+    (folder / "run.json").write_text(content)
+    assert "<b>unknown</b>" in made(tmp_path / "page.html", folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "lr = 1",
+        "[train]\nsteps = 0x" + "f" * 5000,
+        "a = [" * 5000,
+        "[train]\nsteps = '5' # x",
+        "x",
+        "[train]\nsteps = [",
+    ],
+    ids=lambda content: content[:30],
+)
+def test_config_toml_of_odd_shape(content: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [step(1)])
+    (folder / "config.toml").write_text(content)
+    made(tmp_path / "page.html", folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe\0\0" * 100, b'{"step": 1, "loss": "x"}\n'])
+def test_metrics_without_a_record(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    assert report.main([str(tmp_path)]) == 2
+    assert "has no record of a step yet" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(tmp_path / ("x" * 5000))]) == 2
+    assert "can't be read" in capsys.readouterr().err
 
 
 EVIL = "</script><script>document.title='evil'</script><img src=http://example.com/x onerror=alert(1)>"

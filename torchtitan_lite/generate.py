@@ -23,9 +23,16 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     """The tokens of a prompt.
 
     Raises:
-        ConfigError: it is empty, or leaves no room for an answer.
+        ConfigError: it is empty, is not text, can't be encoded, or leaves no room for an answer.
     """
-    ids = [int(i) for i in opened.tokenizer.encode(prompt, add_special_tokens=False).ids]
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
+        raise ConfigError(f"the prompt is not valid UTF-8: {prompt[:40]!a}") from None
+    try:
+        ids = [int(i) for i in opened.tokenizer.encode(prompt, add_special_tokens=False).ids]
+    except Exception as error:  # the library raises no other kind, e.g. for a word without an entry
+        raise ConfigError(f"the tokenizer can't encode the prompt {prompt[:40]!a}: {error}") from None
     limit = opened.model.config.max_seq_len
     if not ids:
         raise ConfigError('the prompt is empty; give the model a beginning, e.g. --prompt "def "')
@@ -64,10 +71,17 @@ def answer(opened: Opened, prompt: str, max_tokens: int, sampler: Sampler) -> st
     return f"{len(times)} tokens, {(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s; {first}"
 
 
+def _line() -> str:
+    try:
+        return input("prompt> " if sys.stdin.isatty() else "")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the input is not {error.encoding} text: {error}") from None
+
+
 def converse(opened: Opened, max_tokens: int, sampler: Sampler) -> None:
     """Answer line after line, each by itself, until an empty one or the end of the input."""
     with contextlib.suppress(EOFError):
-        while prompt := input("prompt> " if sys.stdin.isatty() else ""):
+        while prompt := _line():
             try:
                 print(answer(opened, prompt, max_tokens, sampler), file=sys.stderr)
             except ConfigError as error:  # too long: the next may be shorter
@@ -107,6 +121,8 @@ def _problems(given: argparse.Namespace) -> list[str]:
         found.append(f"--top-k={given.top_k} should be 0 (all) or more, e.g. 50")
     if not 0 < given.top_p <= 1:
         found.append(f"--top-p={given.top_p} should be above 0 and at most 1, e.g. 0.95")
+    if not -(2**63) <= given.seed < 2**64:
+        found.append(f"--seed={given.seed} should have at most 64 bits, e.g. 0")
     if given.device not in ("auto", "cpu", "cuda"):
         found.append(f"--device={given.device} should be auto, cpu or cuda")
     elif given.device == "cuda" and not torch.cuda.is_available():

@@ -26,9 +26,12 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> int:
         """The next token, given logits (V,) of any float dtype on any device."""
+        likeliest = int(logits.argmax())
         if self.temperature == 0:
-            return int(logits.argmax())
+            return likeliest
         logits = logits.float().cpu() / self.temperature
+        if not logits.isfinite().all():  # a temperature this close to 0 is 0
+            return likeliest
         if 0 < self.top_k < len(logits):
             logits[logits < logits.topk(self.top_k).values[-1]] = -torch.inf
         if self.top_p < 1:

@@ -6,8 +6,9 @@ FSDP1's options map to FSDP2's is that of PyTorch's FSDP2 tutorial.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ import yaml
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.settings import show
 from torchtitan_lite.strategies import STRATEGIES
+
+MAX_BYTES = 1 << 20  # `accelerate config` writes about a thousand
+MAX_SHOWN = 120  # characters of a name or a value in a message
 
 
 @dataclass
@@ -39,14 +43,24 @@ class Translation:
 Rule = Callable[[Translation, str, Any], None]
 
 
+def shown(value: Any) -> str:
+    """A name or a value of the file, safe in a TOML comment and in a terminal: one line of printable ASCII."""
+    if isinstance(value, list | dict | set):
+        return "a list" if isinstance(value, list) else "a table"  # its text may be long
+    if isinstance(value, int) and value.bit_length() > 4 * MAX_SHOWN:
+        return "a very large number"  # Python refuses to write out thousands of digits
+    text = str(value).encode("unicode_escape").decode("ascii")
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def _set(key: str, values: Mapping[Any, Any]) -> Rule:
     """A key of ours, by the value of theirs; a value that is not in the table is an error."""
 
     def rule(t: Translation, name: str, value: Any) -> None:
         known = {str(k).upper(): v for k, v in values.items()}
-        if str(value).upper() not in known:
-            raise ConfigError(f"{name} = {value} is not one of {', '.join(map(str, values))}")
-        t.set(key, known[str(value).upper()], f"{name}: {value}")
+        if shown(value).upper() not in known:
+            raise ConfigError(f"{name} = {shown(value)} is not one of {', '.join(map(str, values))}")
+        t.set(key, known[shown(value).upper()], f"{name}: {shown(value)}")
 
     return rule
 
@@ -64,9 +78,9 @@ def _choice(**rules: Rule) -> Rule:
     known = {value.lower(): one for value, one in rules.items()}
 
     def rule(t: Translation, name: str, value: Any) -> None:
-        chosen = known.get(str(value).lower(), rules.get("other"))
+        chosen = known.get(shown(value).lower(), rules.get("other"))
         if chosen is None:
-            raise ConfigError(f"{name} = {value} is not one of {', '.join(rules)}")
+            raise ConfigError(f"{name} = {shown(value)} is not one of {', '.join(rules)}")
         chosen(t, name, value)
 
     return rule
@@ -80,36 +94,50 @@ def _all(*rules: Rule) -> Rule:
     return rule
 
 
-def _number(key: str, kind: type[int] | type[float]) -> Rule:
-    """A key of ours that takes a number."""
+def _count(key: str) -> Rule:
+    """A key of ours that takes a number of ranks."""
 
     def rule(t: Translation, name: str, value: Any) -> None:
-        try:
-            t.set(key, kind(value), f"{name}: {value}")
-        except (TypeError, ValueError):
-            t.no_counterpart[name] = f"{value} is no number"
+        n = _positive(value)
+        if n is None:
+            t.no_counterpart[name] = f"{shown(value)} is not a number of ranks"
+        else:
+            t.set(key, n, f"{name}: {n}")
 
     return rule
+
+
+def _positive(value: Any) -> int | None:
+    """A count as YAML or a person writes it; None for anything else."""
+    text = shown(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0 else None
 
 
 def _offload(t: Translation, name: str, value: Any) -> None:
     """FSDP2 offloads all or nothing."""
     if value == "cpu":
-        t.set("fsdp.cpu_offload", True, f"{name}: {value}")
+        t.set("fsdp.cpu_offload", True, f"{name}: cpu")
     elif value not in ("none", None):
         t.no_counterpart[name] = "parameters, gradients and optimizer state can be on the host, not on a disk"
 
 
 def _clipping(t: Translation, name: str, value: Any) -> None:
     """DeepSpeed's 0 is no clipping."""
-    _number("optim.max_norm", float)(t, name, value if value != 0 else "inf")
+    try:
+        norm = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        norm = math.nan
+    if norm >= 0:
+        t.set("optim.max_norm", norm or math.inf, f"{name}: {shown(value)}")
+    else:
+        t.no_counterpart[name] = f"{shown(value)} is not a number above 0 (or 0: no clipping)"
 
 
 def _prefetch(t: Translation, name: str, value: Any) -> None:
     """FSDP1 gathers one group ahead."""
     _set("fsdp.explicit_prefetching", YES)(t, name, value)
     if t.sets["fsdp.explicit_prefetching"][0]:
-        t.set("fsdp.forward_prefetch", 1, f"{name}: {value}")
+        t.set("fsdp.forward_prefetch", 1, f"{name}: {shown(value)}")
 
 
 YES = {True: True, False: False}
@@ -219,8 +247,8 @@ DYNAMO: dict[str, Rule] = {
     ),
 }
 PARALLELISM: dict[str, Rule] = {
-    "parallelism_config_dp_replicate_size": _number("fsdp.dp_replicate", int),
-    "parallelism_config_dp_shard_size": _number("fsdp.dp_shard", int),
+    "parallelism_config_dp_replicate_size": _count("fsdp.dp_replicate"),
+    "parallelism_config_dp_shard_size": _count("fsdp.dp_shard"),
 }
 SECTIONS = {
     "fsdp_config": FSDP,
@@ -230,7 +258,64 @@ SECTIONS = {
 }
 
 
-def translate(content: Mapping[str, Any]) -> Translation:
+class _Loader(yaml.SafeLoader):
+    """YAML as `accelerate config` writes it: no aliases (they can multiply without end), no tags, no key twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            raise _at(event, f"*{shown(event.anchor)} is an alias, which is not supported; write the value itself")
+        if getattr(event, "tag", None) is not None:
+            raise _at(event, f"{shown(event.tag)} is a tag, which is not supported; remove it")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        found: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable):  # the rest is refused below
+                if key in found:
+                    raise _at(key_node, f"{shown(key)} is set twice; remove one of the two")
+                found.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _at(where: yaml.Event | yaml.Node, problem: str) -> yaml.YAMLError:
+    mark = where.start_mark
+    return yaml.YAMLError(f"line {mark.line + 1}: {problem}" if mark else problem)
+
+
+def read(file: Path) -> dict[Any, Any]:
+    """The keys and values of an Accelerate config.
+
+    Raises:
+        ConfigError: it can't be read, it is not YAML, or it is not a table.
+    """
+    try:
+        with file.open("rb") as stream:
+            return _parse(stream.read(MAX_BYTES + 1))
+    except OSError as error:
+        raise ConfigError(f"{file} can't be read: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file} {error}") from None
+
+
+def _parse(raw: bytes) -> dict[Any, Any]:
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"is larger than {MAX_BYTES:,} bytes: an Accelerate config has about 1,000")
+    try:
+        content = yaml.load(raw.decode("utf-8"), _Loader)
+    except RecursionError:
+        raise ConfigError("can't be read as YAML: it is nested too deeply") from None
+    # PyYAML raises ValueError and OverflowError for numbers and dates that Python can't hold
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise ConfigError(f"can't be read as YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError("is not a table of keys and values, as an Accelerate config is")
+    return content
+
+
+def translate(content: Mapping[Any, Any]) -> Translation:
     """What an Accelerate config becomes.
 
     Raises:
@@ -240,7 +325,7 @@ def translate(content: Mapping[str, Any]) -> Translation:
     for name, value in content.items():
         if name in SECTIONS:
             if not isinstance(value, dict | None):
-                raise ConfigError(f"{name} = {value} should be a table of keys and values")
+                raise ConfigError(f"{name} = {shown(value)} should be a table of keys and values")
             for inner, inner_value in (value or {}).items():
                 _apply(t, SECTIONS[name], inner, inner_value)
         else:
@@ -264,20 +349,20 @@ def _reconcile(t: Translation) -> None:
         t.sets["fsdp.reduce_dtype"] = "float32", f"{source}: DDP with autocast sums in float32"
 
 
-def _apply(t: Translation, rules: Mapping[str, Rule], name: str, value: Any) -> None:
+def _apply(t: Translation, rules: Mapping[str, Rule], name: Any, value: Any) -> None:
     # FSDP1's plugin takes its keys without the prefix as well
-    rule = rules.get(name) or rules.get(f"fsdp_{name}")
+    rule = rules.get(name) or (rules.get(f"fsdp_{name}") if isinstance(name, str) else None)
     if rule is None:
-        t.no_counterpart[name] = "not a key that this tool knows"
+        t.no_counterpart[shown(name)] = "not a key that this tool knows"
     elif value is not None:
         # YAML reads a bare no as false
         is_word = name in ("mixed_precision", "distributed_type", "dynamo_backend")
         rule(t, name, "NO" if value is False and is_word else value)
 
 
-def to_toml(t: Translation, content: Mapping[str, Any], source: str) -> str:
-    """A config file, and in its comments what has no place in it."""
-    lines = [f"# from {source}", ""]
+def to_toml(t: Translation, content: Mapping[Any, Any], source: str) -> str:
+    """A config file, and in its comments what has no place in it. Text of the file was made safe by `shown`."""
+    lines = [f"# from {shown(source)}", ""]
     for section in dict.fromkeys(key.split(".")[0] for key in t.sets):
         lines.append(f"[{section}]")
         inside = {key.split(".")[1]: value for key, value in t.sets.items() if key.startswith(f"{section}.")}
@@ -286,8 +371,7 @@ def to_toml(t: Translation, content: Mapping[str, Any], source: str) -> str:
     for title, names in (("nothing to set for:", t.done_anyway), ("no counterpart:", t.no_counterpart)):
         if names:
             lines += [f"# {title}", *(f"#   {name}: {reason}" for name, reason in names.items())]
-    counts = (str(content.get(key) or 1) for key in ("num_machines", "num_processes"))
-    machines, processes = (int(count) if count.isdigit() else 1 for count in counts)
+    machines, processes = (_positive(content.get(key)) or 1 for key in ("num_machines", "num_processes"))
     nodes = f"--nnodes {machines} --node-rank RANK --master-addr ADDRESS " if machines > 1 else ""
     lines += ["#", f"# torchrun {nodes}--nproc-per-node {max(processes // machines, 1)} train.py --config THIS_FILE"]
     return "\n".join(lines)
@@ -299,12 +383,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="an Accelerate config, e.g. default_config.yaml")
     file = parser.parse_args().file
     try:
-        try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{file} can't be read as YAML: {error}") from None
-        if not isinstance(content, dict):
-            raise ConfigError(f"{file} is no table of keys and values, as an Accelerate config is")
+        content = read(file)
         print(to_toml(translate(content), content, file.name))
     except UserError as error:
         print(f"migrate: {error}", file=sys.stderr)

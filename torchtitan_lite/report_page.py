@@ -36,10 +36,9 @@ def thinned(x: list[int], y: list[float | None]) -> Points:
 
 
 def curve(records: Records, key: str) -> Points:
-    """Steps and values of the records that have a key. What is not finite is a gap."""
+    """Steps and values of the records that have a key. None, what is not finite, is a gap."""
     found = [r for r in records if key in r]
-    values = [r[key] if isinstance(r[key], int | float) and math.isfinite(r[key]) else None for r in found]
-    return thinned([r["step"] for r in found], values)
+    return thinned([r["step"] for r in found], [r[key] for r in found])
 
 
 # --- figures ----------------------------------------------------------------------------------------------------
@@ -226,12 +225,13 @@ def _summary(run: Run, many: bool) -> str:
         tiles.append(("best validation loss", f"{best['val_loss']:.4f}", f"step {best['step']:,}"))
         if isinstance(best.get("val_bits_per_byte"), float):
             tiles.append(("bits per byte", f"{best['val_bits_per_byte']:.3f}", "at that step"))
-    if "tokens" in last:
+    if last.get("tokens") is not None:
         tiles.append(("tokens", f"{last['tokens']:,}", ""))
     if rates:
         tiles.append(("tokens per second", f"{rates[len(rates) // 2]:,.0f}", "median"))
-    if "time" in last and len(run.steps) > 1:
-        tiles.append(("first to last record", duration(last["time"] - run.steps[0]["time"]), ""))
+    times = [r["time"] for r in run.steps if r.get("time") is not None]
+    if len(times) > 1:
+        tiles.append(("first to last record", duration(times[-1] - times[0]), ""))
     cells = "".join(
         f"<div><span>{html.escape(label)}</span><b>{html.escape(str(value))}</b><small>{html.escape(str(more))}</small></div>"
         for label, value, more in tiles
