@@ -322,7 +322,7 @@ class FixedLoader(Loader):
 def case_a_validation_sums_over_ranks_and_leaves_shards_behind() -> None:
     model = sharded(make_mesh(MESHES["4"]))
     loader = FixedLoader(None, 1, dist.get_rank(), 4, seed=None)  # type: ignore[arg-type]
-    score = evaluate(model, Validation(loader, 10, torch.full((517,), 2)), CPU)
+    score = evaluate(model, Validation(loader, 4, torch.full((517,), 2)), CPU)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert model.training
     reference, nats = plain().eval(), 0.0
