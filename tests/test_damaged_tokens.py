@@ -42,7 +42,9 @@ def test_a_flipped_token_is_named_where_it_is_read(folder: Path) -> None:
     overwrite(file, np.array([bad]), 60_000)
     read_meta(folder)  # the quick look passes
     samples = Samples(folder, "train", 32)
-    expected = rf"train-00000\.bin is damaged: token {bad:,} \(at byte {2 * bad:,}\) is 60000, and the vocabulary has 257"
+    expected = (
+        rf"train-00000\.bin is damaged: token {bad:,} \(at byte {2 * bad:,}\) is 60000, and the vocabulary has 257"
+    )
     with pytest.raises(DataError, match=expected):
         samples.draw(np.array([bad // 32]), None)
     assert len(samples.draw(np.array([bad // 32 + 1]), None).tokens) == 1

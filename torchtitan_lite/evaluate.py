@@ -100,7 +100,7 @@ def unigram_bits_per_byte(counts: Tensor, lengths: Tensor) -> float:
     """
     n_bytes = int((counts * lengths).sum())
     weights = counts.double()
-    nats = -torch.xlogy(weights, weights / weights.sum()).sum().item()
+    nats = torch.xlogy(weights, weights.sum() / weights).sum().item()
     return bits_per_byte(nats, n_bytes) if n_bytes else math.nan
 
 
