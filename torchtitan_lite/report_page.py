@@ -226,8 +226,8 @@ def _summary(run: Run, many: bool) -> str:
         tiles.append(("best validation loss", f"{best['val_loss']:.4f}", f"step {best['step']:,}"))
         if isinstance(best.get("val_bits_per_byte"), float):
             stderr = best.get("val_bits_per_byte_stderr")
-            more = f"+- {stderr:.3f} " if isinstance(stderr, float) else ""
-            tiles.append(("bits per byte", f"{best['val_bits_per_byte']:.3f}", f"{more}at that step"))
+            more = f"+- {stderr:.3f}" if isinstance(stderr, float) else "at that step"
+            tiles.append(("bits per byte", f"{best['val_bits_per_byte']:.3f}", more))
     if "tokens" in last:
         tiles.append(("tokens", f"{last['tokens']:,}", ""))
     if rates:
