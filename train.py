@@ -69,7 +69,7 @@ from torchtitan_lite.parallelize import (
     unshard_first,
 )
 from torchtitan_lite.profiling import Profile
-from torchtitan_lite.resume import fresh_state
+from torchtitan_lite.resume import continued, fresh_state
 from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import Loaded, to_toml_with_origins
@@ -109,22 +109,22 @@ def build(config: Config, data: DataSet, world: World, log: Log) -> Training:
     cut = config.train.micro_batch_size, world.rank, world.world_size
     on_gpu = world.device.type == "cuda"
     loader = Ahead(Loader(samples, *cut, config.run.seed, config.data.document_mask, pin=on_gpu), world.device)
-    validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data.folder)
+    validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data)
 
     # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world)
-    fresh = fresh_state(config, data, world)
+    fresh = fresh_state(config, data, world, validation.identity())
     loaded = checkpointer.load(fresh.identity)
     for note in checkpointer.notes:
         log.say(f"note    {note}")
-    state = replace(loaded, setting=fresh.setting, config=fresh.config) if loaded else fresh
+    state = continued(loaded, fresh) if loaded else fresh
     if config.model.init_from and not loaded:
         source = Path(config.model.init_from)
         checkpointer.load_weights(lambda verify: hf.open_weights(source, config.model, verify))
 
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
     skips = config.train.on_nonfinite == "skip"
-    guard = FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0)
+    guard = FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0, state.skipped)
     leaving, watch = Leaving(config.run.max_minutes), Watch(config.folder, world, config.run.timeout_minutes)
     return Training(
         *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation),

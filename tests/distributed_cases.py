@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from checkpoint import Checkpointer
 from torchtitan_lite.config import CheckpointConfig, FsdpConfig, GradScalerConfig, ModelConfig, OptimConfig, RunConfig
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
+from torchtitan_lite.data.order import Indices
+from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed import World, leave, process_group
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.evaluate import Validation, evaluate
@@ -322,7 +325,7 @@ class FixedLoader(Loader):
 def case_a_validation_sums_over_ranks_and_leaves_shards_behind() -> None:
     model = sharded(make_mesh(MESHES["4"]))
     loader = FixedLoader(None, 1, dist.get_rank(), 4, seed=None)  # type: ignore[arg-type]
-    score = evaluate(model, Validation(loader, 10, torch.full((517,), 2)), CPU)
+    score = evaluate(model, Validation(loader, 4, torch.full((517,), 2)), CPU)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert model.training
     reference, nats = plain().eval(), 0.0
@@ -331,6 +334,52 @@ def case_a_validation_sums_over_ranks_and_leaves_shards_behind() -> None:
         nats += float(reference(tokens, tokens))
     assert abs(score.loss - nats / 30) < 1e-5
     assert abs(score.bits_per_byte - score.loss / math.log(2) / 2) < 1e-9
+
+
+class Uneven:
+    """Sequences of 1, 2 or 3 targets."""
+
+    seq_len = 3
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        rows = Rows.empty(len(run_samples), 3)
+        for row, i in enumerate(run_samples.tolist()):
+            rows.tokens[row] = (i, i + 1, i + 2)
+            rows.targets[row, : i % 3 + 1] = rows.tokens[row, : i % 3 + 1]
+        return rows
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        return int((run_samples % 3 + 1).sum())
+
+
+def case_a_validation_knows_its_standard_error() -> None:
+    """Against the textbook's formula for a ratio, on 10 sequences of uneven lengths over 4 ranks of 1 a round."""
+    model = sharded(make_mesh(MESHES["4"]))
+    model.output.chunked = True
+    lengths = torch.arange(517) % 3 + 1
+    drawn = Uneven().draw(np.arange(10), None)
+    tokens, targets = torch.from_numpy(drawn.tokens), torch.from_numpy(drawn.targets)
+    reference = plain().eval()
+    with torch.no_grad():
+        nats = [float(reference(tokens[i : i + 1], targets[i : i + 1])) for i in range(10)]
+    known = [row[row != IGNORE] for row in targets]
+    for micro_batch_size in (1, 2, 3):
+        loader = Loader(Uneven(), micro_batch_size, dist.get_rank(), 4, seed=None)
+        score = evaluate(model, Validation(loader, 10, lengths), CPU)
+        for found, stderr, sizes, unit in (
+            (score.loss, score.loss_stderr, [float(len(k)) for k in known], 1.0),
+            (score.bits_per_byte, score.bits_per_byte_stderr, [float(lengths[k].sum()) for k in known], math.log(2)),
+        ):
+            ratio = sum(nats) / sum(sizes)
+            residuals = [y - ratio * x for y, x in zip(nats, sizes, strict=True)]
+            expected = math.sqrt(10 / 9 * sum(r * r for r in residuals)) / sum(sizes)
+            assert abs(found * unit - ratio) < 1e-5
+            assert abs(stderr * unit - expected) < 1e-5
+            assert expected > 1e-3
+        targets_of_all = torch.cat(known)
+        share = targets_of_all.bincount().double() / len(targets_of_all)
+        bits = float(-torch.xlogy(share, share).sum()) / math.log(2) * len(targets_of_all)
+        assert abs(score.unigram_bits_per_byte - bits / float(lengths[targets_of_all].sum())) < 1e-9
 
 
 def main(argv: Sequence[str]) -> None:

@@ -400,6 +400,19 @@ def test_too_many_poisoned_steps_stop_the_run(text: Path, tmp_path: Path) -> Non
     assert saved_steps(tmp_path / "run") == [5]
 
 
+def test_steps_skipped_before_a_resume_are_in_the_same_row(text: Path, tmp_path: Path) -> None:
+    """Steps 9 and 10 are skipped, 10 is saved, and with max_skipped = 3 the second of the next ones is too many."""
+    one_forward = {"train__micro_batch_size": 6}
+    command = tiny(text, tmp_path, **RUN, **one_forward, train__on_nonfinite="skip", train__max_skipped=3)
+    succeeded(ranks(1, *command, "--train.steps=10", fault="nan:0:9:forward:2"))
+    assert storage.read_state(checkpoint(tmp_path / "run", 10)).skipped == [9, 10]
+    result = ranks(1, *command, fault="nan:0:11:forward:9")
+    assert result.returncode == 1
+    assert "step 12: the loss is not finite on rank 0. The update was withheld" in result.stderr
+    skipped = [r["step"] for r in records(tmp_path / "run") if "skipped_samples" in r]
+    assert skipped == [9, 10, 11]
+
+
 # --- the rest ---------------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,7 @@ def test_a_run(run: Path, tmp_path: Path) -> None:
         sum(r["seconds"] for r in losses if "loss" in r)
     )
     assert "<b>complete</b>" in page
+    assert re.search(r"<span>bits per byte</span><b>[0-9.]+</b><small>\+- [0-9.]+</small>", page)
     assert "<th>train.steps</th><td><code>20</code></td><td>command line</td>" in page
     assert "<th>train.on_nonfinite</th><td><code>&quot;stop&quot;</code></td><td>default</td>" in page
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]

@@ -112,7 +112,8 @@ class TokenizerConfig(Section):
     path: str = ""
     """a tokenizer.json to use; empty: one is trained on the text"""
     end_token: str = ""
-    """with path: the entry that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>"""
+    """with path: the entry that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>. Prepared data \
+brings its own"""
     vocab_size: int = Field(default=4096, ge=257, le=2**31 - 1)
     """without path: size of the byte-level BPE vocabulary that is trained (256 bytes, 1 end mark, merges)"""
 
@@ -270,7 +271,7 @@ class EvalConfig(Section):
     every: NonNegativeInt = 100
     """validate every so many steps and at the end; 0: never"""
     samples: PositiveInt = 128
-    """validation sequences, always the same ones"""
+    """validation sequences, drawn at random from all held-out text; the same ones at every step, in every run"""
 
 
 class SampleConfig(Section):

@@ -1,5 +1,7 @@
 """Keeping NaN, infinity and copies that have gone apart out of the parameters and out of checkpoints."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -74,15 +76,18 @@ class FiniteGuard:
     the scale of the loss is halved. Otherwise it is an error.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_skipped: int = 0) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_skipped: int = 0, skipped: Sequence[int] = ()
+    ) -> None:
         """
         Args:
             max_skipped: so many steps in a row may be skipped before it is an error.
+            skipped: the steps that were skipped before a resume.
         """
         self.optimizer = optimizer
         self.scaler = scaler
         self.max_skipped = max_skipped
-        self.skipped: list[int] = []  # steps whose update was withheld, without float16's overflows
+        self.skipped = list(skipped)  # steps whose update was withheld, without float16's overflows
         self.leaving = False  # whether a rank was asked to leave; as `skipped`, known one step late
         self._fused = bool(optimizer.defaults.get("fused"))
         self._device = optimizer.param_groups[0]["params"][0].device

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from torchtitan_lite import settings, shards, storage
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.errors import CheckpointError, UserError
+from torchtitan_lite.errors import CheckpointError, DataError, UserError
 from torchtitan_lite.hf_layout import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
 from torchtitan_lite.tensorfile import Announced, announcement, write_tensors
 
@@ -108,6 +109,19 @@ def trained_config(folder: Path) -> ModelConfig:
     return ModelConfig.model_validate(values)
 
 
+def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | None:
+    """The token that ends a document of the text that a checkpoint was trained on; None if nothing says it.
+
+    Older checkpoints do not record it. Theirs is what the config names, or the tokenizer's usual one.
+    """
+    if state.end_token is not None or tokenizer is None:
+        return state.end_token
+    try:
+        return bpe.end_token(tokenizer, state.config.get("tokenizer.end_token", ""))
+    except DataError:
+        return None
+
+
 def _compare(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
     """What a folder says of its model, against ours."""
     here = config.resolved()
@@ -156,10 +170,12 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
+        tokenizer = None
         if (run / "tokenizer.json").is_file():
             shutil.copyfile(run / "tokenizer.json", beside / "tokenizer.json")
+            tokenizer = bpe.load(beside / "tokenizer.json")
+        if (end := end_token(state, tokenizer)) is not None:
             # without these, readers take the architecture's, which are other entries of our vocabulary
-            end = bpe.end_token(bpe.load(beside / "tokenizer.json"), state.config.get("tokenizer.end_token", ""))
             content |= {"bos_token_id": end, "eos_token_id": end}
         (beside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         _write_shards(beside, weights, announced, config.family, max_shard_bytes)

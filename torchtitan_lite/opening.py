@@ -116,8 +116,4 @@ def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, int | None]:
     if (folder / "config.json").is_file():
         end = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
         return tokenizer, end if isinstance(end, int) else None
-    wanted = storage.read_state(folder, named_by_step=False).config.get("tokenizer.end_token", "")
-    try:
-        return tokenizer, bpe.end_token(tokenizer, wanted)
-    except DataError:
-        return tokenizer, None
+    return tokenizer, hf.end_token(storage.read_state(folder, named_by_step=False), tokenizer)

@@ -224,7 +224,9 @@ def _summary(run: Run, many: bool) -> str:
     if best is not None:
         tiles.append(("best validation loss", f"{best['val_loss']:.4f}", f"step {best['step']:,}"))
         if isinstance(best.get("val_bits_per_byte"), float):
-            tiles.append(("bits per byte", f"{best['val_bits_per_byte']:.3f}", "at that step"))
+            stderr = best.get("val_bits_per_byte_stderr")
+            more = f"+- {stderr:.3f}" if isinstance(stderr, float) else "at that step"
+            tiles.append(("bits per byte", f"{best['val_bits_per_byte']:.3f}", more))
     if last.get("tokens") is not None:
         tiles.append(("tokens", f"{last['tokens']:,}", ""))
     if rates:

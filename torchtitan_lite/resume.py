@@ -1,6 +1,7 @@
 """What a checkpoint has to have in common with the run that resumes it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,26 @@ from torchtitan_lite.settings import default_of, known_keys
 from torchtitan_lite.storage import TrainState
 
 
-def fresh_state(config: Config, data: DataSet, world: World) -> TrainState:
-    """The state before the first step."""
-    return TrainState(identity=identity(config, data), setting=setting(config, world), config=flatten(config))
+def fresh_state(config: Config, data: DataSet, world: World, validation: Mapping[str, int]) -> TrainState:
+    """The state before the first step. `validation` is Validation.identity."""
+    return TrainState(
+        end_token=data.end_token,
+        validation=validation,
+        identity=identity(config, data),
+        setting=setting(config, world),
+        config=flatten(config),
+    )
+
+
+def continued(saved: TrainState, fresh: TrainState) -> TrainState:
+    """The saved state, with what a resume takes from the command and not from the checkpoint."""
+    return replace(
+        saved,
+        end_token=fresh.end_token,
+        validation=fresh.validation,
+        setting=fresh.setting,
+        config=fresh.config,
+    )
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -27,6 +45,20 @@ def flatten(config: Config) -> dict[str, Any]:
 def changed(saved: TrainState, here: TrainState) -> str:
     """The config keys whose values changed, as `differences` shows them, but for those only read at step 0."""
     return differences(saved.config, {key: v for key, v in here.config.items() if key != "model.init_from"})
+
+
+def validation_change(saved: TrainState, here: TrainState) -> str:
+    """Which sequences validation covers now and covered before the resume; empty if they are the same.
+
+    Older checkpoints do not record it. Theirs are the first sequences of the text.
+    """
+    now, before, how = here.validation, saved.validation, ""
+    if not before:
+        before = {"samples": min(saved.config.get("eval.samples", 0), now["of"]), "of": now["of"]}
+        how = "the first "
+    if now == before or (now["samples"] == now["of"] and before["samples"] == before["of"]):
+        return ""
+    return f"{now['samples']} of {now['of']} sequences, drawn at random, and covered {how}{before['samples']} before"
 
 
 def identity(config: Config, data: DataSet) -> dict[str, Any]:

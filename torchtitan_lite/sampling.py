@@ -6,7 +6,6 @@ Every rank computes every forward, because each holds a part of the parameters; 
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from torchtitan_lite.config import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.generation import Sampler, new_tokens
@@ -30,16 +30,16 @@ class Prompts:
     config: SampleConfig
     tokenizer: Tokenizer
     ids: list[list[int]]
-    end: int
+    end: int  # the token that ends a document
 
     @classmethod
-    def of(cls, config: Config, data: Path) -> "Prompts":
+    def of(cls, config: Config, data: DataSet) -> "Prompts":
         """The prompts of [sample]; none, if it is switched off.
 
         Raises:
             ConfigError: one is empty or too long for the model.
         """
-        tokenizer = bpe.load(data / "tokenizer.json")
+        tokenizer = bpe.load(data.folder / "tokenizer.json")
         wanted = config.sample.prompts if config.sample.every else []
         ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in wanted]
         limit = config.model.max_seq_len
@@ -49,7 +49,7 @@ class Prompts:
                     f"sample.prompts: {prompt[:40]!r} has {len(tokens)} tokens, and should have 1 to {limit - 1}: "
                     f"model.max_seq_len = {limit}"
                 )
-        return cls(config.sample, tokenizer, ids, bpe.end_token(tokenizer, config.tokenizer.end_token))
+        return cls(config.sample, tokenizer, ids, data.end_token)
 
 
 def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: World, log: Log) -> None:

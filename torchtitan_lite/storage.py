@@ -47,6 +47,8 @@ class TrainState:
     val_loss: float | None = None  # of the validation at this step, if there was one
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # float16's, see scaler.py
     skipped: list[int] = field(default_factory=list)  # the steps whose update was withheld, see guard.py
+    end_token: int | None = None  # the id that ends a document; None in checkpoints from before it was recorded
+    validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss (evaluate.py), likewise
     identity: Mapping[str, Any] = field(default_factory=dict)  # must be the same on a resume, by config key
     setting: Mapping[str, Any] = field(default_factory=dict)  # must be the same for a bitwise resume
     config: Mapping[str, Any] = field(default_factory=dict)  # the whole config, by "section.key"

@@ -9,7 +9,7 @@ import torch
 
 from torchtitan_lite import devices
 from torchtitan_lite.config import Config
-from torchtitan_lite.console import fitted, step_line
+from torchtitan_lite.console import eval_line, fitted, step_line
 from torchtitan_lite.data.loader import Batches
 from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed import World
@@ -96,23 +96,18 @@ def validate(t: Training, step: int) -> None:
     """Score the validation set, and say what a model without context would reach."""
     before = time.perf_counter()
     score = evaluate(t.model, t.validation, t.world.device)
+    seconds = time.perf_counter() - before
     t.state = replace(t.state, val_loss=score.loss)
-    unigram = t.validation.unigram_bits_per_byte()
-    gain = 100 * (1 - score.bits_per_byte / unigram)
-    t.log.record(
-        {
-            "step": step,
-            "val_loss": score.loss,
-            "val_bits_per_byte": score.bits_per_byte,
-            "unigram_bits_per_byte": unigram,
-            "eval_s": time.perf_counter() - before,
-        }
-    )
-    t.log.say(
-        f"eval    step {step}  loss {score.loss:.4f}  bits/byte {score.bits_per_byte:.3f}  "
-        f"({abs(gain):.0f} % {'below' if gain >= 0 else 'above'} unigram {unigram:.3f}; "
-        f"{t.validation.n_samples} sequences, {time.perf_counter() - before:.1f} s)"
-    )
+    values = {
+        "val_loss": score.loss,
+        "val_loss_stderr": score.loss_stderr,
+        "val_bits_per_byte": score.bits_per_byte,
+        "val_bits_per_byte_stderr": score.bits_per_byte_stderr,
+        "unigram_bits_per_byte": score.unigram_bits_per_byte,
+    }
+    finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+    t.log.record({"step": step, **finite, "eval_samples": t.validation.n_samples, "eval_s": seconds})
+    t.log.say(eval_line(step, score, t.validation, seconds))
 
 
 def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:

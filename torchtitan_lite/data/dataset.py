@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.config import TokenizerConfig
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.meta import Meta, read_meta
 from torchtitan_lite.errors import DataError
 
@@ -28,7 +30,7 @@ class DataSet:
         """The data set of {name: (weight, folder)}.
 
         Raises:
-            DataError: a folder is damaged, or two were made with different tokenizers.
+            DataError: a folder is damaged, or two were made with different tokenizers or end documents differently.
         """
         found = tuple(Source(name, weight, folder, read_meta(folder)) for name, (weight, folder) in folders.items())
         first = found[0]
@@ -38,6 +40,13 @@ class DataSet:
                     f"data.sources: {first.name} and {other.name} were prepared with different tokenizers "
                     f"({first.meta.tokenizer_sha256[:12]} and {other.meta.tokenizer_sha256[:12]}); prepare one of them "
                     f"again with --tokenizer {first.folder / 'tokenizer.json'}"
+                )
+            if other.meta.end_token != first.meta.end_token:
+                tokenizer = bpe.load(first.folder / "tokenizer.json")
+                one, two = (bpe.shown(tokenizer, source.meta.end_token) for source in (first, other))
+                raise DataError(
+                    f"data.sources: documents end with {one} in {first.name} and with {two} in {other.name}; prepare "
+                    f"one of them again with the other's --end-token"
                 )
         return cls(found)
 
@@ -50,6 +59,11 @@ class DataSet:
     def vocab_size(self) -> int:
         """Of the tokenizer."""
         return self.sources[0].meta.vocab_size
+
+    @property
+    def end_token(self) -> int:
+        """The id that ends a document: what the text was prepared with, whatever the config says."""
+        return self.sources[0].meta.end_token
 
     @property
     def tokenizer_sha256(self) -> str:
@@ -65,3 +79,23 @@ class DataSet:
         if len(self.sources) == 1:
             return {"data": self.sources[0].meta.tokens_sha256}
         return {f"data.sources {s.name}": f"{s.meta.tokens_sha256[:16]} x {s.weight}" for s in self.sources}
+
+
+def as_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
+    """For text that is mixed with a prepared folder: the folder's tokenizer and end mark, where the config has none."""
+    path = config.path or str(folder / "tokenizer.json")
+    end = bpe.load(folder / "tokenizer.json").id_to_token(read_meta(folder).end_token)
+    return config.model_copy(update={"path": path, "end_token": config.end_token or end})
+
+
+def require_end_token(config: TokenizerConfig, folder: Path, meta: Meta) -> None:
+    """
+    Raises:
+        DataError: the config names another end mark than a prepared folder has.
+    """
+    tokenizer = bpe.load(folder / "tokenizer.json")
+    if config.end_token and tokenizer.token_to_id(config.end_token) != meta.end_token:
+        raise DataError(
+            f"documents in {folder} end with {bpe.shown(tokenizer, meta.end_token)}, and tokenizer.end_token is "
+            f"{config.end_token!r}; leave tokenizer.end_token out, or prepare the text again with that --end-token"
+        )

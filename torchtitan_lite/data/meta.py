@@ -30,6 +30,7 @@ FORMAT_VERSION = 2
 SPLITS = "train", "val"
 _SPOTS = 64
 _SPOT_BYTES = 4096
+_ENDS = 1 << 20  # ends of documents that are looked at together
 
 
 @dataclass(frozen=True)
@@ -101,22 +102,33 @@ class TokenFiles:
         self._dtype = np.dtype(token_dtype(meta.vocab_size))
         self._shard_tokens = meta.shard_tokens
         self._split, self._folder = split, folder
+        self._vocab_size = meta.vocab_size
         self._files: dict[int, int] = {}  # descriptors
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """Tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
 
         Raises:
-            DataError: a file has fewer than it should.
+            DataError: a file can't be read, has fewer than it should, or holds a token that the vocabulary does not.
         """
         number, offset = divmod(first, self._shard_tokens)
         n = min(end - first, self._shard_tokens - offset)
         size = self._dtype.itemsize
-        data = os.pread(self._descriptor(number), n * size, offset * size)
+        file = self._folder / shard_name(self._split, number)
+        try:
+            data = os.pread(self._descriptor(number), n * size, offset * size)
+        except OSError as error:
+            raise DataError(f"{file} can't be read at byte {offset * size:,}: {error.strerror}") from None
         if len(data) != n * size:
-            name = self._folder / shard_name(self._split, number)
-            raise DataError(f"{name} ends before token {offset + n:,}: it was cut while it was being read")
+            raise DataError(f"{file} ends before token {offset + n:,}: it was cut while it was being read")
         tokens = np.frombuffer(data, self._dtype)
+        if int(tokens.max()) >= self._vocab_size:
+            bad = int(np.argmax(tokens >= self._vocab_size))
+            raise DataError(
+                f"{file} is damaged: token {offset + bad:,} (at byte {(offset + bad) * size:,}) is {int(tokens[bad])}, "
+                f"and the vocabulary has {self._vocab_size} entries; delete the folder, and prepare the text again "
+                "(python -m torchtitan_lite.data.prepare --verify FOLDER reads every byte)"
+            )
         return tokens if n == end - first else np.concatenate((tokens, self.read(first + n, end)))
 
     def _descriptor(self, number: int) -> int:
@@ -128,6 +140,38 @@ class TokenFiles:
             except OSError as error:
                 raise DataError(f"{path} can't be read: {error}") from None
         return self._files[number]
+
+
+def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
+    """Where each document of a split ends in its stream, mapped; each end was looked at.
+
+    Raises:
+        DataError: the ends do not divide the stream into documents.
+    """
+    file = folder / f"{split}.idx"
+    try:
+        ends = np.memmap(file, dtype=np.int64, mode="r")
+    except (OSError, ValueError) as error:  # ValueError: it is empty, or holds half a number
+        raise DataError(f"{file} can't be read: {error}") from None
+    before, n_tokens = 1, meta.tokens(split)  # a document has an end mark at least
+    for first in range(0, len(ends), _ENDS):
+        some = ends[first : first + _ENDS]
+        good = np.diff(some, prepend=before) > 0
+        good &= some <= n_tokens
+        if not good.all():
+            bad = first + int(np.argmin(good))
+            raise DataError(_wrong_end(file, bad, int(ends[bad]), int(ends[bad - 1]) if bad else 1, n_tokens))
+        before = some[-1]
+    if ends[-1] != n_tokens:
+        raise DataError(_wrong_end(file, len(ends) - 1, int(ends[-1]), n_tokens - 1, n_tokens))
+    return ends
+
+
+def _wrong_end(file: Path, number: int, end: int, before: int, n_tokens: int) -> str:
+    return (
+        f"{file} is damaged: document {number:,} (at byte {8 * number:,}) ends at token {end:,}, and should end after "
+        f"{before:,} and at most at {n_tokens:,}; delete the folder, and prepare the text again"
+    )
 
 
 def is_prepared(path: str | Path) -> bool:

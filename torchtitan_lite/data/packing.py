@@ -21,7 +21,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.meta import SPLITS, Meta
+from torchtitan_lite.data.meta import SPLITS, Meta, document_ends
 from torchtitan_lite.errors import DataError
 
 _WINDOW = 1 << 15  # documents that are packed together
@@ -32,7 +32,7 @@ def pack(folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> 
     """The folder of the index for sequences of this length; made if it is not there yet.
 
     Raises:
-        DataError: it can't be written.
+        DataError: it can't be written, or the ends of documents are damaged.
     """
     index = folder / f"packed-{seq_len}-{meta.tokens_sha256[:12]}"
     try:
@@ -44,7 +44,7 @@ def pack(folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> 
                     shutil.rmtree(beside, ignore_errors=True)
                     beside.mkdir()
                     for split in SPLITS:
-                        _write(beside, split, folder / f"{split}.idx", seq_len)
+                        _write(beside, split, document_ends(folder, meta, split), seq_len)
                     beside.rename(index)
     except OSError as error:
         raise DataError(
@@ -53,8 +53,7 @@ def pack(folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> 
     return index
 
 
-def _write(index: Path, split: str, ends_file: Path, seq_len: int) -> None:
-    ends = np.memmap(ends_file, dtype=np.int64, mode="r")
+def _write(index: Path, split: str, ends: Pairs, seq_len: int) -> None:
     before = np.zeros(2, np.int64)  # pieces, tokens
     with (index / f"{split}.pieces").open("wb") as pieces, (index / f"{split}.rows").open("wb") as rows:
         rows.write(before.tobytes())

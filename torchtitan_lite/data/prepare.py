@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -31,9 +30,18 @@ from torchtitan_lite.data import corpus as corpora
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data import worker
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.dataset import DataSet, as_in, require_end_token
 from torchtitan_lite.data.encode import Options, encode, plan_of, refusal
-from torchtitan_lite.data.meta import FORMAT_VERSION, SPLITS, Meta, TokenFiles, is_prepared, read_meta, verify
+from torchtitan_lite.data.meta import (
+    FORMAT_VERSION,
+    SPLITS,
+    Meta,
+    TokenFiles,
+    document_ends,
+    is_prepared,
+    read_meta,
+    verify,
+)
 from torchtitan_lite.data.readers import MAX_DOCUMENT_BYTES, chunks
 from torchtitan_lite.data.writer import write_durably
 from torchtitan_lite.errors import ConfigError, DataError, UserError
@@ -69,8 +77,8 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, say: Say) -> DataS
     texts = {name: corpora.find(name, data.text_key) for name in data.sources if not is_prepared(name)}
     folders = {name: Path(name).expanduser() for name in data.sources if name not in texts}
     if texts:
-        if folders and not tokenizer.path:  # the text is encoded as the rest is
-            tokenizer = tokenizer.model_copy(update={"path": str(next(iter(folders.values())) / "tokenizer.json")})
+        if folders:
+            tokenizer = as_in(next(iter(folders.values())), tokenizer)
         made = _in_cache(list(texts.values()), data, tokenizer, say)
         folders |= dict(zip(texts, made, strict=True))
     found = DataSet.of({name: (weight, folders[name]) for name, weight in data.sources.items()})
@@ -97,6 +105,7 @@ def _require_tokenizer(config: TokenizerConfig, folder: Path, meta: Meta) -> Non
             f"{folder} was prepared with another tokenizer ({meta.tokenizer_sha256[:12]}) than tokenizer.path = "
             f"{config.path} ({wanted[:12]}); leave tokenizer.path out, or prepare the text again with that one"
         )
+    require_end_token(config, folder, meta)
 
 
 def _in_cache(texts: list[Corpus], data: DataConfig, config: TokenizerConfig, say: Say) -> list[Path]:
@@ -321,7 +330,7 @@ def report(folder: Path, tokenizer: Tokenizer) -> str:
     for reason, count in meta.skipped.items():
         lines.append(f"skipped {count:>14,}  {reason} (listed in {folder / 'skipped.log'})")
     lines.append(f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}, in {folder}")
-    stream, ends = TokenFiles(folder, meta, "train"), np.memmap(folder / "train.idx", dtype=np.int64, mode="r")
+    stream, ends = TokenFiles(folder, meta, "train"), document_ends(folder, meta, "train")
     for quarter in (1, 2, 3):
         number = len(ends) * quarter // 4
         first = int(ends[number - 1]) if number else 1

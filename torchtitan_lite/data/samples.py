@@ -68,7 +68,8 @@ class Samples:
         self._pieces: Array | None = None
         n_tokens = meta.tokens(split)
         if packing == "best_fit":
-            index = pack(folder, meta, seq_len, lambda _: None)
+            self._index = index = pack(folder, meta, seq_len, lambda _: None)
+            self._n_tokens = n_tokens
             self._pieces = np.memmap(index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
             self._rows: Array = np.memmap(index / f"{split}.rows", dtype=np.int64, mode="r").reshape(-1, 2)
             self.n_samples = len(self._rows) - 1
@@ -95,14 +96,19 @@ class Samples:
                 stream = self._stream.read(index * self.seq_len, (index + 1) * self.seq_len + 1)
                 rows.tokens[row], rows.targets[row] = stream[:-1], stream[1:]
             else:
-                self._fill(rows, row, self._pieces[self._rows[index, 0] : self._rows[index + 1, 0]])
+                self._fill(rows, row, index, self._pieces[self._rows[index, 0] : self._rows[index + 1, 0]])
         if self._pieces is None:
             np.equal(rows.tokens, self._end, out=rows.begins)
         return rows
 
-    def _fill(self, rows: Rows, row: int, pieces: Array) -> None:
+    def _fill(self, rows: Rows, row: int, index: int, pieces: Array) -> None:
         at = 0
         for begin, length in pieces.tolist():
+            if not (0 < begin < begin + length <= self._n_tokens and at + length <= self.seq_len):
+                raise DataError(
+                    f"{self._index} is damaged: sequence {index:,} takes {length:,} tokens from {begin:,} on, after "
+                    f"{at:,} others; delete that folder, and the next run makes it again"
+                )
             stream = self._stream.read(begin - 1, begin + length)
             rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = stream[:-1], stream[1:]
             rows.begins[row, at] = True

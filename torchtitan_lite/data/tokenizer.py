@@ -100,6 +100,11 @@ def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:
     )
 
 
+def shown(tokenizer: Tokenizer, index: int) -> str:
+    """A token in a message: its id and its entry."""
+    return f"{tokenizer.id_to_token(index)!r} (id {index})"
+
+
 def size(tokenizer: Tokenizer) -> int:
     """The number of embeddings it takes: the largest id, plus 1."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.loss import summed_cross_entropy
+from torchtitan_lite.loss import of_each, summed_cross_entropy
 from torchtitan_lite.models.block_attention import MAX_SEQ_LEN, block_attention
 from torchtitan_lite.models.head import Head
 
@@ -130,6 +130,8 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         cache: list[KeysValues] | None = None,
         positions: Tensor | None = None,
+        *,
+        per_sequence: bool = False,
     ) -> Tensor:
         """Logits, or the loss where targets are given.
 
@@ -142,9 +144,10 @@ class Transformer(nn.Module):
             cache: of each block, when generating; `tokens` follow those that it has seen, and it is extended by them.
             positions: (B, T) int64, beginning with 0 in each document: attention stays within them. None: 0, 1, ...,
                 and nothing is confined.
+            per_sequence: return the loss of each sequence.
 
         Returns:
-            (B, T, V) logits, or the summed cross-entropy, () float32.
+            (B, T, V) logits, or the summed cross-entropy, () float32; per sequence, (B,) float32.
         """
         more: list[Any] = []  # nothing where there is nothing: what is checkpointed or compiled stays as it was
         if positions is not None:
@@ -159,9 +162,11 @@ class Transformer(nn.Module):
             x = layer(x, *unchanged, cache[i]) if cache else layer(x, *unchanged, *more)
         x = self.norm(x)
         if targets is not None and self.output.chunked:
-            return self.output(x, targets)
+            return self.output(x, targets, per_sequence=per_sequence)
         logits: Tensor = self.output(x)
-        return logits if targets is None else summed_cross_entropy(logits, targets)
+        if targets is None:
+            return logits
+        return of_each(summed_cross_entropy, logits, targets) if per_sequence else summed_cross_entropy(logits, targets)
 
     def reset_buffers(self) -> None:
         """Compute what is neither learned nor saved; a family with buffers says how."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.loss import IGNORE, of_each, summed_cross_entropy
 
 # Tokens in a chunk. On the CPU the logits of one should fit into the cache, on a GPU a chunk should fill all of it.
 CHUNK = {"cpu": 256, "cuda": 4096}
@@ -25,10 +25,13 @@ class Head(nn.Linear):
 
     chunked = False  # set by parallelize.apply_fast_paths
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, V) logits; with targets, (B, T) int64, the loss, () float32."""
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
+        """(B, T, D) -> (B, T, V) logits; with targets, (B, T) int64, the loss, () float32, or (B,) per sequence."""
         if targets is None:
             return F.linear(x, self.weight)
+        return of_each(self._loss, x, targets) if per_sequence else self._loss(x, targets)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if x.dtype == torch.float16:
             # the gradients would be rounded before the scale of the loss is known, which keeps small ones from zero
             return summed_cross_entropy(F.linear(x, self.weight), targets)
