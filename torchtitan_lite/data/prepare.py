@@ -33,7 +33,7 @@ from torchtitan_lite.data import worker
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.encode import Options, encode, plan_of, refusal
-from torchtitan_lite.data.meta import FORMAT_VERSION, SPLITS, Meta, TokenFiles, is_prepared, read_meta, verify
+from torchtitan_lite.data.meta import FORMAT_VERSION, SPLITS, Meta, TokenFiles, is_prepared, read_meta, remedy, verify
 from torchtitan_lite.data.readers import MAX_DOCUMENT_BYTES, chunks
 from torchtitan_lite.data.writer import write_durably
 from torchtitan_lite.errors import ConfigError, DataError, UserError
@@ -182,10 +182,11 @@ def plan_for(
                 write_durably(kept, json.dumps(content).encode())
     content = json.loads(kept.read_text())
     definition = content["tokenizer"]
-    tokenizer = worker.load(definition)
+    tokenizer = bpe.literal(definition)
     unk = bpe.unknown(tokenizer)
+    unk = -1 if unk in (None, content["end"]) else unk  # as the end mark it can't stand for anything else
     jobs = [
-        worker.Job(definition, bpe.size(tokenizer), content["end"], corpus.text_key, below, -1 if unk is None else unk)
+        worker.Job(definition, bpe.size(tokenizer), content["end"], corpus.text_key, below, unk)
         for corpus, below in zip(texts, content["below"], strict=True)
     ]
     return Plan(tokenizer, jobs)
@@ -194,6 +195,8 @@ def plan_for(
 def _say_preparing(texts: list[Corpus], say: Say) -> None:
     what = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
     say(f"data    preparing {what}: {sum(len(corpus.files) for corpus in texts):,} files, once for all runs ...")
+    if ignored := [file for corpus in texts for file in corpus.ignored]:
+        say(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}")
 
 
 def documents(corpus: Corpus, options: Options) -> Iterator[str]:
@@ -272,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
 def _verify(folder: Path) -> int:
     wrong = verify(folder)
     if wrong:
-        raise DataError("\n  ".join([f"{folder} is damaged; delete it, and prepare it again", *wrong]))
+        raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *wrong]))
     print(f"{folder}: whole. {summary(read_meta(folder))}")
     return 0
 
