@@ -282,7 +282,6 @@ def test_json_lines(tmp_path: Path) -> None:
     [
         (b'{"text": "cut', r"a\.jsonl: line 3: not JSON: "),
         (b"\xff\xfe", r"a\.jsonl: line 3: not JSON: .*can't decode"),
-        (b"", r"a\.jsonl: line 3: not JSON"),
         (b'{"body": "x"}', r'a\.jsonl: line 3: no "text": its keys are body; data\.text_key names the key'),
         (b'{"text": "\\ud83d"}', r'a\.jsonl: line 3: "text" is no text: surrogates not allowed'),
         (b'["text"]', r'a\.jsonl: line 3: no "text": it is no object'),

@@ -1,6 +1,5 @@
 """Combinations of values that make no sense, each with one that works."""
 
-import glob
 import importlib.util
 import os
 import re
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_lite.config import Config, ModelConfig, RunConfig, Section
+from torchtitan_lite.data.corpus import unfound
 from torchtitan_lite.data.meta import is_prepared
 from torchtitan_lite.layout import derive
 
@@ -212,9 +212,8 @@ def _path_conflicts(config: Config) -> dict[str, str]:
             found[key] = f"{key}: nothing at {path} (looked in {Path.cwd()})"
     paths = [data.path] if isinstance(data.path, str) else data.path
     for key, named in (("data.path", paths), ("data.sources", data.sources)):
-        missing = [p for p in named if p and not glob.glob(str(Path(p).expanduser()), recursive=True)]
-        if missing:
-            found[key] = f"{key}: nothing found at {', '.join(missing)} (looked in {Path.cwd()})"
+        if missing := [why for p in named if p and (why := unfound(p))]:
+            found[key] = f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
     if not paths:
         found["data.path"] = 'data.path = [] names no text; data.path = "" is Python\'s standard library'
     prepared = [p for p in data.path if is_prepared(p)] if isinstance(data.path, list) else []

@@ -1,10 +1,12 @@
 """Which text: the user's files, or the standard library of the Python that runs this."""
 
-import glob
+import os
 import sysconfig
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.data import paths
 from torchtitan_lite.errors import DataError
 
 KINDS = ".txt", ".jsonl", ".csv", ".parquet"
@@ -24,52 +26,123 @@ class Corpus:
     files: tuple[Path, ...]
     text_key: str = "text"  # of .jsonl lines; the column of .csv and .parquet
     python_source: bool = False  # decode by the encoding that a source file declares (PEP 263), else strict UTF-8
+    ignored: tuple[Path, ...] = ()  # what else the folders hold: other kinds of files, broken links, FIFOs
 
     def identity(self) -> list[list[str | int]]:
         """What decides the text without reading it: path, size and time of change (ns) of each file."""
-        return [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in self.files]
+        return [[str(p.resolve()), (info := stat_of(p)).st_size, info.st_mtime_ns] for p in self.files]
 
     def size(self) -> int:
         """Bytes on disk."""
-        return sum(file.stat().st_size for file in self.files)
+        return sum(stat_of(file).st_size for file in self.files)
 
     def block(self) -> int:
         """The most bytes of a document of a .txt file: 64 KiB, or less where the text would be too few documents."""
         return min(_MAX_BLOCK, max(self.size() // _ENOUGH_BLOCKS, _MIN_BLOCK))
 
 
+def stat_of(file: Path) -> os.stat_result:
+    """What the file system says of a file.
+
+    Raises:
+        DataError: it is gone, or can't be read.
+    """
+    with paths.reading(file):
+        return file.stat()
+
+
 def kind(file: Path) -> str:
-    """.txt, .jsonl, .csv or .parquet, whether compressed or not; empty for others."""
-    suffixes = file.suffixes[-2:]
+    """.txt, .jsonl, .csv or .parquet, whether compressed or not, in letters of any case; empty for others."""
+    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
     if suffixes and suffixes[-1] in COMPRESSED:
         inner = suffixes[0] if len(suffixes) == 2 else ""
         return inner if inner in KINDS and inner != ".parquet" else ""
-    return file.suffix if file.suffix in KINDS else ""
+    return suffixes[-1] if suffixes and suffixes[-1] in KINDS else ""
 
 
 def find(path: str | list[str], text_key: str = "text") -> Corpus:
     """The files that `[data] path` means: a file, a folder (all of those below it), a glob, or a list of these.
 
     Raises:
-        DataError: nothing was found, or a file is of a kind that can't be read.
+        DataError: nothing was found, or something can't be read.
     """
     if path == "":
         return _standard_library()
-    files: list[Path] = []
+    files: dict[Path, None] = {}
+    ignored: set[Path] = set()
+    if not isinstance(path, str) and "" in path:
+        raise DataError("data.path: a name in the list is empty; take it out")
     for entry in [path] if isinstance(path, str) else path:
-        found = [Path(p) for p in sorted(glob.glob(str(Path(entry).expanduser()), recursive=True))]
-        texts = [t for p in found for t in (_below(p) if p.is_dir() else [p]) if t.is_file()]
-        if not texts:
-            raise DataError(f"no text at {entry}: it takes {READABLE} (looked in {Path.cwd()})")
-        files += texts
+        files |= dict.fromkeys(_texts(entry, ignored))
     for file in files:
         if not kind(file):
             raise DataError(f"{file}: only {READABLE} can be read; convert it, or rename it if it is plain text")
-    return Corpus(tuple(dict.fromkeys(files)), text_key)
+    return Corpus(tuple(files), text_key, ignored=tuple(sorted(ignored)))
 
 
-def _below(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if kind(file))
+def unfound(entry: str) -> str:
+    """Why there is nothing at an entry of `[data] path`; empty if there is something."""
+    try:
+        return "" if paths.matching(paths.expanded(entry, "data.path")) else f"nothing found at {entry}"
+    except DataError as error:
+        return str(error)
+
+
+def _texts(entry: str, ignored: set[Path]) -> list[Path]:
+    """The files of one entry of `[data] path`. One that a link leads to as well is taken once."""
+    found: list[tuple[Path, bool]] = []
+    for path, linked in paths.matching(paths.expanded(entry, "data.path")):
+        if paths.is_folder(path):
+            found += [(text, linked or through_link) for text, through_link in _below(path, ignored)]
+        elif paths.is_file(path):
+            found.append((path, linked))
+        else:
+            ignored.add(path)
+    if not found:
+        raise _nothing(entry, ignored)
+    places = {_place(path) for path, linked in found if not linked}
+    once = []
+    for path, linked in found:
+        if not linked or _place(path) not in places:
+            once.append(path)
+            places.add(_place(path))
+    return once
+
+
+def _place(file: Path) -> str:
+    return os.path.join(os.path.realpath(file.parent), file.name)
+
+
+def _below(folder: Path, ignored: set[Path]) -> list[tuple[Path, bool]]:
+    found = []
+    for below in paths.folders_below(folder, hidden=True):
+        for file in (below.path / name for name in below.names):
+            if kind(file) and paths.is_file(file):
+                found.append((file, below.linked))
+            else:
+                ignored.add(file)
+    return sorted(found)
+
+
+def _nothing(entry: str, ignored: set[Path]) -> DataError:
+    path = paths.expanded(entry, "data.path")
+    if path in ignored:
+        return DataError(f"{path} is {paths.kind_of(path)}; it takes {READABLE}")
+    if paths.is_folder(path) and (path / "tokenizer.json").exists() and (path / "train.idx").exists():
+        return DataError(f"{path} looks like a prepared folder, but its meta.json is missing; prepare the text again")
+    return DataError(f"no text at {entry}: it takes {READABLE} (looked in {Path.cwd()})")
+
+
+def listed(ignored: list[Path]) -> str:
+    """Files that are not read: by suffix, or by name where the suffix does not say why; the first ten."""
+    suffixes = Counter(file.suffix if file.suffix and not kind(file) else "" for file in ignored)
+    found = [f"{count:,} x {suffix}" for suffix, count in suffixes.most_common() if suffix]
+    for file in ignored:
+        if kind(file):
+            found.append(f"{file.name} ({paths.kind_of(file)})")
+        elif not file.suffix:
+            found.append(file.name)
+    return ", ".join(found[:10] + ["..."] * (len(found) > 10))
 
 
 def _standard_library() -> Corpus:

@@ -84,7 +84,7 @@ def encode(
     try:
         done_before = sum(file.stat().st_size for file in corpus.files[: progress.file])
         advance(done_before)
-        for chunk, result in _results(corpus, job, tokenizer, options, progress):
+        for chunk, result in _results(corpus, job, options, progress):
             if result.problems and options.on_error == "stop":
                 raise refusal(corpus.files[chunk.file], result.problems[0])
             writer.add(chunk, result, corpus)
@@ -136,9 +136,7 @@ def refusal(file: Path, problem: Problem) -> DataError:
 # --- encoding in parallel ---------------------------------------------------------------------------------------
 
 
-def _results(
-    corpus: Corpus, job: worker.Job, tokenizer: Tokenizer, options: Options, progress: Progress
-) -> Iterator[tuple[Chunk, Any]]:
+def _results(corpus: Corpus, job: worker.Job, options: Options, progress: Progress) -> Iterator[tuple[Chunk, Any]]:
     """The chunks that are not done yet, and their results, in order."""
     todo = (
         chunk
@@ -147,8 +145,9 @@ def _results(
     )
     n_workers = options.workers or (0 if corpus.size() < _SMALL else usable_cores())
     if not n_workers:
+        literal = worker.load(job)
         for chunk in todo:
-            yield chunk, worker.encode(chunk, job, tokenizer)
+            yield chunk, worker.encode(chunk, job, literal)
         return
     idle: queue.SimpleQueue[worker.Worker] = queue.SimpleQueue()
     workers = [worker.Worker(job) for _ in range(n_workers)]

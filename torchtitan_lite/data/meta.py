@@ -11,15 +11,17 @@ The stream of a split is: end mark, document, end mark, document, ..., end mark.
 to predict its first token from, and one behind it, to learn where it ends.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,12 @@ SPLITS = "train", "val"
 _SPOTS = 64
 _SPOT_BYTES = 4096
 _ENDS = 1 << 20  # ends of documents that are looked at together
+_BLOCK = 1 << 22  # tokens that are looked at at a time
+_LONGEST_META = 256 << 20  # bytes
+OURS = re.compile(
+    r"(train|val)(-\d+\.bin|\.idx)|skipped\.log|(meta|progress|tokenizer)\.json(\.new)?"
+    r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
+)  # the names in a prepared folder
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ class TokenFiles:
             bad = int(np.argmax(tokens >= self._vocab_size))
             raise DataError(
                 f"{file} is damaged: token {offset + bad:,} (at byte {(offset + bad) * size:,}) is {int(tokens[bad])}, "
-                f"and the vocabulary has {self._vocab_size} entries; delete the folder, and prepare the text again "
+                f"and the vocabulary has {self._vocab_size} entries; {remedy(self._folder)} "
                 "(python -m torchtitan_lite.data.prepare --verify FOLDER reads every byte)"
             )
         return tokens if n == end - first else np.concatenate((tokens, self.read(first + n, end)))
@@ -170,13 +178,42 @@ def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
 def _wrong_end(file: Path, number: int, end: int, before: int, n_tokens: int) -> str:
     return (
         f"{file} is damaged: document {number:,} (at byte {8 * number:,}) ends at token {end:,}, and should end after "
-        f"{before:,} and at most at {n_tokens:,}; delete the folder, and prepare the text again"
+        f"{before:,} and at most at {n_tokens:,}; {remedy(file.parent)}"
     )
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether this is a prepared folder."""
-    return (Path(path).expanduser() / "meta.json").is_file()
+    """Whether this is a prepared folder: its meta.json is ours, or it is damaged and has our other files.
+
+    A folder of text may hold a meta.json of its own. What can't be looked at is not ours: who reads it says why.
+    """
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        folder = Path(path).expanduser()
+        file = folder / "meta.json"
+        if not file.is_file():
+            return False
+        if {"tokenizer.json", "train.idx"} <= {entry.name for entry in os.scandir(folder)}:
+            return True
+        if file.stat().st_size <= _LONGEST_META:
+            content = json.loads(file.read_bytes())
+            return isinstance(content, dict) and {"format_version", "tokens_sha256"} <= content.keys()
+    return False
+
+
+def foreign(folder: Path) -> list[str]:
+    """What a folder holds that is no part of prepared data, sorted."""
+    return sorted(entry.name for entry in os.scandir(folder) if not OURS.fullmatch(entry.name))
+
+
+def remedy(folder: Path) -> str:
+    """What to do about a damaged folder; never to delete what is not ours."""
+    try:
+        others = foreign(folder)
+    except OSError as error:
+        return f"it can't be listed: {error.strerror}"
+    if others:
+        return f"prepare the text again into another folder; keep this one, which also holds {others[0]}"
+    return "delete this folder, and prepare it again (what train.py has prepared itself, it makes again)"
 
 
 def spots(path: Path) -> str:
@@ -196,10 +233,7 @@ def read_meta(folder: Path) -> Meta:
         DataError: the folder is damaged, or of another version.
     """
     try:
-        content = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if isinstance(content, dict) and content.get("format_version") != FORMAT_VERSION:
-            raise ValueError(f"its format is {content.get('format_version')}, and this version reads {FORMAT_VERSION}")
-        meta = Meta(**{**content, "files": {name: File(**file) for name, file in content["files"].items()}})
+        meta = _parsed(folder / "meta.json")
         _require_named(meta)
         for name, file in meta.files.items():
             size = (folder / name).stat().st_size
@@ -207,16 +241,56 @@ def read_meta(folder: Path) -> Meta:
                 raise ValueError(f"{name} has {size:,} bytes instead of {file.bytes:,}")
             if spots(folder / name) != file.spots:
                 raise ValueError(f"{name} has changed since it was made")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{folder}: the prepared data is damaged ({error}); delete this folder, and prepare it again "
-            "(what train.py has prepared itself, it makes again)"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
+        if not folder.is_dir():
+            raise DataError(f"{folder} is not a folder of prepared data") from None
+        raise DataError(f"{folder}: the prepared data is damaged ({error}); {remedy(folder)}") from None
+    except OSError as error:
+        raise DataError(f"{error.filename or folder} can't be read: {error.strerror}") from None
     return meta
+
+
+def _parsed(file: Path) -> Meta:
+    """A meta.json whose values have the right types.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not file.is_file():
+        raise FileNotFoundError("there is no meta.json" if not file.exists() else "meta.json is not a file")
+    if file.stat().st_size > _LONGEST_META:
+        raise ValueError("meta.json is too long")
+    content = json.loads(file.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError("meta.json holds no object")
+    if content.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"its format is {content.get('format_version')}, and this version reads {FORMAT_VERSION}")
+    _require_types(Meta, content, "meta.json")
+    for name, described in content["files"].items():
+        if not isinstance(described, dict):
+            raise ValueError(f"meta.json says nothing of {name}")
+        _require_types(File, described, f"meta.json, {name}")
+    return Meta(**{**content, "files": {name: File(**described) for name, described in content["files"].items()}})
+
+
+def _require_types(what: type[Meta] | type[File], content: dict[str, Any], place: str) -> None:
+    wanted = {field.name: field.type for field in fields(what)}
+    if wrong := sorted(wanted.keys() ^ content.keys()):
+        raise ValueError(f"{place} {'has no' if wrong[0] in wanted else 'has an unknown'} {wrong[0]}")
+    for name, value in content.items():
+        kind = get_origin(wanted[name]) or wanted[name]
+        if type(value) is not kind or (kind is int and not 0 <= value < 2**62):
+            raise ValueError(f"{place}: {name} is {json.dumps(value)[:40]}")
 
 
 def _require_named(meta: Meta) -> None:
     """The files of the right sizes are all there: none is missing from meta.json, and none is elsewhere."""
+    if not meta.end_token < meta.vocab_size <= 2**32:
+        raise ValueError(f"meta.json: end_token {meta.end_token} is not in a vocabulary of {meta.vocab_size}")
+    if not meta.shard_tokens or max(map(meta.tokens, SPLITS)) > meta.shard_tokens * len(meta.files):
+        raise ValueError(f"meta.json: shard_tokens is {meta.shard_tokens}, with {len(meta.files)} files")
+    if meta.val_documents > meta.documents:
+        raise ValueError(f"meta.json: {meta.val_documents} of {meta.documents} documents are for validation")
     itemsize = np.dtype(token_dtype(meta.vocab_size)).itemsize
     wanted: dict[str, int] = {}
     for split in SPLITS:
@@ -260,12 +334,13 @@ def verify(folder: Path) -> list[str]:
 
 
 def _wrong_documents(folder: Path, meta: Meta, split: str) -> Iterator[str]:
-    """Ids that the vocabulary does not have, and documents that do not end with the end mark."""
-    dtype = token_dtype(meta.vocab_size)
+    """Ids that the vocabulary does not have; documents that do not end with the end mark, or have others inside."""
+    dtype = np.dtype(token_dtype(meta.vocab_size))
     ends = np.memmap(folder / f"{split}.idx", dtype=np.int64, mode="r") if meta.n_documents(split) else np.empty(0, int)
     if not len(ends) or ends[-1] != meta.tokens(split) or ends[0] < 1 or (np.diff(ends) <= 0).any():
         yield f"{split}.idx: does not divide the {meta.tokens(split):,} tokens into documents"
         return
+    marks = 0
     for number in range(len(shard_lengths(meta.tokens(split), meta.shard_tokens))):
         tokens = np.memmap(folder / shard_name(split, number), dtype=dtype, mode="r")
         if int(tokens.max()) >= meta.vocab_size:
@@ -274,3 +349,9 @@ def _wrong_documents(folder: Path, meta: Meta, split: str) -> Iterator[str]:
         low, high = np.searchsorted(ends, [first + 1, first + len(tokens) + 1])
         if (tokens[ends[low:high] - 1 - first] != meta.end_token).any():
             yield f"{shard_name(split, number)}: a document does not end with the end mark"
+        marks += sum(int((tokens[i : i + _BLOCK] == meta.end_token).sum()) for i in range(0, len(tokens), _BLOCK))
+    if marks != meta.n_documents(split) + 1:
+        yield (
+            f"{split}: {marks:,} end marks (token {meta.end_token}) for {meta.n_documents(split):,} documents, where "
+            f"{meta.n_documents(split) + 1:,} should be: text was taken for the end mark, or a mark is missing"
+        )

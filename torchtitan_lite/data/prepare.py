@@ -40,6 +40,7 @@ from torchtitan_lite.data.meta import (
     document_ends,
     is_prepared,
     read_meta,
+    remedy,
     verify,
 )
 from torchtitan_lite.data.readers import MAX_DOCUMENT_BYTES, chunks
@@ -191,10 +192,11 @@ def plan_for(
                 write_durably(kept, json.dumps(content).encode())
     content = json.loads(kept.read_text())
     definition = content["tokenizer"]
-    tokenizer = worker.load(definition)
+    tokenizer = bpe.literal(definition)
     unk = bpe.unknown(tokenizer)
+    unk = -1 if unk in (None, content["end"]) else unk  # as the end mark it can't stand for anything else
     jobs = [
-        worker.Job(definition, bpe.size(tokenizer), content["end"], corpus.text_key, below, -1 if unk is None else unk)
+        worker.Job(definition, bpe.size(tokenizer), content["end"], corpus.text_key, below, unk)
         for corpus, below in zip(texts, content["below"], strict=True)
     ]
     return Plan(tokenizer, jobs)
@@ -203,6 +205,8 @@ def plan_for(
 def _say_preparing(texts: list[Corpus], say: Say) -> None:
     what = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
     say(f"data    preparing {what}: {sum(len(corpus.files) for corpus in texts):,} files, once for all runs ...")
+    if ignored := [file for corpus in texts for file in corpus.ignored]:
+        say(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}")
 
 
 def documents(corpus: Corpus, options: Options) -> Iterator[str]:
@@ -281,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
 def _verify(folder: Path) -> int:
     wrong = verify(folder)
     if wrong:
-        raise DataError("\n  ".join([f"{folder} is damaged; delete it, and prepare it again", *wrong]))
+        raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *wrong]))
     print(f"{folder}: whole. {summary(read_meta(folder))}")
     return 0
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from torchtitan_lite.data.corpus import Corpus, kind
+from torchtitan_lite.data.corpus import Corpus, kind, stat_of
 from torchtitan_lite.errors import DataError
 
 MAX_DOCUMENT_BYTES = 16 << 20
@@ -83,7 +83,7 @@ def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterato
         chunk.places.append(item[0])
         chunk.documents.append(item[1])
         size += len(item[1])
-    chunk.read_bytes, chunk.last = file.stat().st_size, True
+    chunk.read_bytes, chunk.last = stat_of(file).st_size, True
     yield chunk
 
 
@@ -103,7 +103,7 @@ def _items(corpus: Corpus, file: Path, what: str, limit: int, longest: int, raw:
             return
         with file.open("rb") as opened:
             raw.append(opened)
-            stream = _decompressed(opened, file.suffix)
+            stream = _decompressed(opened, file.suffix.lower())
             if corpus.python_source:
                 stream = io.BufferedReader(io.BytesIO(_declared(file)))
             if what == ".txt":
@@ -248,6 +248,8 @@ def _rows(lines: Iterable[Item], column: str, longest: int) -> Iterator[Item]:
             return
         except csv.Error as error:
             raise _CutError(f"line {place}: not CSV: {error}; the rest of the file can't be read") from None
+        if not row:  # an empty line
+            continue
         if at < 0:
             if column not in row:
                 raise _CutError(_no_column(column, row))
@@ -259,7 +261,8 @@ def _rows(lines: Iterable[Item], column: str, longest: int) -> Iterator[Item]:
 
 
 def _no_column(column: str, columns: list[str]) -> str:
-    return f'no column "{column}": its columns are {", ".join(columns)}; data.text_key names the column (or --text-key)'
+    found = ", ".join(columns)
+    return f'no column "{column}": its columns are {found[:200]}; data.text_key names the column (or --text-key)'
 
 
 def _decoded(lines: Iterable[Item]) -> Iterator[str]:
@@ -282,9 +285,9 @@ def _parquet(file: Path, column: str, longest: int) -> Iterator[Item]:
         with parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
             if column not in names:
-                raise _CutError(
-                    f'no column "{column}": its columns are {", ".join(names)}; --text-key names the column'
-                )
+                raise _CutError(_no_column(column, names))
+            if names.count(column) > 1:
+                raise _CutError(f'has {names.count(column)} columns "{column}"; it is not clear which holds the text')
             wanted = table.schema_arrow.field(column).type
             if not (pyarrow.types.is_string(wanted) or pyarrow.types.is_large_string(wanted)):
                 raise _CutError(f'column "{column}" holds {wanted}, and should hold strings')

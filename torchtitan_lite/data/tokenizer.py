@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from torchtitan_lite.data.paths import expanded, kind_of
 from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -19,6 +20,7 @@ _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 SMALLEST = 257  # a byte each, and the end mark
+_LONGEST = 1 << 30  # bytes of a tokenizer.json
 
 
 def byte_level() -> Tokenizer:
@@ -57,13 +59,43 @@ def load(path: Path) -> Tokenizer:
     Raises:
         DataError: the file is no tokenizer.json.
     """
+    file = expanded(path, "tokenizer.path")
+    wrong = f"tokenizer.path: {path} can't be read as a tokenizer.json: "
     try:
-        tokenizer = Tokenizer.from_file(str(path.expanduser()))
+        if file.exists() and not file.is_file():
+            raise DataError(f"{wrong}it is {kind_of(file)}")
+        if file.stat().st_size > _LONGEST:
+            raise DataError(f"{wrong}it has {file.stat().st_size:,} bytes, and at most {_LONGEST:,} are read")
+        tokenizer = Tokenizer.from_str(file.read_bytes().decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        if not tokenizer.get_vocab_size():
+            raise DataError(f"{wrong}its vocabulary is empty")
         return tokenizer
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise DataError(f"tokenizer.path: {path} can't be read as a tokenizer.json: {error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{wrong}byte {error.start:,} is not UTF-8") from None
+    except OSError as error:
+        raise DataError(f"{wrong}{error.strerror}") from None
+    except DataError:
+        raise
+    except BaseException as error:
+        raise DataError(f"{wrong}{reason(error)}") from None
+
+
+def literal(definition: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json. It does not look for special entries in a text; see literal.py."""
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong in the library, which raises plain exceptions, and a BaseException of its own when it panics."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
+        raise error
+    return str(error)[:300]
 
 
 def unknown(tokenizer: Tokenizer) -> int | None:
@@ -74,13 +106,22 @@ def unknown(tokenizer: Tokenizer) -> int | None:
     """
     model = json.loads(tokenizer.to_str())["model"]
     index = model.get("unk_id") if model.get("unk_token") is None else tokenizer.token_to_id(model["unk_token"])
+    if index is not None:
+        return int(index)
     probe = "\u4e2d\U0001f600"
-    if index is None and not set(probe) <= set(tokenizer.decode(tokenizer.encode(probe).ids)):
+    try:
+        spelled = tokenizer.decode(tokenizer.encode(probe).ids)
+    except BaseException as error:
+        raise DataError(
+            f"the tokenizer can't encode what it does not know ({reason(error)}); use one with byte-level "
+            "pre-tokenization, with byte_fallback, or with an unk_token that its vocabulary has"
+        ) from None
+    if not set(probe) <= set(spelled):
         raise DataError(
             "the tokenizer drops characters that it does not know, without a trace; use one with byte-level "
             "pre-tokenization, with byte_fallback, or with an unk_token"
         )
-    return index
+    return None
 
 
 def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:
@@ -115,8 +156,8 @@ def sha256(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
-def bytes_per_token(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """How many bytes of text each token stands for, (size,) int64; 0 for special entries such as the end mark.
+def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:
+    """How many bytes of text each token stands for, (size,) int64; 0 for special entries and for the end mark `end`.
 
     In a byte-level vocabulary each character of an entry is one byte of text. In others a character is itself, a word
     boundary is a space, and <0xAB> is a byte.
@@ -135,4 +176,6 @@ def bytes_per_token(tokenizer: Tokenizer) -> NDArray[np.int64]:
             lengths[index] = len(token) if byte_level else 1
         else:
             lengths[index] = len(token.replace("\u2581", " ").encode())
+    if end is not None:
+        lengths[end] = 0
     return lengths

@@ -12,14 +12,16 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.literal import Literal, LiteralError
 from torchtitan_lite.data.meta import token_dtype
 from torchtitan_lite.data.readers import Chunk, Problem
 from torchtitan_lite.errors import DataError
@@ -66,26 +68,31 @@ def mark(text: bytes) -> int:
 
 def texts(chunk: Chunk, key: str) -> tuple[list[str], list[Problem]]:
     """The documents of a chunk, and what is wrong with the others."""
-    found, problems = [], list(chunk.problems)
-    for place, document in zip(chunk.places, chunk.documents, strict=True):
-        what = _json_text(document, key) if chunk.texts == "json" else _plain_text(document, place)
-        if isinstance(what, str):
-            found.append(what)
-        elif what.place:
-            problems.append(what)
-        else:
-            problems.append(Problem(f"{chunk.unit} {place}", what.reason, what.detail))
-    return found, problems
+    found = [what for _, what in _read(chunk, key)]
+    problems = [what for what in found if isinstance(what, Problem)]
+    return [what for what in found if isinstance(what, str)], chunk.problems + problems
 
 
-def _plain_text(document: bytes, line: int) -> str | Problem:
+def _read(chunk: Chunk, key: str) -> Iterator[tuple[str, str | Problem]]:
+    """The place of each document, and its text or what is wrong with it."""
+    for number, document in zip(chunk.places, chunk.documents, strict=True):
+        place = f"{chunk.unit} {number}"
+        if chunk.texts == "json" and not document.strip():
+            continue  # an empty line holds no text
+        what = _json_text(document, key) if chunk.texts == "json" else _plain_text(document, number, chunk.unit)
+        if isinstance(what, Problem) and not what.place:
+            what = Problem(place, what.reason, what.detail)
+        yield place, what
+
+
+def _plain_text(document: bytes, number: int, unit: str) -> str | Problem:
     if not document:
         return Problem("", "an empty text", "the text is empty")
     try:
         return document.decode()
     except UnicodeDecodeError as error:
         return Problem(
-            f"line {line + document.count(10, 0, error.start)}",
+            f"{unit} {number + (document.count(10, 0, error.start) if unit == 'line' else 0)}",
             "not UTF-8",
             f"byte {document[error.start]:#04x} is not utf-8; convert the file to UTF-8 or take it out",
         )
@@ -98,7 +105,7 @@ def _json_text(line: bytes, key: str) -> str | Problem:
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         return Problem("", "not JSON", f"not JSON: {error}")
     if not isinstance(record, dict) or key not in record:
-        found = f"its keys are {', '.join(record) or '-'}" if isinstance(record, dict) else "it is no object"
+        found = f"its keys are {', '.join(record)[:200] or '-'}" if isinstance(record, dict) else "it is no object"
         return Problem("", f'no "{key}"', f'no "{key}": {found}; data.text_key names the key (or --text-key)')
     text = record[key]
     if not isinstance(text, str) or not text:
@@ -110,19 +117,28 @@ def _json_text(line: bytes, key: str) -> str | Problem:
     return text
 
 
-def encode(chunk: Chunk, job: Job, tokenizer: Tokenizer) -> Result:
-    """Tokens of all documents, by split."""
-    documents, problems = texts(chunk, job.text_key)
+def encode(chunk: Chunk, job: Job, literal: Literal) -> Result:
+    """Tokens of all documents, by split. No document has the end mark in it."""
     ids: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
     sizes = [0, 0]
+    problems = list(chunk.problems)
     dtype = token_dtype(job.vocab_size)
     end = np.array([job.end_token], dtype=dtype)
+    documents: list[tuple[str, str]] = []
+    for place, what in _read(chunk, job.text_key):
+        if isinstance(what, Problem):
+            problems.append(what)
+        else:
+            documents.append((place, what))
     for batch in _batches(documents):
-        for text, encoding in zip(batch, tokenizer.encode_batch_fast(batch, add_special_tokens=False), strict=True):
+        for (place, text), tokens in zip(batch, literal.batch([text for _, text in batch]), strict=True):
+            if isinstance(tokens, LiteralError):
+                problems.append(Problem(place, "a text that the tokenizer can't encode", str(tokens)))
+                continue
             data = text.encode()
             held = mark(data) < job.held_out_below
             sizes[held] += len(data)
-            ids[held].append(np.append(np.fromiter(encoding.ids, dtype, len(encoding)), end))
+            ids[held].append(np.append(tokens.astype(dtype), end))
     none = np.empty(0, dtype)
     train, val = (
         _joined(np.concatenate(x) if x else none, [len(i) for i in x], n, job.unknown)
@@ -136,26 +152,22 @@ def _joined(tokens: NDArray[Any], lengths: list[int], text_bytes: int, unknown: 
     return Encoded(tokens, np.array(lengths, np.int32), text_bytes, n_unknown)
 
 
-def _batches(documents: list[str]) -> list[list[str]]:
+def _batches(documents: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     """Few enough characters at a time for the memory of their encodings to stay small."""
-    batches: list[list[str]] = [[]]
+    batches: list[list[tuple[str, str]]] = [[]]
     size = 0
-    for text in documents:
+    for place, text in documents:
         if size and size + len(text) > _BATCH_BYTES // 8:
             batches.append([])
             size = 0
-        batches[-1].append(text)
+        batches[-1].append((place, text))
         size += len(text)
     return [batch for batch in batches if batch]
 
 
-def load(definition: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. What looks like an end mark in a text is text: it can't end the document."""
-    tokenizer = Tokenizer.from_str(definition)
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+def load(job: Job) -> Literal:
+    """What encodes the documents of a job."""
+    return Literal(bpe.literal(job.tokenizer), job.tokenizer, job.end_token, job.unknown)
 
 
 # --- the process ------------------------------------------------------------------------------------------------
@@ -253,14 +265,14 @@ def main() -> None:
     source, to = sys.stdin.buffer, sys.stdout.buffer
     try:
         job = Job(**_receive(source)[0])
-        tokenizer = load(job.tokenizer)
+        literal = load(job)
         while True:
             header, payload = _receive(source)
             documents, at = [], 0
             for length in header.pop("lengths"):
                 documents.append(payload[at : at + length])
                 at += length
-            result = encode(Chunk(**header, documents=documents), job, tokenizer)
+            result = encode(Chunk(**header, documents=documents), job, literal)
             splits = result.train, result.val
             head = {
                 "splits": [(len(s.tokens), len(s.lengths), s.text_bytes, s.unknown) for s in splits],

@@ -7,7 +7,6 @@ Whatever is behind that, when the process is killed, is cut off by the next one.
 import contextlib
 import json
 import os
-import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ from torchtitan_lite.data.readers import Chunk
 from torchtitan_lite.errors import DataError
 
 COMMIT_EVERY_S = 1.0
-_OURS = re.compile(r"(train|val)(-\d+\.bin|\.idx)|skipped\.log|(meta|progress|tokenizer)\.json(\.new)?")
 
 
 @dataclass
@@ -49,7 +47,7 @@ def read_progress(folder: Path, plan: str) -> Progress:
     except (OSError, ValueError, TypeError):
         pass
     names = [file.name for file in folder.iterdir()]
-    if others := [name for name in names if not _OURS.fullmatch(name)]:
+    if others := [name for name in names if not metas.OURS.fullmatch(name)]:
         raise DataError(f"{folder} holds {others[0]}, which is not of a preparation; move it, or choose another --out")
     for name in names:
         (folder / name).unlink()

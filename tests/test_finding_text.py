@@ -1,0 +1,178 @@
+"""Which files `[data] path` means: links, globs, names and permissions. Nothing is left out without a word."""
+
+import glob
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from torchtitan_lite.data import corpus
+from torchtitan_lite.data.prepare import main
+from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.settings import Setting, load
+
+
+def tree(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"the text of {name}\n")
+    return root
+
+
+def found(path: str | Path | list[str]) -> list[str]:
+    return [str(file) for file in corpus.find(path if isinstance(path, list) else str(path)).files]
+
+
+def test_suffixes_are_of_any_case(tmp_path: Path) -> None:
+    tree(tmp_path, "a.txt", "B.TXT", "c.Jsonl.GZ", "d.PARQUET", "e.CSV.zst", "README.md")
+    assert [Path(file).name for file in found(tmp_path)] == ["B.TXT", "a.txt", "c.Jsonl.GZ", "d.PARQUET", "e.CSV.zst"]
+    assert corpus.kind(Path("c.Jsonl.GZ")) == ".jsonl"
+
+
+def test_upper_case_compressed_files_are_read(tmp_path: Path) -> None:
+    import gzip
+
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(b"".join(b'{"text": "line %d"}\n' % i for i in range(50))))
+    assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
+
+
+def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
+    tree(tmp_path, "in/a.txt", "in/sub/b.txt", "elsewhere/c.txt", "elsewhere/deep/d.txt")
+    (tmp_path / "in/more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in/again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in/sub/loop").symlink_to(tmp_path / "in")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "in")
+    names = [str(Path(file).relative_to(tmp_path / "in")) for file in found(tmp_path / "in")]
+    assert names == ["a.txt", "again/c.txt", "again/deep/d.txt", "sub/b.txt"]
+
+
+def test_a_link_to_a_folder_that_is_read_anyway_changes_nothing(tmp_path: Path) -> None:
+    tree(tmp_path, "in/z/a.txt", "in/z/y/b.txt")
+    before = found(tmp_path / "in")
+    (tmp_path / "in/a").symlink_to(tmp_path / "in/z")
+    (tmp_path / "in/z/y/self").symlink_to(".")
+    assert found(tmp_path / "in") == before
+
+
+@pytest.mark.parametrize("pattern", ["**/*.txt", "**", "*/**/*.txt", "**/*", "*"])
+def test_a_glob_over_loops_of_links_ends_and_reads_each_file_once(pattern: str, tmp_path: Path) -> None:
+    """Two links in a folder would make 2^40 paths before the kernel refuses to follow them."""
+    tree(tmp_path, "a.txt", "sub/b.txt", "sub/deep/c.txt")
+    for name in ("one", "two"):
+        (tmp_path / "sub" / name).symlink_to(tmp_path)
+        (tmp_path / "sub/deep" / name).symlink_to("..")
+    files = [Path(file) for file in found(tmp_path / pattern)]
+    real = [file.resolve() for file in files]
+    assert len(set(real)) == len(real), files
+    expected = {"a.txt", "b.txt", "c.txt"}
+    assert {file.name for file in files} == expected
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["*", "**", "*.txt", "**/*.txt", "*/*.txt", "**/d/**/*.txt", "[ab]*/**", ".h*/*.txt", "a/../**/c.txt", "?"],
+)
+def test_globs_without_links_are_as_ever(pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(tmp_path, "a/a.txt", "a/d/c.txt", "a/d/e/d/f.txt", "b.txt", ".h/x.txt", "b/.hidden.txt", "b/d/.s/c.txt", "c/q")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c/q").unlink()
+
+    def as_ever(path: str) -> list[Path]:
+        """What `find` did before it had globs of its own."""
+        matches = [Path(p) for p in sorted(glob.glob(path, recursive=True))]
+        below = [t for p in matches for t in (sorted(f for f in p.rglob("*") if corpus.kind(f)) if p.is_dir() else [p])]
+        return list(dict.fromkeys(file for file in below if file.is_file()))
+
+    for path in (pattern, str(tmp_path / pattern)):
+        assert list(map(Path, found(path))) == as_ever(path)
+
+
+@pytest.mark.parametrize("name", ["data[1]", "what?", "a*b", "[x].txt"])
+def test_a_path_that_exists_is_itself(name: str, tmp_path: Path) -> None:
+    tree(tmp_path, name if name.endswith(".txt") else f"{name}/a.txt", "data1/wrong.txt", "x.txt", "a-b/wrong.txt")
+    assert [Path(file).name for file in found(tmp_path / name)] == [name if name.endswith(".txt") else "a.txt"]
+    load(None, {"data.path": Setting(str(tmp_path / name), "command line")})
+
+
+def test_what_is_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree(tmp_path, "in/a.txt", "in/x.md", "in/y.md", "in/LICENSE")
+    (tmp_path / "in/a.txt").write_text("some text\n" * 500)
+    (tmp_path / "in/gone.txt").symlink_to("nowhere.txt")
+    os.mkfifo(tmp_path / "in/pipe.txt")
+    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
+    assert "5 other files are not read: 2 x .md, LICENSE, gone.txt (a broken link), pipe.txt (a FIFO)" in (
+        capsys.readouterr().out
+    )
+
+
+def test_fifos_and_devices_are_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"a\.txt is a FIFO; it takes \.txt"):
+        corpus.find(str(tmp_path / "a.txt"))
+    with pytest.raises(DataError, match="/dev/zero is a device"):
+        corpus.find("/dev/zero")
+    with pytest.raises(DataError, match="no text at"):
+        corpus.find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("~nobody-of-this-name/text", "the home folder in ~nobody-of-this-name/text is unknown"),
+        ("a\0b", "contains a NUL character"),
+        ("x" * 5000, "can't be read: File name too long"),
+        (["a.txt", ""], "a name in the list is empty"),
+    ],
+)
+def test_names_that_no_path_has(path: str | list[str], expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        corpus.find(path)
+    with pytest.raises(ConfigError if path != ["a.txt", ""] else (ConfigError, DataError)) as caught:
+        load(None, {"data.path": Setting(path, "command line")})
+    assert expected in str(caught.value) or "a.txt" in str(caught.value)
+
+
+def test_a_file_that_disappears(tmp_path: Path) -> None:
+    texts = corpus.find(str(tree(tmp_path, "a.txt", "b.txt")))
+    (tmp_path / "b.txt").unlink()
+    for use in (texts.identity, texts.size, texts.block):
+        with pytest.raises(DataError, match=r"b\.txt can't be read: No such file or directory"):
+            use()
+
+
+FIND = """
+import os, sys
+import torchtitan_lite.data.prepare
+from torchtitan_lite.data import corpus, meta
+from torchtitan_lite.errors import DataError
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)
+for path in sys.argv[1:]:
+    assert not meta.is_prepared(path)
+    try:
+        print(corpus.find(path).files)
+    except DataError as error:
+        print(error)
+"""
+
+
+def test_folders_that_may_not_be_read(tmp_path: Path) -> None:
+    """A folder that can't be listed may hold text: it is not passed over."""
+    tree(tmp_path, "in/a.txt", "in/secret/b.txt", "in/secret/deep/c.txt")
+    places = [tmp_path / "in", tmp_path / "in/secret", tmp_path / "in/secret/deep"]
+    globs = [tmp_path / "in" / name for name in ("**/*.txt", "secret/*.txt", "*/*.txt", "secret/b.txt")]
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's own, which nobody else may enter
+        folder.chmod(folder.stat().st_mode | 0o711)
+    (tmp_path / "in/secret").chmod(0)
+    try:
+        command = [sys.executable, "-c", FIND, *map(str, [*places, *globs])]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    finally:
+        (tmp_path / "in/secret").chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == 7
+    assert all("secret" in line and "can't be read: Permission denied" in line for line in said), said

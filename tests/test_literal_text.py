@@ -1,0 +1,265 @@
+"""Text that looks like a special token is text, whatever the tokenizer; no document has the end mark inside it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from torchtitan_lite.data import meta as metas
+from torchtitan_lite.data.meta import TokenFiles, read_meta, verify
+from torchtitan_lite.data.prepare import main
+from torchtitan_lite.data.tokenizer import byte_level, bytes_per_token
+from torchtitan_lite.errors import DataError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789<>/"
+TEXTS = [f"{i} a document that ends </s> or so it says {i}</s>" for i in range(200)]
+
+
+def unigram(special: bool = True, metaspace: bool = True) -> Tokenizer:
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((c, -3.0) for c in LETTERS + " \u2581")]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
+    if metaspace:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+    if special:
+        tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def bpe_with_added(special: bool) -> Tokenizer:
+    tokenizer = byte_level()
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([AddedToken("</s>", special=special)])
+    return tokenizer
+
+
+def bpe_with_merges() -> Tokenizer:
+    """Its merges spell the end mark."""
+    vocabulary = {c: i for i, c in enumerate(LETTERS + " ")}
+    for piece in ("<unk>", "</", "</s", "</s>", "</s>x"):
+        vocabulary[piece] = len(vocabulary)
+    merges = [("<", "/"), ("</", "s"), ("</s", ">"), ("</s>", "x")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    return tokenizer
+
+
+def word_level(unknown: bool = True) -> Tokenizer:
+    words = dict.fromkeys(" ".join([*TEXTS[:150], "a document that ends"]).replace("</s>", " ").split())
+    vocabulary = {word: i for i, word in enumerate([*words, "</s>", "<unk>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>" if unknown else "<none>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    vocabulary = {
+        piece: i for i, piece in enumerate(["[UNK]", "</s>", "##</s>", *LETTERS, *(f"##{c}" for c in LETTERS)])
+    }
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def lowercase() -> Tokenizer:
+    """What is no end mark in the text may become one."""
+    tokenizer = unigram()
+    tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+TOKENIZERS = {
+    "unigram": unigram(),
+    "unigram, not special": unigram(special=False),
+    "unigram, no word boundaries": unigram(metaspace=False),
+    "added, special": bpe_with_added(special=True),
+    "added, not special": bpe_with_added(special=False),
+    "merges": bpe_with_merges(),
+    "word level": word_level(),
+    "word piece": word_piece(),
+    "lower case": lowercase(),
+}
+
+
+def prepared(tokenizer: Tokenizer, texts: list[str], folder: Path, *more: str) -> int:
+    tokenizer.save(str(folder / "given.json"))
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    given = ["--tokenizer", str(folder / "given.json"), "--end-token", "</s>"]
+    return main([str(folder / "a.jsonl"), "--out", str(folder / "out"), *given, *more])
+
+
+def documents(folder: Path) -> list[list[int]]:
+    """The ids of each document, by what the index says."""
+    meta, found = read_meta(folder), []
+    for split in metas.SPLITS:
+        stream = TokenFiles(folder, meta, split).read(0, meta.tokens(split)).tolist()
+        ends = np.fromfile(folder / f"{split}.idx", np.int64).tolist()
+        assert stream[0] == meta.end_token
+        assert all(stream[end - 1] == meta.end_token for end in ends)
+        found += [stream[first : end - 1] for first, end in zip([1, *ends[:-1]], ends, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_no_document_has_an_end_mark_inside(name: str, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS[name]
+    texts = [text.upper() if name == "lower case" else text for text in TEXTS]
+    assert prepared(tokenizer, texts, tmp_path) == 0
+    meta = read_meta(tmp_path / "out")
+    ids = documents(tmp_path / "out")
+    assert meta.end_token == tokenizer.token_to_id("</s>")
+    assert len(ids) == meta.documents == 200
+    assert not any(meta.end_token in one for one in ids)
+    assert not verify(tmp_path / "out")
+    said = [tokenizer.decode(one, skip_special_tokens=False).replace(" ", "") for one in ids]
+    if name == "word level":
+        assert meta.unknown_tokens >= 200
+    elif name != "word piece":  # which has no spelling for what follows a word
+        assert sorted(said) == sorted(text.replace(" ", "").lower() for text in texts)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_other_documents_are_encoded_as_ever(name: str, tmp_path: Path) -> None:
+    """What was prepared before has the same tokens, and so the same identity."""
+    tokenizer = TOKENIZERS[name]
+    texts = [text.replace("</s>", "") for text in TEXTS]
+    assert prepared(tokenizer, [*texts, *TEXTS], tmp_path) == 0
+    plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.encode_special_tokens = True
+    ids = {tuple(one) for one in documents(tmp_path / "out")}
+    assert {tuple(plain.encode(text, add_special_tokens=False).ids) for text in texts} <= ids
+
+
+def test_other_special_entries_are_text_too(tmp_path: Path) -> None:
+    tokenizer = unigram()
+    texts = [f"{i} begins <s> and <unk> is known" for i in range(50)]
+    assert prepared(tokenizer, texts, tmp_path) == 0
+    meta = read_meta(tmp_path / "out")
+    assert meta.unknown_tokens == 0
+    assert not any({0, 1, 2} & set(one) for one in documents(tmp_path / "out"))
+    said = [tokenizer.decode(one, skip_special_tokens=False) for one in documents(tmp_path / "out")]
+    assert sorted(said) == sorted(texts)
+
+
+def test_what_is_unknown_stays_unknown(tmp_path: Path) -> None:
+    assert prepared(unigram(), [f"{i} \u4e2d <unk> \u4e2d </s>" for i in range(50)], tmp_path) == 0
+    assert read_meta(tmp_path / "out").unknown_tokens == 100
+
+
+def end_is_unknown() -> Tokenizer:
+    vocabulary = {c: i for i, c in enumerate("ab0123456789 ")} | {"</s>": 20}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="</s>"))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def nothing_spells_it() -> Tokenizer:
+    """Without an entry for what is unknown, characters would be dropped."""
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate("ab0123456789 \u4e2d\U0001f600")} | {"</s>": 20}, []))
+    tokenizer.add_tokens([AddedToken("</s>", special=False)])
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "bad"), [(end_is_unknown, "ab x"), (nothing_spells_it, "ab </s> b"), (end_is_unknown, "ab </s>")]
+)
+def test_a_text_that_can_only_be_spelled_with_the_end_mark_is_refused(
+    make: Callable[[], Tokenizer], bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [f"ab {i}" for i in range(100)]
+    texts[41] = bad
+    assert prepared(make(), texts, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "a.jsonl: line 42: would be encoded with the end mark" in error
+    assert "can't spell it" in error
+    assert prepared(make(), texts, tmp_path, "--on-error", "skip") == 0
+    assert sum(read_meta(tmp_path / "out").skipped.values()) == 1
+    assert not verify(tmp_path / "out")
+
+
+def test_an_end_mark_that_is_a_letter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("a line\n" * 500)
+    byte_level().save(str(tmp_path / "bytes.json"))
+    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "bytes.json")]
+    assert main([*command, "--end-token", "\u010a"]) == 2
+    assert "choose an entry that no text holds (tokenizer.end_token or --end-token)" in capsys.readouterr().err
+    assert main([*command, "--end-token", "\u0100"]) == 0, "NUL, which no line has"
+
+
+def test_a_tokenizer_that_fails_on_a_text_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepared(word_level(unknown=False), TEXTS, tmp_path) == 2
+    assert "can't encode what it does not know (WordLevel error: Missing [UNK] token" in capsys.readouterr().err
+
+
+def test_verify_counts_end_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder as it was made before text was kept apart from marks, with hashes that are right."""
+    assert prepared(byte_level(), TEXTS, tmp_path, "--end-token", "<|endoftext|>") == 0
+    out = tmp_path / "out"
+    file = out / "train-00000.bin"
+    tokens = np.fromfile(file, np.uint16)
+    meta = read_meta(out)
+    inside = np.flatnonzero(tokens[:-1] != meta.end_token)[5:8]
+    tokens[inside] = meta.end_token
+    tokens.tofile(file)
+    content = json.loads((out / "meta.json").read_text())
+    content["files"][file.name] = vars(metas.File.of(file))
+    content["tokens_sha256"] = metas.identity({name: metas.File(**one) for name, one in content["files"].items()})
+    (out / "meta.json").write_text(json.dumps(content))
+    read_meta(out)
+    assert main(["--verify", str(out)]) == 2
+    n = meta.n_documents("train")
+    assert f"train: {n + 4:,} end marks (token 0) for {n:,} documents, where {n + 1:,} should be" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_end_mark_stands_for_no_bytes() -> None:
+    tokenizer = bpe_with_added(special=False)
+    end = tokenizer.token_to_id("</s>")
+    assert bytes_per_token(tokenizer)[end] == 4
+    assert bytes_per_token(tokenizer, end)[end] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "EOF while parsing"),
+        (b"\xff\xfe{}", "byte 0 is not UTF-8"),
+        (b"[" * 200_000, "recursion limit|expected"),
+        (b'{"model": ' + b'{"model":' * 50_000, "recursion limit|expected"),
+        (b"[1, 2, 3]", "expected"),
+        (b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', "."),
+        (b"\0" * 100, "expected value"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer(content: bytes, expected: str, tmp_path: Path) -> None:
+    from torchtitan_lite.data.tokenizer import load
+
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"t\.json can't be read as a tokenizer\.json: .*({expected})"):
+        load(tmp_path / "t.json")
+
+
+def test_a_path_that_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from torchtitan_lite.data import tokenizer
+
+    os.mkfifo(tmp_path / "pipe")
+    for path, expected in (
+        (tmp_path / "pipe", "it is a FIFO"),
+        (tmp_path, "it is a folder"),
+        (tmp_path / "nothing", "No such file"),
+        (Path("~nobody-of-this-name/t.json"), "is unknown"),
+    ):
+        with pytest.raises(DataError, match=expected):
+            tokenizer.load(path)
+    byte_level().save(str(tmp_path / "t.json"))
+    monkeypatch.setattr(tokenizer, "_LONGEST", 1000)
+    with pytest.raises(DataError, match="at most 1,000 are read"):
+        tokenizer.load(tmp_path / "t.json")
