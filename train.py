@@ -35,6 +35,7 @@ from torchtitan_lite.data.samples import open_samples
 from torchtitan_lite.distributed import (
     World,
     build_mesh,
+    die_with_launcher,
     env_int,
     from_rank0,
     leave,
@@ -302,6 +303,7 @@ def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check and prepare, before there is a process group; then train. Returns the exit code."""
+    die_with_launcher()
     speaks = env_int("LOCAL_RANK", 0) == 0
     try:
         sizes = {"world_size": env_int("WORLD_SIZE", 1), "local_world_size": env_int("LOCAL_WORLD_SIZE", 1)}

@@ -77,11 +77,20 @@ def process_group(run: RunConfig) -> Iterator[World]:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this process when its launcher is killed: it would write into the run's folder for ever."""
+    """Have the kernel end this process when its launcher is killed: it would write into the run's folder for ever.
+
+    Call it as early as possible. The kernel only signals a death that follows prctl, so the parent is read before and
+    compared after. Its number alone says nothing: in a container torchrun may itself be process 1. A launcher that
+    died before the first look is not noticed here; its store went with it, so this process finds no other ranks and
+    ends in `rendezvous`, before it writes to the run.
+    """
+    if "RANK" not in os.environ:
+        return
     pr_set_pdeathsig = 1  # prctl.h
+    launcher = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() == 1:  # it was killed before this
+        if os.getppid() != launcher:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
