@@ -153,6 +153,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     t.checkpointer.require_space()
     trackers = Trackers(config.log if world.rank == 0 else LogConfig(), config.folder, state)
     log.attach(trackers)
+    t.leaving.last_words = lambda why: run_folder.write_status(config.folder, world, "failed", t.state.step, why)
     try:
         with t.leaving, t.watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
             train(t)
