@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchtitan_lite.config import RunConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.layout import Layout
+from torchtitan_lite.terminal import complain, flush
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ def say_once(message: str, local_rank: int) -> None:
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
-    print(message, file=sys.stderr, flush=True)
+    complain(message)
 
 
 def leave(exit_code: int = 0) -> NoReturn:
@@ -163,6 +163,5 @@ def leave(exit_code: int = 0) -> NoReturn:
     if exit_code == 0 and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(exit_code)

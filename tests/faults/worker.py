@@ -43,6 +43,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "batch": (Ahead, "batch"),
     "forward": (Transformer, "forward"),
     "eval": (train, "validate"),
+    "sample": (train, "sample"),
     "load": (Checkpointer, "_spread"),
     "save": (Checkpointer, "save"),
     "begin": (storage, "begin"),
