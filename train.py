@@ -35,6 +35,7 @@ from torchtitan_lite.data.samples import open_samples
 from torchtitan_lite.distributed import (
     World,
     build_mesh,
+    die_with_launcher,
     env_int,
     from_rank0,
     leave,
@@ -74,6 +75,7 @@ from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import Loaded, to_toml_with_origins
 from torchtitan_lite.shared_memory import apply_shared_memory
+from torchtitan_lite.terminal import complain, prepare_streams, show
 from torchtitan_lite.trackers import Trackers
 from torchtitan_lite.training import Training, judge, log_step, peak_flops, report_save, save, source_lines, validate
 from torchtitan_lite.watch import Watch
@@ -152,6 +154,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     t.checkpointer.require_space()
     trackers = Trackers(config.log if world.rank == 0 else LogConfig(), config.folder, state)
     log.attach(trackers)
+    t.leaving.last_words = lambda why: run_folder.write_status(config.folder, world, "failed", t.state.step, why)
     try:
         with t.leaving, t.watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
             train(t)
@@ -209,15 +212,16 @@ def train(t: Training) -> None:
         if config.eval.every and (due(step, config.eval.every) or step == config.train.steps):
             with t.clock.paused():
                 validate(t, step)
-        if due(step, config.sample.every) or (config.sample.every and step == config.train.steps):
-            with t.clock.paused():
-                sample(t.model, t.prompts, step, stream(config.run.seed, step, 0, 0), t.world, log)
         if due(step, config.checkpoint.every) or last:
             judge(t)
             require_finite(t.model, step)
             require_equal_copies(t.model, t.optimizer, step)
             with t.clock.paused():
                 save(t, last=last)
+        sampling = config.sample.every and (due(step, config.sample.every) or step == config.train.steps)
+        if sampling and not t.guard.leaving:  # whoever asked for the end may be waiting
+            with t.clock.paused():
+                sample(t.model, t.prompts, step, stream(config.run.seed, step, 0, 0), t.world, log)
         report_save(t, wait=False)
         with t.clock.paused():
             if said := t.profile.end(step, last=last):
@@ -302,6 +306,8 @@ def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check and prepare, before there is a process group; then train. Returns the exit code."""
+    die_with_launcher()
+    prepare_streams()
     speaks = env_int("LOCAL_RANK", 0) == 0
     try:
         sizes = {"world_size": env_int("WORLD_SIZE", 1), "local_world_size": env_int("LOCAL_WORLD_SIZE", 1)}
@@ -315,9 +321,9 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not command.inspect and not command.dry_run:
             run_folder.make(config.folder)
-        data = prepare_all(config.data, config.tokenizer, lambda text: print(text, flush=True))
+        data = prepare_all(config.data, config.tokenizer, show)
         if config.data.packing == "best_fit":
-            pack_all(data, config.train.seq_len, lambda text: print(text, flush=True))
+            pack_all(data, config.train.seq_len, show)
         if command.dry_run:
             from torchtitan_lite import dry_run  # with the simulator: a run does not load it
 
@@ -335,7 +341,7 @@ def main(argv: Sequence[str]) -> int:
             lock.release()
     except KeyboardInterrupt:
         if speaks:
-            print("train.py: stopped; the same command goes on from the newest checkpoint", file=sys.stderr)
+            complain("train.py: stopped; the same command goes on from the newest checkpoint")
         return 130
     except UserError as error:
         say_once(f"train.py: {error}", env_int("LOCAL_RANK", 0))

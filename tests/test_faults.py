@@ -128,20 +128,6 @@ def test_a_signal_at_any_moment_leaves_one_checkpoint_at_the_end_of_a_step(
     goes_on_to_the_same_end(command, run, straight)
 
 
-def test_a_second_ctrl_c_leaves_at_once(text: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-u", "tests/faults/worker.py", *tiny(text, tmp_path, **RUN, train__steps=100_000)]
-    env = os.environ | {"FAULT": "int:0:8:batch,slow:0:8:write", "FAULT_SECONDS": "50", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
-    wait_for(process, "FAULT slow fired")
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=HANGS_S)
-    assert process.returncode == 130
-    assert "stopped; the same command goes on from the newest checkpoint" in errors
-    assert saved_steps(tmp_path / "run") == [5]
-
-
 @slow
 def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=2000))

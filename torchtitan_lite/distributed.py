@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchtitan_lite.config import RunConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.layout import Layout
+from torchtitan_lite.terminal import complain, flush
 
 T = TypeVar("T")
 
@@ -77,11 +77,20 @@ def process_group(run: RunConfig) -> Iterator[World]:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this process when its launcher is killed: it would write into the run's folder for ever."""
+    """Have the kernel end this process when its launcher is killed: it would write into the run's folder for ever.
+
+    Call it as early as possible. The kernel only signals a death that follows prctl, so the parent is read before and
+    compared after. Its number alone says nothing: in a container torchrun may itself be process 1. A launcher that
+    died before the first look is not noticed here; its store went with it, so this process finds no other ranks and
+    ends in `rendezvous`, before it writes to the run.
+    """
+    if "RANK" not in os.environ:
+        return
     pr_set_pdeathsig = 1  # prctl.h
+    launcher = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() == 1:  # it was killed before this
+        if os.getppid() != launcher:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -142,7 +151,7 @@ def say_once(message: str, local_rank: int) -> None:
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
-    print(message, file=sys.stderr, flush=True)
+    complain(message)
 
 
 def leave(exit_code: int = 0) -> NoReturn:
@@ -154,6 +163,5 @@ def leave(exit_code: int = 0) -> NoReturn:
     if exit_code == 0 and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(exit_code)

@@ -25,6 +25,12 @@ class SaveError(UserError):
     exit_code = 1
 
 
+class OutputError(UserError):
+    """Text that a person asked for can't be written."""
+
+    exit_code = 1
+
+
 class StuckError(UserError):
     """Another rank was lost, or kept this one waiting for too long."""
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.errors import ConfigError, OutputError, UserError
 from torchtitan_lite.generation import Sampler, new_tokens, pieces
 from torchtitan_lite.opening import Opened, open_model
+from torchtitan_lite.terminal import encodable, prepare_streams
 
 
 def encode(opened: Opened, prompt: str) -> list[int]:
@@ -51,7 +52,7 @@ def answer(opened: Opened, prompt: str, max_tokens: int, sampler: Sampler) -> st
         ConfigError: see `encode`.
     """
     ids = encode(opened, prompt)
-    print(prompt, end="", flush=True)
+    _write(prompt)
     times: list[float] = []
 
     def timed() -> Iterator[int]:
@@ -61,8 +62,8 @@ def answer(opened: Opened, prompt: str, max_tokens: int, sampler: Sampler) -> st
 
     started = time.perf_counter()
     for text in pieces(opened.tokenizer, ids, timed()):
-        print(text, end="", flush=True)
-    print(flush=True)
+        _write(text)
+    _write("\n")
     if not times:
         return "the model ended the text at once"
     first = f"{len(ids)} tokens of prompt in {times[0] - started:.2f} s"
@@ -76,6 +77,26 @@ def _line() -> str:
         return input("prompt> " if sys.stdin.isatty() else "")
     except UnicodeDecodeError as error:
         raise ConfigError(f"the input is not {error.encoding} text: {error}") from None
+
+
+def _write(text: str) -> None:
+    """
+    Raises:
+        BrokenPipeError: nobody reads any more.
+        OutputError: stdout can't be written for another reason.
+    """
+    try:
+        print(encodable(text, sys.stdout), end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise OutputError(f"stdout can't be written: {error.strerror or error}") from None
+
+
+def _drop_output() -> None:
+    """Or Python would try again at its end to write what is buffered."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def converse(opened: Opened, max_tokens: int, sampler: Sampler) -> None:
@@ -133,6 +154,7 @@ def _problems(given: argparse.Namespace) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
     given = _parser().parse_args(argv)
+    prepare_streams()
     try:
         if problems := _problems(given):
             raise ConfigError("\n  ".join(problems))
@@ -151,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
     except UserError as error:
         print(f"generate: {error}", file=sys.stderr)
         return error.exit_code

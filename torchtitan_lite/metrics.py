@@ -7,13 +7,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from torchtitan_lite.terminal import complain, encodable
 from torchtitan_lite.trackers import Trackers
 
 GIB = 2**30
@@ -58,14 +59,19 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Log:
-    """Rank 0's terminal and files; on the other ranks it does nothing."""
+    """Rank 0's terminal and files; on the other ranks it does nothing.
+
+    Nothing here raises: a full disk or a closed terminal must not end a run before it saves. Each stream or file that
+    can't be written is reported once, on stderr, and tried again every time.
+    """
 
     def __init__(self, folder: Path, speaks: bool) -> None:
         self._speaks = speaks
         self._folder = folder
         self._text = folder / "train.log"
         self._bar: tqdm[Any] | None = None
-        self._failed = False
+        self._torn: set[Path] = set()  # files whose last line may be half written
+        self._failed: set[str] = set()
         self._trackers: Trackers | None = None
 
     def say(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
@@ -76,9 +82,10 @@ class Log:
         """
         if not self._speaks:
             return
-        shown = fit(text, shutil.get_terminal_size().columns) if fit and sys.stdout.isatty() else text
-        tqdm.write(shown, file=sys.stdout)
-        sys.stdout.flush()
+        with self._reported("stdout"):
+            shown = fit(text, shutil.get_terminal_size().columns) if fit and sys.stdout.isatty() else text
+            tqdm.write(encodable(shown, sys.stdout), file=sys.stdout)
+            sys.stdout.flush()
         self._append(self._text, text)
 
     def attach(self, trackers: Trackers) -> None:
@@ -88,49 +95,66 @@ class Log:
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """One line of a file of records."""
         if self._speaks:
-            self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
+            with self._reported(f"a record of {file}"):
+                self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
             if self._trackers is not None and file == "metrics.jsonl":
                 self._trackers.record(values)
 
-    def _append(self, file: Path, line: str) -> None:
-        """Add a line. Training goes on without it if the disk is full: that is said once."""
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """An error in here is reported, once for each `what`."""
         try:
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                print(f"{file} can't be written any more: {error}; training goes on", file=sys.stderr, flush=True)
+            yield
+        except Exception as error:  # whatever it is: a line less is better than a run less
+            if what not in self._failed:
+                self._failed.add(what)
+                complain(f"{what} can't be written: {error}; training goes on")
+
+    def _append(self, file: Path, line: str) -> None:
+        """Add a line. After a failed write it begins on a new line: the one before may lack its end."""
+        with self._reported(str(file)):
+            start = "\n" if file in self._torn else ""
+            self._torn.add(file)
+            with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(f"{start}{line}\n")
+            self._torn.discard(file)
 
     def cut_after(self, step: int) -> None:
         """Forget the records of later steps: after a resume each step stands there once."""
         for file in (self._folder / "metrics.jsonl", self._folder / "samples.jsonl") if self._speaks else ():
-            if file.is_file():
-                lines = file.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if _step_of(line) <= step]
-                beside = file.with_suffix(".tmp")
-                beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            beside = file.with_suffix(".tmp")
+            with self._reported(f"{file} (its records after step {step} stay)"):
+                if not file.is_file():
+                    continue
+                with file.open("rb") as lines, beside.open("wb") as kept:
+                    kept.writelines(line for line in lines if _step_of(line) <= step and line.endswith(b"\n"))
                 os.replace(beside, file)
+            with suppress(OSError):  # of a disk that was full
+                beside.unlink(missing_ok=True)
 
     def start_bar(self, step: int, steps: int) -> None:
         """A progress bar, on a terminal only."""
-        if self._speaks and sys.stderr.isatty():
-            self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)
+        with self._reported("the progress bar"):
+            if self._speaks and sys.stderr.isatty():
+                self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)
 
     def advance_bar(self) -> None:
         """One step more."""
         if self._bar is not None:
-            self._bar.update()
+            with self._reported("the progress bar"):
+                self._bar.update()
 
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
-            self._bar.close()
+            with self._reported("the progress bar"):
+                self._bar.close()
             self._bar = None
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
+    """The step of a record; infinite for a line that is none, as a killed process leaves it."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that a killed process left half-written
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return float("inf")

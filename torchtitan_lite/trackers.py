@@ -1,12 +1,12 @@
 """TensorBoard and Weights & Biases, for whoever wants them beside metrics.jsonl. Each is an extra to be installed."""
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config import LogConfig
 from torchtitan_lite.storage import TrainState
+from torchtitan_lite.terminal import complain
 
 Scalars = Mapping[str, float]
 
@@ -27,9 +27,8 @@ class Trackers:
 
     def record(self, values: Mapping[str, Any]) -> None:
         """The numbers of a record of metrics.jsonl."""
-        scalars = {k: float(v) for k, v in values.items() if k != "step" and type(v) in (int, float)}
         for name, (write, _) in list(self._open.items()):
-            self._try(name, lambda: write(scalars, int(values["step"])))  # noqa: B023  # called now
+            self._try(name, lambda: write(_scalars(values), int(values["step"])))  # noqa: B023  # called now
 
     def close(self) -> None:
         """Have everything written."""
@@ -39,9 +38,13 @@ class Trackers:
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever it is: a tracker must not end weeks of training
+        except (Exception, SystemExit) as error:  # whatever it is: a tracker must not end weeks of training
             self._open.pop(name, None)
-            print(f"log.trackers: {name} failed: {error}; training goes on without it", file=sys.stderr, flush=True)
+            complain(f"log.trackers: {name} failed: {error}; training goes on without it")
+
+
+def _scalars(values: Mapping[str, Any]) -> Scalars:
+    return {key: float(v) for key, v in values.items() if key != "step" and type(v) in (int, float)}
 
 
 def _tensorboard(

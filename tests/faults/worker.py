@@ -10,7 +10,7 @@ raise      an error that nobody expects
 exit       the process leaves with 0
 hang       it waits for ever
 slow       it waits for FAULT_SECONDS
-term, int  SIGTERM, SIGINT to itself
+term, int, hup  SIGTERM, SIGINT, SIGHUP to itself
 stop       SIGSTOP, and SIGCONT by another process after FAULT_SECONDS
 vanish     the run's folder is renamed
 flip       a bit of a parameter flips, in the memory of this rank
@@ -43,6 +43,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "batch": (Ahead, "batch"),
     "forward": (Transformer, "forward"),
     "eval": (train, "validate"),
+    "sample": (train, "sample"),
     "load": (Checkpointer, "_spread"),
     "save": (Checkpointer, "save"),
     "begin": (storage, "begin"),
@@ -142,6 +143,10 @@ def _int(_: Any) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def _hup(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
 def _stop(_: Any) -> None:
     later = f"sleep {os.environ['FAULT_SECONDS']}; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", later])
@@ -174,6 +179,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "slow": _slow,
     "term": _term,
     "int": _int,
+    "hup": _hup,
     "stop": _stop,
     "vanish": _vanish,
     "flip": _flip,

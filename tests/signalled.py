@@ -1,0 +1,27 @@
+"""Two ranks of train.py, the first of which writes very slowly; what this process is sent, both are sent."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tests.forkserver import Ranks
+
+
+def main() -> None:
+    import train  # noqa: F401  # once for both ranks
+
+    ranks = Ranks(2, sys.argv[1:], Path("/dev/stdout"), Path("/dev/stderr"), fault="slow:0:8:save")
+
+    def forward(number: int, _: object) -> None:
+        for rank in ranks.running():
+            ranks.send(rank, signal.Signals(number))
+
+    signal.signal(signal.SIGINT, forward)
+    ranks.wait(100)
+    print("codes", dict(sorted(ranks.codes.items())), flush=True)
+    os._exit(0)  # a signal may come until the end
+
+
+if __name__ == "__main__":
+    main()

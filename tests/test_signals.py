@@ -1,0 +1,124 @@
+"""Signals: which ones save and stop, which are one request, and which end a process at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, ranks, succeeded, tiny
+from tests.test_faults import RUN, saved_steps, status, wait_for
+from torchtitan_lite.leaving import Leaving
+
+TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(("signals", "code"), [
+    ([(TERM, 0.0)], None),
+    ([(INT, 0.0), (INT, 1.9)], None),  # by the terminal, and forwarded by torchrun
+    ([(USR1, 0.0), (USR1, 0.1), (TERM, 2.0)], None),  # Slurm: to the launcher, to the workers
+    ([(INT, 0.0), (INT, 2.1)], 130),
+    ([(TERM, 0.0), (INT, 9.0)], 130),
+    ([(TERM, 0.0), (INT, 1.0), (INT, 3.0)], 130),  # two seconds after the first, not after the one before
+    ([(USR1, 0.0), (TERM, 300.0)], 143),
+    ([(INT, 0.0), (HUP, 5.0)], 129),
+])  # fmt: skip
+def test_a_later_signal_ends_at_once(signals: list[tuple[int, float]], code: int | None) -> None:
+    now = 100.0
+    codes: list[int] = []
+    words: list[str] = []
+    leaving = Leaving(0, clock=lambda: now, end=codes.append)
+    leaving.last_words = words.append
+    for number, at in signals:
+        assert not codes
+        now = 100.0 + at
+        leaving.received(number)
+    assert codes == ([] if code is None else [code])
+    assert len(words) == len(codes)
+    assert leaving.reason == signal.Signals(signals[0][0]).name
+    assert leaving.asked()
+
+
+def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
+    now = 0.0
+    codes: list[int] = []
+    leaving = Leaving(1, clock=lambda: now, end=codes.append)
+    now = 61.0
+    assert leaving.asked()
+    leaving.received(TERM)
+    assert leaving.reason == "run.max_minutes = 1"
+    assert not codes
+
+
+def test_a_file_system_that_does_not_answer_keeps_nobody() -> None:
+    codes: list[int] = []
+    leaving = Leaving(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
+    leaving.last_words = lambda _: threading.Event().wait()
+    leaving.received(TERM)
+    leaving.received(TERM)
+    assert codes == [143]
+
+
+@pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
+def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Leaving(0) as leaving:
+        os.kill(os.getpid(), number)
+        wait_until(lambda: leaving.reason == number.name)
+    assert signal.getsignal(number) is before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with Leaving(0) as leaving:
+            os.kill(os.getpid(), HUP)
+            assert signal.getsignal(HUP) is signal.SIG_IGN
+            os.kill(os.getpid(), TERM)  # which comes after it
+            wait_until(leaving.asked)
+            assert leaving.reason == "SIGTERM"
+        assert signal.getsignal(HUP) is signal.SIG_IGN
+    finally:
+        signal.signal(HUP, before)
+
+
+def wait_until(condition: object) -> None:
+    end = time.monotonic() + 30
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_closed_terminal_saves(text: Path, tmp_path: Path) -> None:
+    """SIGHUP, as torchrun forwards it when the terminal closes or ssh drops."""
+    succeeded(ranks(2, *tiny(text, tmp_path, **RUN), fault="hup:1:7:forward"))
+    left = status(tmp_path / "run")
+    assert (left["status"], left["step"]) in [("preempted", 7), ("preempted", 8), ("preempted", 9)]
+    assert saved_steps(tmp_path / "run")[-1] == left["step"]
+
+
+def test_ctrl_c_again_ends_a_save_that_takes_long(text: Path, tmp_path: Path) -> None:
+    """Two ranks: rank 0 waits for a disk, rank 1 for rank 0, where Python runs no handlers."""
+    command = [sys.executable, "-u", "-m", "tests.signalled", *tiny(text, tmp_path, **RUN, train__steps=100_000)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULT_SECONDS": "500"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(process, "FAULT slow fired")
+    end = time.monotonic() + 60
+    while process.poll() is None:
+        assert time.monotonic() < end, "Ctrl-C does not help"
+        process.send_signal(INT)
+        time.sleep(0.1)
+    output, errors = process.communicate()
+    assert process.returncode == 0, output + errors
+    assert "codes {0: 130, 1: 130}" in output
+    assert errors.count("s after SIGINT: stopped without saving; the same command resumes") == 1
+    left = status(tmp_path / "run")
+    assert left["status"] == "failed"
+    assert "stopped without saving" in left["reason"]
+    assert saved_steps(tmp_path / "run") == [5]
