@@ -10,11 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
-from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite import paths
+from torchtitan_lite.config import MIN_TEMPERATURE
+from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.generation import Sampler, new_tokens, pieces
 from torchtitan_lite.opening import Opened, open_model
 
@@ -81,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
+    parser.add_argument(
+        "run", type=paths.argument, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder"
+    )
     parser.add_argument("--prompt", default=None, help="the beginning of the text")
     parser.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
     parser.add_argument("--max-tokens", type=int, default=200, help="how many tokens to add at most")
@@ -91,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
-    parser.add_argument("--tokenizer", type=Path, default=None, help="a tokenizer.json, where RUN has none")
+    parser.add_argument("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, where RUN has none")
     return parser
 
 
@@ -101,12 +104,17 @@ def _problems(given: argparse.Namespace) -> list[str]:
         found.append('nothing to continue; e.g. --prompt "def ", or --interactive')
     if given.max_tokens < 1:
         found.append(f"--max-tokens={given.max_tokens} should be at least 1")
-    if not 0 <= given.temperature < float("inf"):
-        found.append(f"--temperature={given.temperature} should be 0 or more, e.g. 0.8")
+    if given.temperature != 0 and not MIN_TEMPERATURE <= given.temperature < float("inf"):
+        found.append(
+            f"--temperature={given.temperature} should be 0 (always the likeliest token) or at least "
+            f"{MIN_TEMPERATURE}, e.g. 0.8"
+        )
     if given.top_k < 0:
         found.append(f"--top-k={given.top_k} should be 0 (all) or more, e.g. 50")
     if not 0 < given.top_p <= 1:
         found.append(f"--top-p={given.top_p} should be above 0 and at most 1, e.g. 0.95")
+    if not 0 <= given.seed < 2**63:
+        found.append(f"--seed={given.seed} should be 0 or more, and less than 2**63")
     if given.device not in ("auto", "cpu", "cuda"):
         found.append(f"--device={given.device} should be auto, cpu or cuda")
     elif given.device == "cuda" and not torch.cuda.is_available():
@@ -117,9 +125,13 @@ def _problems(given: argparse.Namespace) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
     given = _parser().parse_args(argv)
+    return run_cli("generate", lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> int:
+    if problems := _problems(given):
+        raise ConfigError("\n  ".join(problems))
     try:
-        if problems := _problems(given):
-            raise ConfigError("\n  ".join(problems))
         cuda = given.device != "cpu" and torch.cuda.is_available()
         opened = open_model(
             given.run, torch.device("cuda" if cuda else "cpu"), getattr(torch, given.dtype), given.tokenizer
@@ -136,9 +148,6 @@ def main(argv: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except UserError as error:
-        print(f"generate: {error}", file=sys.stderr)
-        return error.exit_code
     return 0
 
 
