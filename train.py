@@ -23,7 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
-from torchtitan_lite import cli, hf, inspection, models, out_of_memory, run_folder
+from torchtitan_lite import checks, cli, hf, inspection, models, out_of_memory, run_folder
 from torchtitan_lite.agreement import require_agreement
 from torchtitan_lite.config import Config, LogConfig
 from torchtitan_lite.console import duration, start_lines, what_next
@@ -39,11 +39,12 @@ from torchtitan_lite.distributed import (
     env_int,
     from_rank0,
     leave,
+    local_rank,
     process_group,
     say_once,
     sum_over_ranks,
 )
-from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError
+from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, run_cli
 from torchtitan_lite.evaluate import Validation
 from torchtitan_lite.flops import flops_per_token
 from torchtitan_lite.garbage import on_schedule
@@ -57,7 +58,6 @@ from torchtitan_lite.optim import (
     clip_gradients,
     freeze,
     learning_rate,
-    parameter_groups,
     set_learning_rate,
 )
 from torchtitan_lite.parallelize import (
@@ -66,7 +66,6 @@ from torchtitan_lite.parallelize import (
     apply_fast_paths,
     apply_fsdp,
     before_micro_batch,
-    groups_of,
     unshard_first,
 )
 from torchtitan_lite.profiling import Profile
@@ -182,19 +181,6 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.T
     return model
 
 
-def check_patterns(config: Config) -> None:
-    """Hold names in the config against the model's parameters, which takes no storage and no process group.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or only a part of what is gathered together.
-    """
-    with torch.device("meta"):
-        model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
-    freeze(model, config.optim.freeze)
-    parameter_groups(model, config.optim)
-    groups_of(model, config.fsdp)
-
-
 def train(t: Training) -> None:
     """Train from the step after `t.state` to the last one."""
     config, log = t.config, t.log
@@ -305,48 +291,60 @@ def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code; what a person can act on is printed once per machine."""
+    return run_cli("train.py", lambda: start(argv), say=lambda text: say_once(text, local_rank()))
+
+
+def start(argv: Sequence[str]) -> int:
     """Parse, check and prepare, before there is a process group; then train. Returns the exit code."""
     die_with_launcher()
     prepare_streams()
-    speaks = env_int("LOCAL_RANK", 0) == 0
+    speaks = local_rank() == 0
     try:
         sizes = {"world_size": env_int("WORLD_SIZE", 1), "local_world_size": env_int("LOCAL_WORLD_SIZE", 1)}
-        command = cli.parse(argv, n_gpus=torch.cuda.device_count(), **sizes)
+        model_checks = [checks.check_patterns, checks.check_prompts]
+        command = cli.parse(argv, n_gpus=torch.cuda.device_count(), checks=model_checks, **sizes)
         config = command.loaded.config
-        check_patterns(config)
         if command.print_config or command.check_config:
+            fine = [f"note    {note}" for note in command.loaded.notes]
+            fine.append(f"the configuration is fine; its run is in {config.folder}")
             if speaks:
-                fine = f"the configuration is fine; its run is in {config.folder}"
-                print(to_toml_with_origins(command.loaded) if command.print_config else fine)
+                print(to_toml_with_origins(command.loaded) if command.print_config else "\n".join(fine))
             return 0
+        for note in command.loaded.notes if speaks else ():
+            print(f"note    {note}", flush=True)
         if not command.inspect and not command.dry_run:
             run_folder.make(config.folder)
-        data = prepare_all(config.data, config.tokenizer, show)
-        if config.data.packing == "best_fit":
-            pack_all(data, config.train.seq_len, show)
-        if command.dry_run:
-            from torchtitan_lite import dry_run  # with the simulator: a run does not load it
-
-            dry_run.run(command.loaded, data, build, train_step)
-            return 0
-        with process_group(config.run) as world:
-            if command.inspect:
-                mesh = build_mesh(derive(config, world.world_size), world.device)
-                model = sharded_model(config, data.vocab_size, mesh)
-                if world.rank == 0:
-                    print(inspection.describe(model, config.fsdp))
-                return 0
-            lock = run_folder.lock(config.folder, world)
-            run(command.loaded, data, world, Log(config.folder, speaks=world.rank == 0))
-            lock.release()
+        with out_of_memory.explained(config):
+            prepare_and_run(command)
     except KeyboardInterrupt:
         if speaks:
             complain("train.py: stopped; the same command goes on from the newest checkpoint")
         return 130
-    except UserError as error:
-        say_once(f"train.py: {error}", env_int("LOCAL_RANK", 0))
-        return error.exit_code
     return 0
+
+
+def prepare_and_run(command: cli.Command) -> None:
+    """Prepare the data, and do what the command asks for."""
+    config = command.loaded.config
+    data = prepare_all(config.data, config.tokenizer, show)
+    if config.data.packing == "best_fit":
+        pack_all(data, config.train.seq_len, show)
+    if command.dry_run:
+        from torchtitan_lite import dry_run  # with the simulator: a run does not load it
+
+        dry_run.run(command.loaded, data, build, train_step)
+        return
+    with process_group(config.run) as world:
+        if command.inspect:
+            mesh = build_mesh(derive(config, world.world_size), world.device)
+            model = sharded_model(config, data.vocab_size, mesh)
+            if world.rank == 0:
+                print(inspection.describe(model, config.fsdp))
+            return
+        lock = run_folder.lock(config.folder, world)
+        run(command.loaded, data, world, Log(config.folder, speaks=world.rank == 0))
+        lock.release()
 
 
 if __name__ == "__main__":

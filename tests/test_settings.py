@@ -129,9 +129,9 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--model.family=lstm"], "should be 'gpt' or 'llama'"),
         (
             ["--model.family=gpt", "--model.rope_theta=5e5"],
-            "means nothing to model.family = gpt, only to llama; leave it out",
+            'means nothing without model.family = "llama"; leave it out',
         ),
-        (["--model.dropout=0.1"], "means nothing to model.family = llama, only to gpt"),
+        (["--model.dropout=0.1"], 'means nothing without model.family = "gpt"'),
         (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
         (["--model.head_dim=33"], "can't be rotated in halves; head_dim = 34 works"),
         (
@@ -164,7 +164,6 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         ),
         (["--fsdp.sharding_strategy=NO_SHARD", "--fsdp.dp_shard=2"], "stands for dp_shard = 1"),
         (["--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.dp_replicate=1"], 'without them it is "FULL_SHARD"'),
-        (["--fsdp.sharding_strategy=_HYBRID_SHARD_ZERO2", "--fsdp.dp_shard=1"], 'without them it is "NO_SHARD"'),
         (["--fsdp.grad_sync=all_reduce_last"], 'there are 1 copies over 1 ranks each; "every" or "last" works'),
         (["--fsdp.cpu_offload"], "there is no GPU here: on the CPU they are on the host anyway"),
         (["--fsdp.forward_prefetch=3"], "fsdp.forward_prefetch = 3 means nothing without fsdp.explicit_prefetching"),
@@ -232,6 +231,13 @@ def test_the_names_of_fsdp1(strategy: str, more: list[str], expected: tuple[bool
     layout = derive(loaded.config, 8)
     assert (loaded.config.fsdp.reshard_after_forward, layout.dp_replicate, layout.dp_shard) == expected
     assert loaded.origins["fsdp.reshard_after_forward"] in (f'sharding_strategy "{strategy}"', "command line")
+
+
+def test_a_hybrid_strategy_without_shards_is_another_strategy() -> None:
+    argv = ["--fsdp.sharding_strategy=_HYBRID_SHARD_ZERO2", "--fsdp.dp_shard=1"]
+    with pytest.raises(ConfigError, match='without them it is "NO_SHARD"'):
+        cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4)
+    assert cli.parse(argv, world_size=1, n_gpus=0), "one rank on a machine: the strategy itself means that"
 
 
 def test_axes_of_the_mesh_fill_each_other() -> None:

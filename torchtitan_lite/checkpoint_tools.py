@@ -8,14 +8,13 @@ import FOLDER [OUT]  a config that starts from a Hugging Face folder: printed, o
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file
 
-from torchtitan_lite import hf, shards, storage
-from torchtitan_lite.errors import CheckpointError, UserError
+from torchtitan_lite import hf, paths, shards, storage
+from torchtitan_lite.errors import CheckpointError, run_cli
 from torchtitan_lite.tensorfile import FileRecord, write_tensors
 
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # names in shards, and the full file of them
@@ -36,10 +35,10 @@ def checkpoints_of(path: Path) -> list[Path]:
     return found
 
 
-def verify(paths: Sequence[Path]) -> bool:
+def verify(folders: Sequence[Path]) -> bool:
     """Print what is wrong with each checkpoint; whether all are whole."""
     good = True
-    for path in paths:
+    for path in folders:
         for folder in checkpoints_of(path):
             problems = storage.verify(folder)
             good &= not problems
@@ -127,29 +126,29 @@ def main(argv: Sequence[str]) -> int:
         prog="checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("verify").add_argument("paths", type=Path, nargs="+")
-    commands.add_parser("inspect").add_argument("folder", type=Path)
+    commands.add_parser("verify").add_argument("paths", type=paths.argument, nargs="+")
+    commands.add_parser("inspect").add_argument("folder", type=paths.argument)
     for name, first in (("convert", "folder"), ("export", "source")):
         command = commands.add_parser(name)
-        command.add_argument(first, type=Path)
-        command.add_argument("out", type=Path)
+        command.add_argument(first, type=paths.argument)
+        command.add_argument("out", type=paths.argument)
     command = commands.add_parser("import")
-    command.add_argument("folder", type=Path)
-    command.add_argument("out", type=Path, nargs="?")
+    command.add_argument("folder", type=paths.argument)
+    command.add_argument("out", type=paths.argument, nargs="?")
     given = parser.parse_args(argv)
-    try:
-        if given.command == "verify":
-            return 0 if verify(given.paths) else 1
-        if given.command == "inspect":
-            inspect(checkpoints_of(given.folder)[-1])
-        elif given.command == "convert":
-            print(f"converted to {convert(checkpoints_of(given.folder)[-1], given.out)}")
-        elif given.command == "export":
-            hf.export(given.source, given.out)
-            print(f"exported to {given.out}")
-        else:
-            import_config(given.folder, given.out)
-    except UserError as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_cli("checkpoint.py", lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.command == "verify":
+        return 0 if verify(given.paths) else 1
+    if given.command == "inspect":
+        inspect(checkpoints_of(given.folder)[-1])
+    elif given.command == "convert":
+        print(f"converted to {convert(checkpoints_of(given.folder)[-1], given.out)}")
+    elif given.command == "export":
+        hf.export(given.source, given.out)
+        print(f"exported to {given.out}")
+    else:
+        import_config(given.folder, given.out)
     return 0

@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torchtitan_lite import settings
+from torchtitan_lite import paths, settings
+from torchtitan_lite.errors import shortened
 
 _BARE = "\0"  # the value of an option that was given none
 
@@ -28,8 +28,15 @@ class Command:
     dry_run: bool
 
 
-def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size: int = 1) -> Command:
-    """The command line, checked against the world size and the GPUs of this machine.
+def parse(
+    argv: Sequence[str],
+    *,
+    world_size: int,
+    n_gpus: int,
+    local_world_size: int = 1,
+    checks: Sequence[settings.Check] = (),
+) -> Command:
+    """The command line, checked against the world size and the GPUs of this machine, and by more `checks`.
 
     Raises:
         ConfigError: everything that is wrong with the file and the options.
@@ -50,9 +57,9 @@ def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size
             overrides[key] = settings.Setting(settings.parse_value(key, value) if equals else "", "command line")
         elif text.startswith("--"):
             near = settings.nearest(key, [flag.removeprefix("--") for flag in (*SHORTHANDS, "--config", *known)])
-            problems.append(f"command line: {text}: unknown option; the nearest known one is --{near}")
+            problems.append(f"command line: {shortened(text)}: unknown option; the nearest known one is --{near}")
         else:
-            problems.append(f"command line: {text}: not understood; options look like --train.steps=400")
+            problems.append(f"command line: {shortened(text)}: not understood; options look like --train.steps=400")
     for key in known:
         if given[key] is not None:
             if given[key] == _BARE and known[key].annotation is not bool:
@@ -67,6 +74,7 @@ def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size
         n_gpus=n_gpus,
         local_world_size=local_world_size,
         problems=problems,
+        checks=checks,
     )
     return Command(loaded, given["print_config"], given["check_config"], given["inspect"], given["dry_run"])
 
@@ -80,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=120),
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML experiment, see configs/")
+    parser.add_argument("--config", type=paths.argument, metavar="FILE", help="a TOML experiment, see configs/")
     parser.add_argument("--print-config", action="store_true", help="print every value with its origin, and exit")
     parser.add_argument("--check-config", action="store_true", help="check the config for this world size, and exit")
     parser.add_argument("--inspect", action="store_true", help="print the sharded model and its groups, and exit")

@@ -7,8 +7,18 @@ their own section, never the whole. How files, `base` and the command line becom
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+)
 
+from torchtitan_lite.paths import expand
+from torchtitan_lite.speed import Frozen
 from torchtitan_lite.speed import ProfileConfig as ProfileConfig
 from torchtitan_lite.speed import Section as Section
 from torchtitan_lite.speed import SpeedConfig as SpeedConfig
@@ -22,20 +32,41 @@ def _reshard(value: Any) -> Any:
     raise ValueError('should be "default", true, false, or a number of ranks above 1')
 
 
+def _without_nul(value: Any) -> Any:
+    if any("\0" in path for path in ([value] if isinstance(value, str) else value)):
+        raise ValueError("should have no NUL character: it names files")
+    return value
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"should be 0 (always the likeliest token), or at least {MIN_TEMPERATURE}")
+    return value
+
+
+MIN_TEMPERATURE = 1e-6  # the likeliest token is drawn long before; far below, float32 overflows
+# Bounds far above any use, so that no product of them leaves 64 bits and no typing error fills the memory.
+Size = Annotated[int, Field(gt=0, lt=2**31)]
+SizeOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+Width = Annotated[int, Field(gt=0, le=2**20)]
+WidthOrZero = Annotated[int, Field(ge=0, le=2**20)]
+PathText = Annotated[str, AfterValidator(_without_nul)]
+
+
 class RunConfig(Section):
-    name: str = "default"
+    name: PathText = "default"
     """name of the run; a config file's own name if it sets none"""
-    out_dir: str = "runs"
+    out_dir: PathText = "runs"
     """folder of all runs; this one lives in <out_dir>/<name>"""
     seed: NonNegativeInt = 0
     """decides the initial parameters, the order of the data and dropout"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: cuda if there is a GPU, else cpu"""
-    threads: NonNegativeInt = 0
+    threads: int = Field(default=0, ge=0, le=4096)
     """CPU threads of each rank; 0: the cores divided by the ranks of this machine"""
     max_minutes: NonNegativeFloat = 0.0
     """save and leave after so many minutes; 0: no limit"""
-    timeout_minutes: PositiveFloat = 20.0
+    timeout_minutes: float = Field(default=20.0, gt=0, le=525_600)
     """a rank that keeps the others waiting for longer ends the run, with stack traces in stacks/"""
     deterministic: bool = False
     """CUDA: only deterministic kernels, slower, for a bitwise resume (the CPU always is)"""
@@ -46,27 +77,27 @@ class ModelConfig(Section):
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention"""
     size: str = "1M"
     """a name for the numbers below, which can also be set one by one; see sizes.py"""
-    init_from: str = ""
+    init_from: PathText = ""
     """start from the weights of a run, a checkpoint or a Hugging Face folder: step 0, a new optimizer"""
-    vocab_size: NonNegativeInt = 0
+    vocab_size: SizeOrZero = 0
     """entries of the embedding; 0: as many as the tokenizer has"""
-    dim: PositiveInt = 128
+    dim: Width = 128
     """width of the residual stream"""
-    n_layers: PositiveInt = 4
+    n_layers: int = Field(default=4, gt=0, le=10_000)
     """number of Transformer blocks"""
-    n_heads: PositiveInt = 4
+    n_heads: Width = 4
     """attention heads"""
-    max_seq_len: PositiveInt = 1024
+    max_seq_len: Size = 1024
     """longest sequence, in tokens"""
     tie_embeddings: bool = False
     """the output matrix is the token embeddings"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """gpt: probability of dropping an activation while training"""
-    n_kv_heads: NonNegativeInt = 0
+    n_kv_heads: WidthOrZero = 0
     """llama: heads of keys and values, shared by n_heads; 0: as many as n_heads"""
-    head_dim: NonNegativeInt = 0
+    head_dim: WidthOrZero = 0
     """llama: width of a head; 0: dim / n_heads"""
-    hidden_dim: NonNegativeInt = 0
+    hidden_dim: int = Field(default=0, ge=0, le=2**24)
     """llama: width of the feed-forward; 0: 8/3 dim, rounded up to a multiple of 64"""
     norm_eps: PositiveFloat = 1e-5
     """epsilon of the norms"""
@@ -82,7 +113,7 @@ class ModelConfig(Section):
     """llama: wavelengths above rope_original_max_seq_len / this are stretched in full"""
     rope_high_freq_factor: PositiveFloat = 4.0
     """llama: wavelengths below rope_original_max_seq_len / this are kept"""
-    rope_original_max_seq_len: PositiveInt = 8192
+    rope_original_max_seq_len: Size = 8192
     """llama: the context before stretching"""
 
     def resolved(self) -> dict[str, Any]:
@@ -109,7 +140,7 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    path: str = ""
+    path: PathText = ""
     """a tokenizer.json to use; empty: one is trained on the text"""
     end_token: str = ""
     """with path: the entry that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>. Prepared data \
@@ -119,9 +150,9 @@ brings its own"""
 
 
 class DataConfig(Section):
-    path: str | list[str] = ""
+    path: Annotated[str | list[str], AfterValidator(_without_nul)] = ""
     """a prepared folder (docs/data.md), or your text: files, folders or globs; empty: Python's standard library"""
-    sources: dict[str, PositiveFloat] = {}
+    sources: Annotated[dict[str, PositiveFloat], AfterValidator(_without_nul)] = {}
     """instead of path: prepared folders or texts that are mixed, with weights: [data.sources] "data/web" = 0.7"""
     text_key: str = "text"
     """the key of a .jsonl line, or the column of a .csv or .parquet file, that holds the text"""
@@ -132,18 +163,18 @@ class DataConfig(Section):
 and the rest of a sequence is padding"""
     document_mask: bool = False
     """attention stays within a document, and positions begin again with each"""
-    cache_dir: str = ""
+    cache_dir: PathText = ""
     """where tokenised text is kept; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
 
 
 class TrainConfig(Section):
-    steps: PositiveInt = 250
+    steps: int = Field(default=250, gt=0, le=10**12)
     """optimizer steps of the whole run"""
-    seq_len: PositiveInt = 256
+    seq_len: Size = 256
     """tokens in a sequence"""
-    micro_batch_size: PositiveInt = 8
+    micro_batch_size: Size = 8
     """sequences per rank in one forward and backward"""
-    global_batch_size: PositiveInt = 16
+    global_batch_size: Size = 16
     """sequences per optimizer step, over all ranks; gradient accumulation follows from it"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """a loss or gradient norm that is not finite stops the run, or its step is skipped and recorded"""
@@ -281,7 +312,7 @@ class SampleConfig(Section):
     """beginnings of text"""
     max_tokens: PositiveInt = 48
     """how many tokens to add at most; each gathers all parameters once"""
-    temperature: NonNegativeFloat = 0.8
+    temperature: Annotated[NonNegativeFloat, AfterValidator(_temperature)] = 0.8
     """0: always the likeliest token"""
 
 
@@ -294,7 +325,7 @@ class CheckpointConfig(Section):
     """how state dicts are gathered and spread: by DTensors, or by torch.distributed.checkpoint; same files"""
     async_save: bool = False
     """train on while a copy is written: each rank keeps a copy of its part until then (full by dcp: rank 0 of all)"""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: go on from the newest checkpoint that is whole; never: begin again; step-N: go on from that one; or the \
 path of another run or checkpoint, as long as this run has none"""
     verify: Literal["full", "size", "off"] = "full"
@@ -316,7 +347,7 @@ class LogConfig(Section):
     """wandb: the project"""
 
 
-class Config(Section):
+class Config(Frozen):
     """One experiment. Frozen: what a run was started with is what it runs with."""
 
     run: RunConfig = RunConfig()
@@ -339,4 +370,4 @@ class Config(Section):
     @property
     def folder(self) -> Path:
         """The run's folder."""
-        return Path(self.run.out_dir) / self.run.name
+        return expand(self.run.out_dir) / self.run.name

@@ -8,10 +8,12 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan_lite.config import Config, ModelConfig, RunConfig, Section
+from torchtitan_lite.config import Config, ModelConfig, RunConfig
 from torchtitan_lite.data.corpus import unfound
 from torchtitan_lite.data.meta import is_prepared
+from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.layout import derive
+from torchtitan_lite.paths import expand, problem
 
 
 def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[Config], dict[str, str]]:
@@ -42,8 +44,12 @@ def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[
 
 def _run_conflicts(run: RunConfig, n_gpus: int, local_world_size: int) -> dict[str, str]:
     found = {}
-    if Path(run.name).name != run.name or run.name in ("", ".", ".."):
-        found["run.name"] = f'run.name = "{run.name}" should be the plain name of a folder, e.g. run.name = "first"'
+    name = run.name
+    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
+        found["run.name"] = (
+            f"run.name = {shortened(repr(name))} should be the plain name of a folder, of at most 200 bytes, "
+            'e.g. run.name = "first"'
+        )
     if run.device == "cuda" and n_gpus == 0:
         found["run.device"] = 'run.device = "cuda", but torch sees no GPU here; run.device = "cpu" works'
     if run.device != "cpu" and 0 < n_gpus < local_world_size:
@@ -74,14 +80,13 @@ def _length_conflicts(config: Config) -> dict[str, str]:
             f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
             f"model.max_seq_len = {train.seq_len} works"
         )
-    trained = not config.tokenizer.path and not any(map(is_prepared, [str(config.data.path), *config.data.sources]))
+    texts = [*config.data.sources, *([config.data.path] if isinstance(config.data.path, str) else [])]
+    trained = not config.tokenizer.path and not any(is_prepared(path) for path in texts if not problem(path))
     if trained and 0 < model.vocab_size < config.tokenizer.vocab_size:
         found["model.vocab_size tokenizer.vocab_size"] = (
             f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
             f"{config.tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's"
         )
-    if train.on_nonfinite == "stop":
-        found |= _without_effect(train, "train", "max_skipped", 'train.on_nonfinite = "skip"')
     if optim.warmup_steps >= train.steps:
         found["optim.warmup_steps train.steps"] = (
             f"optim.warmup_steps = {optim.warmup_steps} leaves none of train.steps = {train.steps}; "
@@ -135,17 +140,11 @@ def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, s
             f'fsdp.grad_sync = "all_reduce_last" needs copies of a sharded model, and there are {layout.dp_replicate} '
             f'copies over {layout.dp_shard} ranks each; "every" or "last" works'
         )
-    if not fsdp.explicit_prefetching:
-        for key in ("forward_prefetch", "backward_prefetch"):
-            found |= _without_effect(fsdp, "fsdp", key, "fsdp.explicit_prefetching = true")
     if fsdp.cpu_offload and (config.run.device == "cpu" or n_gpus == 0):
         found["fsdp.cpu_offload run.device"] = (
             "fsdp.cpu_offload = true moves parameters between a GPU and the host, and there is no GPU here: "
             "on the CPU they are on the host anyway; fsdp.cpu_offload = false works"
         )
-    if not fsdp.uses_float16:
-        for key in type(config.grad_scaler).model_fields:
-            found |= _without_effect(config.grad_scaler, "grad_scaler", key, 'a dtype "float16" in [fsdp]')
     if config.grad_scaler.min_scale > config.grad_scaler.init_scale:
         found["grad_scaler.min_scale grad_scaler.init_scale"] = (
             f"grad_scaler.min_scale = {config.grad_scaler.min_scale} is above grad_scaler.init_scale = "
@@ -157,18 +156,13 @@ def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, s
 def _block_conflicts(config: Config, n_gpus: int) -> dict[str, str]:
     found: dict[str, str] = {}
     checkpointing = config.activation_checkpointing
-    if checkpointing.mode == "none":
-        found |= _without_effect(
-            checkpointing, "activation_checkpointing", "every", 'activation_checkpointing.mode = "full" or "selective"'
-        )
-    elif checkpointing.every > max(config.model.n_layers - 1, 1):
+    if checkpointing.mode != "none" and checkpointing.every > max(config.model.n_layers - 1, 1):
         found["activation_checkpointing.every model.n_layers"] = (
             f"activation_checkpointing.every = {checkpointing.every} reaches only the first of model.n_layers = "
             f"{config.model.n_layers}; every = {max(config.model.n_layers - 1, 1)} works"
         )
-    if not config.compile.enabled:
-        found |= _without_effect(config.compile, "compile", "backend", "compile.enabled = true")
-    elif config.compile.backend == "inductor" and (missing := _missing_for_inductor(config.run, n_gpus)):
+    inductor = config.compile.enabled and config.compile.backend == "inductor"
+    if inductor and (missing := _missing_for_inductor(config.run, n_gpus)):
         found["compile.enabled compile.backend run.device"] = (
             f"compile.enabled = true needs {missing}, which is not here; install it, or compile.enabled = false"
         )
@@ -186,37 +180,29 @@ def _missing_for_inductor(run: RunConfig, n_gpus: int) -> str:
     return "" if headers.is_file() else f"Python's headers ({headers}; python3-dev or similar)"
 
 
-def _without_effect(section: Section, name: str, key: str, needs: str) -> dict[str, str]:
-    """A key that was set, and that nothing reads."""
-    value, default = getattr(section, key), type(section).model_fields[key].default
-    if value == default:
-        return {}
-    return {f"{name}.{key}": f"{name}.{key} = {value} means nothing without {needs}; leave it out, or set that"}
-
-
 def _path_conflicts(config: Config) -> dict[str, str]:
     found, data, resume = {}, config.data, config.checkpoint.resume
-    if (
-        resume not in ("auto", "never")
-        and not re.fullmatch(r"step-\d+", resume)
-        and not Path(resume).expanduser().exists()
-    ):
+    if wrong := _not_a_folder(config.run.out_dir):
+        found["run.out_dir"] = f"run.out_dir: {wrong}"
+    if resume not in ("auto", "never") and not re.fullmatch(r"step-[0-9]{1,18}", resume) and (wrong := problem(resume)):
         found["checkpoint.resume"] = (
-            f'checkpoint.resume = "{resume}" should be auto, never, step-N, or the path of a run or checkpoint '
-            f"(looked in {Path.cwd()})"
+            f'checkpoint.resume = "{shortened(resume)}" should be auto, never, step-N, or the path of a run or '
+            f"checkpoint: {wrong}"
         )
     # what the run started from may be gone once it has a checkpoint of its own
-    init_from = "" if list(config.folder.glob("checkpoints/step-*")) else config.model.init_from
+    init_from = "" if _has_checkpoint(config) else config.model.init_from
     for key, path in (("tokenizer.path", config.tokenizer.path), ("model.init_from", init_from)):
-        if path and not Path(path).expanduser().exists():
-            found[key] = f"{key}: nothing at {path} (looked in {Path.cwd()})"
+        if path and (wrong := problem(path)):
+            found[key] = f"{key}: {wrong}"
+    if data.cache_dir and (wrong := _not_a_folder(data.cache_dir)):
+        found["data.cache_dir"] = f"data.cache_dir: {wrong}"
     paths = [data.path] if isinstance(data.path, str) else data.path
     for key, named in (("data.path", paths), ("data.sources", data.sources)):
         if missing := [why for p in named if p and (why := unfound(p))]:
             found[key] = f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
     if not paths:
         found["data.path"] = 'data.path = [] names no text; data.path = "" is Python\'s standard library'
-    prepared = [p for p in data.path if is_prepared(p)] if isinstance(data.path, list) else []
+    prepared = [p for p in data.path if not problem(p) and is_prepared(p)] if isinstance(data.path, list) else []
     if prepared:
         found["data.path"] = (
             f"data.path: {prepared[0]} is a prepared folder, and has to stand alone: "
@@ -229,14 +215,22 @@ def _path_conflicts(config: Config) -> dict[str, str]:
     return found
 
 
-# keys that another family would silently ignore
-_ONLY_FOR = {
-    "gpt": ("dropout",),
-    "llama": (
-        *("n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "rope_theta", "rope_factor"),
-        *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_seq_len"),
-    ),
-}
+def _not_a_folder(path: str) -> str:
+    """Why no folder can be there or be made there, as far as the path itself says; empty if one can."""
+    try:
+        where = expand(path)
+        return f"{path} can't be written: it is not a folder" if where.exists() and not where.is_dir() else ""
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"{shortened(path)}: {error.strerror or error}"
+
+
+def _has_checkpoint(config: Config) -> bool:
+    try:
+        return bool(list(config.folder.glob("checkpoints/step-*")))
+    except (ConfigError, OSError):
+        return False
 
 
 def _model_conflicts(model: ModelConfig) -> dict[str, str]:
@@ -246,14 +240,6 @@ def _model_conflicts(model: ModelConfig) -> dict[str, str]:
         found["model.n_heads model.dim"] = (
             f"model.dim = {model.dim} is no multiple of model.n_heads = {model.n_heads}; n_heads = {works} works"
         )
-    for family, keys in _ONLY_FOR.items():
-        for key in keys:
-            value, default = getattr(model, key), ModelConfig.model_fields[key].default
-            if family != model.family and value != default:
-                found[f"model.{key} model.family"] = (
-                    f"model.{key} = {value} means nothing to model.family = {model.family}, only to {family}; "
-                    f"leave it out, or model.{key} = {str(default).lower()}"
-                )
     if model.family == "llama":
         if model.n_heads % model.kv_heads:
             works = max(k for k in range(1, model.kv_heads + 1) if model.n_heads % k == 0)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from torchtitan_lite.config import RunConfig
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.layout import Layout
 from torchtitan_lite.terminal import complain, flush
 
@@ -36,8 +36,27 @@ class World:
 
 
 def env_int(name: str, default: int) -> int:
-    """What torchrun says of this process; the default under plain python."""
-    return int(os.environ.get(name, default))
+    """What torchrun says of this process; the default under plain python.
+
+    Raises:
+        ConfigError: the environment holds something else than a number.
+    """
+    text = os.environ.get(name, str(default))
+    least = 1 if name.endswith("WORLD_SIZE") else 0
+    if not text.isdecimal() or len(text) > 10 or not least <= int(text) < 2**31:
+        raise ConfigError(
+            f"{name}={shortened(repr(text))} in the environment should be a number of {least} or more, as "
+            f"torchrun sets it; unset {name} for a world of one"
+        )
+    return int(text)
+
+
+def local_rank() -> int:
+    """The rank among those of this machine; 0 if the environment makes no sense (which is said elsewhere)."""
+    try:
+        return env_int("LOCAL_RANK", 0)
+    except ConfigError:
+        return 0
 
 
 @contextlib.contextmanager
@@ -62,6 +81,8 @@ def process_group(run: RunConfig) -> Iterator[World]:
         die_with_launcher()
         try:
             store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        except ValueError as error:  # a variable that torchrun would set is missing, or is no number
+            raise ConfigError(f"RANK is set, but not as torchrun does: {str(error).splitlines()[0]}") from None
         except dist.DistNetworkError as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise ConfigError(

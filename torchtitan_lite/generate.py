@@ -10,11 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
-from torchtitan_lite.errors import ConfigError, OutputError, UserError
+from torchtitan_lite import paths
+from torchtitan_lite.config import MIN_TEMPERATURE
+from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.generation import Sampler, new_tokens, pieces
 from torchtitan_lite.opening import Opened, open_model
 from torchtitan_lite.terminal import encodable, prepare_streams
@@ -116,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
+    parser.add_argument(
+        "run", type=paths.argument, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder"
+    )
     parser.add_argument("--prompt", default=None, help="the beginning of the text")
     parser.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
     parser.add_argument("--max-tokens", type=int, default=200, help="how many tokens to add at most")
@@ -126,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
-    parser.add_argument("--tokenizer", type=Path, default=None, help="a tokenizer.json, where RUN has none")
+    parser.add_argument("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, where RUN has none")
     return parser
 
 
@@ -136,8 +139,11 @@ def _problems(given: argparse.Namespace) -> list[str]:
         found.append('nothing to continue; e.g. --prompt "def ", or --interactive')
     if given.max_tokens < 1:
         found.append(f"--max-tokens={given.max_tokens} should be at least 1")
-    if not 0 <= given.temperature < float("inf"):
-        found.append(f"--temperature={given.temperature} should be 0 or more, e.g. 0.8")
+    if given.temperature != 0 and not MIN_TEMPERATURE <= given.temperature < float("inf"):
+        found.append(
+            f"--temperature={given.temperature} should be 0 (always the likeliest token) or at least "
+            f"{MIN_TEMPERATURE}, e.g. 0.8"
+        )
     if given.top_k < 0:
         found.append(f"--top-k={given.top_k} should be 0 (all) or more, e.g. 50")
     if not 0 < given.top_p <= 1:
@@ -155,9 +161,13 @@ def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
     given = _parser().parse_args(argv)
     prepare_streams()
+    return run_cli("generate", lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> int:
+    if problems := _problems(given):
+        raise ConfigError("\n  ".join(problems))
     try:
-        if problems := _problems(given):
-            raise ConfigError("\n  ".join(problems))
         cuda = given.device != "cpu" and torch.cuda.is_available()
         opened = open_model(
             given.run, torch.device("cuda" if cuda else "cpu"), getattr(torch, given.dtype), given.tokenizer
@@ -174,9 +184,6 @@ def main(argv: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:  # whoever reads has seen enough
         _drop_output()
-    except UserError as error:
-        print(f"generate: {error}", file=sys.stderr)
-        return error.exit_code
     return 0
 
 

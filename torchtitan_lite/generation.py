@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from torchtitan_lite.errors import NonFiniteError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.common import KeysValues
 
@@ -25,7 +26,13 @@ class Sampler:
         self._generator.manual_seed(self.seed)
 
     def __call__(self, logits: Tensor) -> int:
-        """The next token, given logits (V,) of any float dtype on any device."""
+        """The next token, given logits (V,) of any float dtype on any device.
+
+        Raises:
+            NonFiniteError: the logits are not finite.
+        """
+        if not logits.isfinite().all():
+            raise NonFiniteError("the model computes logits that are not finite: it diverged, or its file is damaged")
         likeliest = int(logits.argmax())
         if self.temperature == 0:
             return likeliest
@@ -36,8 +43,8 @@ class Sampler:
             logits[logits < logits.topk(self.top_k).values[-1]] = -torch.inf
         if self.top_p < 1:
             probabilities, order = logits.softmax(0).sort(descending=True)
-            before = probabilities.cumsum(0) - probabilities  # the likeliest has 0, and so always stays
-            logits[order[before >= self.top_p]] = -torch.inf
+            before = probabilities.cumsum(0) - probabilities
+            logits[order[1:][before[1:] >= self.top_p]] = -torch.inf  # the likeliest always stays
         return int(torch.multinomial(logits.softmax(0), 1, generator=self._generator))
 
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from torchtitan_lite import settings, shards, storage
+from torchtitan_lite import paths, settings, shards, storage
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.errors import CheckpointError, DataError, UserError
+from torchtitan_lite.errors import CheckpointError, DataError, run_cli
 from torchtitan_lite.hf_layout import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
 from torchtitan_lite.tensorfile import Announced, announcement, write_tensors
 
@@ -235,27 +235,27 @@ def section(folder: Path) -> Iterator[str]:
         yield f"path = {settings.show(str(folder / 'tokenizer.json'))}"
 
 
-def main() -> int:
-    """The command line."""
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan_lite.hf", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="print the [model] section for a Hugging Face folder")
-    show.add_argument("folder", type=Path)
+    show.add_argument("folder", type=paths.argument)
     write = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
-    write.add_argument("source", type=Path, help="a run, or one of its checkpoints")
-    write.add_argument("out", type=Path, help="a new folder")
-    arguments = parser.parse_args()
-    try:
-        if arguments.command == "show":
-            print("\n".join(section(arguments.folder)))
-        else:
-            export(arguments.source, arguments.out)
-            print(f"exported to {arguments.out}")
-    except UserError as error:
-        print(f"hf: {error}", file=sys.stderr)
-        return error.exit_code
+    write.add_argument("source", type=paths.argument, help="a run, or one of its checkpoints")
+    write.add_argument("out", type=paths.argument, help="a new folder")
+    arguments = parser.parse_args(argv)
+    return run_cli("hf", lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "show":
+        print("\n".join(section(arguments.folder)))
+    else:
+        export(arguments.source, arguments.out)
+        print(f"exported to {arguments.out}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

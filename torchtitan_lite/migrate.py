@@ -8,14 +8,15 @@ FSDP1's options map to FSDP2's is that of PyTorch's FSDP2 tutorial.
 import argparse
 import math
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite import paths
+from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.settings import show
 from torchtitan_lite.strategies import STRATEGIES
 
@@ -377,19 +378,19 @@ def to_toml(t: Translation, content: Mapping[Any, Any], source: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """The command line."""
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan_lite.migrate", description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="an Accelerate config, e.g. default_config.yaml")
-    file = parser.parse_args().file
-    try:
-        content = read(file)
-        print(to_toml(translate(content), content, file.name))
-    except UserError as error:
-        print(f"migrate: {error}", file=sys.stderr)
-        return error.exit_code
+    parser.add_argument("file", type=paths.argument, help="an Accelerate config, e.g. default_config.yaml")
+    file = parser.parse_args(argv).file
+    return run_cli("migrate", lambda: _migrate(file))
+
+
+def _migrate(file: Path) -> int:
+    content = read(file)
+    print(to_toml(translate(content), content, file.name))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

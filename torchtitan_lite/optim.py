@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config import OptimConfig
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, shortened
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -20,16 +20,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         ConfigError: a pattern matches no parameter, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
+    wrong = []
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
         if not matched:
-            raise ConfigError(
-                f'optim.freeze: "{pattern}" matches no parameter: names look like {names[0]}, {names[-1]}'
+            wrong.append(
+                f'optim.freeze: "{shortened(pattern)}" matches no parameter: names look like {names[0]}, {names[-1]}'
             )
         for name in matched:
             model.get_parameter(name).requires_grad_(False)
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"optim.freeze = {list(patterns)} leaves no parameter to train")
+        raise ConfigError(f"optim.freeze = {shortened(list(patterns))} leaves no parameter to train")
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -62,12 +65,17 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
                 used.add(i)
                 break
         chosen.setdefault((decay, factor), []).append(parameter)
+    wrong = []
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
     for i, group in enumerate(config.groups):
         if i not in used:
-            names = [name for name, p in model.named_parameters() if p.requires_grad]
             other = any(fnmatch.fnmatchcase(name, group.match) for name in names)
-            why = "an earlier group has all that it matches" if other else f"names look like {names[0]}, {names[-1]}"
-            raise ConfigError(f'optim.groups: match = "{group.match}" matches no parameter: {why}')
+            why = "an earlier group has all that it matches" if other else "everything is frozen"
+            if not other and names:
+                why = f"names look like {names[0]}, {names[-1]}"
+            wrong.append(f'optim.groups: match = "{shortened(group.match)}" matches no parameter: {why}')
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
     return [
         {"params": parameters, "weight_decay": decay, "lr_factor": factor}
         for (decay, factor), parameters in chosen.items()

@@ -3,10 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 from torchtitan_lite.config import Config
-from torchtitan_lite.errors import NoMemoryError
+from torchtitan_lite.errors import NoMemoryError, is_out_of_memory
 
 
 @contextlib.contextmanager
@@ -17,11 +15,10 @@ def explained(config: Config) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        text = str(error)
-        # the CPU's allocator has no class of its own
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "you tried to allocate" not in text:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
+        text = str(error)
         raise NoMemoryError(
             f"out of memory: {text.splitlines()[0] if text else 'the host'}\n  {advice(config)}"
         ) from None

@@ -13,7 +13,7 @@ it makes the groups share streams and buffers. docs/fsdp.md says what each optio
 
 import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, FsdpConfig, SpeedConfig
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.models import Transformer
 
 # --- activation checkpointing and compilation -------------------------------------------------------------------
@@ -114,21 +114,29 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
     names = {module: name for name, module in model.named_modules()}
     owned = {id(p): name for name, p in model.named_parameters()}
     groups = []
+    wrong = []
     for modules in chain:
         parameters = list(dict.fromkeys(owned[id(p)] for module in modules for p in module.parameters()))
         # Embeddings in a group of their own are freed while the layers run. The head stays: backward starts with it.
         reshard = config.reshard_after_forward
         if reshard == "default" or (not isinstance(reshard, bool) and modules is chain[-1]):
             reshard = modules is not chain[-1]
-        dtypes = _dtypes(", ".join(names[m] for m in modules), parameters, config)
+        try:
+            dtypes = _dtypes(", ".join(names[m] for m in modules), parameters, config)
+        except ConfigError as error:
+            wrong.append(str(error))
+            continue
         if model.output in modules and model.output.chunked:
             dtypes = (*dtypes[:2], None)  # what it hands on is the loss, which stays float32
         groups.append(Group(", ".join(names[m] for m in modules), modules, parameters, *dtypes, reshard))
-    _require_used(list(owned.values()), config)
+    wrong += _unused(list(owned.values()), config)
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
     return groups
 
 
-def _require_used(names: list[str], config: FsdpConfig) -> None:
+def _unused(names: list[str], config: FsdpConfig) -> Iterator[str]:
+    """What is wrong with overrides that no parameter gets its precision from."""
     used = set()
     for name in names:
         matching = (i for i, o in enumerate(config.precision_overrides) if fnmatch.fnmatchcase(name, o.match))
@@ -137,7 +145,7 @@ def _require_used(names: list[str], config: FsdpConfig) -> None:
         if i not in used:
             other = any(fnmatch.fnmatchcase(name, override.match) for name in names)
             why = "an earlier override has all that it matches" if other else f"names look like {names[0]}, {names[-1]}"
-            raise ConfigError(f'fsdp.precision_overrides: match = "{override.match}" matches no parameter: {why}')
+            yield f'fsdp.precision_overrides: match = "{shortened(override.match)}" matches no parameter: {why}'
 
 
 def _chain(model: Transformer) -> list[list[nn.Module]]:

@@ -17,7 +17,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.console import duration
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.devices import DEVICES, Device
-from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.flops import flops_per_token
 from torchtitan_lite.layout import Layout, derive
 from torchtitan_lite.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
@@ -329,19 +329,19 @@ def device_of(given: argparse.Namespace) -> Device | None:
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
     given, rest = _parser().parse_known_args(argv)
-    try:
-        if given.world_size < 1 or not 0 < given.mfu <= 1:
-            raise ConfigError(f"--world-size={given.world_size} should be 1 or more, --mfu={given.mfu} in (0, 1]")
-        device = device_of(given)
-        per_node = min(device.per_node if device else given.world_size, given.world_size)
-        gpus = 0 if device is None else per_node
-        command = cli.parse(rest, world_size=given.world_size, n_gpus=gpus, local_world_size=per_node)
-        plan = make_plan(command.loaded.config, given.world_size, device)
-        print(describe(plan, given.mfu), flush=True)
-        print("\n".join(advice(plan)))
-    except UserError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_cli("plan", lambda: _plan(given, rest))
+
+
+def _plan(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    if given.world_size < 1 or not 0 < given.mfu <= 1:
+        raise ConfigError(f"--world-size={given.world_size} should be 1 or more, --mfu={given.mfu} in (0, 1]")
+    device = device_of(given)
+    per_node = min(device.per_node if device else given.world_size, given.world_size)
+    gpus = 0 if device is None else per_node
+    command = cli.parse(rest, world_size=given.world_size, n_gpus=gpus, local_world_size=per_node)
+    plan = make_plan(command.loaded.config, given.world_size, device)
+    print(describe(plan, given.mfu), flush=True)
+    print("\n".join(advice(plan)))
     return 0
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import tomli
 import torch
 
-from torchtitan_lite import cli, settings
+from torchtitan_lite import cli, paths, settings
 from torchtitan_lite.distributed import env_int
-from torchtitan_lite.errors import ConfigError, DataError, UserError
+from torchtitan_lite.errors import ConfigError, DataError, run_cli
 
 Records = list[dict[str, Any]]
 
@@ -174,33 +174,33 @@ def main(argv: Sequence[str]) -> int:
         epilog="Without RUN it is the run of train.py with the same options, e.g. --config configs/debug.toml.",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, help="the file to write (default: report.html in the first run's folder)")
+    parser.add_argument(
+        "--out", type=paths.argument, help="the file to write (default: report.html in the first run's folder)"
+    )
     given, rest = parser.parse_known_args(argv)
-    folders = [Path(text) for text in rest if not text.startswith("-")]
+    return run_cli("report", lambda: _report(given, rest))
+
+
+def _report(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    folders = [paths.expand(text) for text in rest if not text.startswith("-")]
+    if not folders or any(text.startswith("-") for text in rest):
+        world_size = env_int("WORLD_SIZE", 1)
+        command = cli.parse(rest, world_size=world_size, n_gpus=torch.cuda.device_count(), local_world_size=world_size)
+        folders = [command.loaded.config.folder]
+    out = given.out or folders[0] / "report.html"
+    runs = [read_run(folder) for folder in folders]
     try:
-        if not folders or any(text.startswith("-") for text in rest):
-            world_size = env_int("WORLD_SIZE", 1)
-            command = cli.parse(
-                rest, world_size=world_size, n_gpus=torch.cuda.device_count(), local_world_size=world_size
-            )
-            folders = [command.loaded.config.folder]
-        out = given.out or folders[0] / "report.html"
-        runs = [read_run(folder) for folder in folders]
-        try:
-            from torchtitan_lite.report_page import page
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] != "plotly":
-                raise
-            raise ConfigError('a report needs plotly: pip install "torchtitan_lite[report]"') from None
-        try:
-            # a half of a surrogate pair, which JSON can hold, can't be written
-            out.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            raise ConfigError(f"--out: {out} can't be written: {error}") from None
-        print(f"report  {out}")
-    except UserError as error:
-        print(f"report: {error}", file=sys.stderr)
-        return error.exit_code
+        from torchtitan_lite.report_page import page
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "plotly":
+            raise
+        raise ConfigError('a report needs plotly: pip install "torchtitan_lite[report]"') from None
+    try:
+        # a half of a surrogate pair, which JSON can hold, can't be written
+        out.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--out: {out} can't be written: {error}") from None
+    print(f"report  {out}")
     return 0
 
 

@@ -41,15 +41,31 @@ class Prompts:
         """
         tokenizer = bpe.load(data.folder / "tokenizer.json")
         wanted = config.sample.prompts if config.sample.every else []
+        if wrong := wrong_prompts(config, tokenizer):
+            raise ConfigError("\n  ".join(wrong))
         ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in wanted]
-        limit = config.model.max_seq_len
-        for prompt, tokens in zip(wanted, ids, strict=True):
-            if not 0 < len(tokens) < limit:
-                raise ConfigError(
-                    f"sample.prompts: {prompt[:40]!r} has {len(tokens)} tokens, and should have 1 to {limit - 1}: "
-                    f"model.max_seq_len = {limit}"
-                )
         return cls(config.sample, tokenizer, ids, data.end_token)
+
+
+def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
+    """What is wrong with the prompts of [sample]; nothing, if it is switched off.
+
+    Args:
+        tokenizer: None if it is not known yet; then only an empty prompt is wrong.
+    """
+    found, limit = [], config.model.max_seq_len
+    for prompt in config.sample.prompts if config.sample.every else []:
+        if tokenizer is None:
+            n, fits = 0, bool(prompt)
+        else:
+            n = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
+            fits = 0 < n < limit
+        if not fits:
+            found.append(
+                f"sample.prompts: {prompt[:40]!r} has {n} tokens, and should have 1 to {limit - 1}: "
+                f"model.max_seq_len = {limit}"
+            )
+    return found
 
 
 def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: World, log: Log) -> None:

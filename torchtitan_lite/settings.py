@@ -13,7 +13,9 @@ that lists everything it found: unknown keys, wrong types, combinations that mak
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -24,9 +26,11 @@ from pydantic import ValidationError
 
 from torchtitan_lite.config import Config
 from torchtitan_lite.conflicts import conflicts
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, shortened
+from torchtitan_lite.paths import expand
 from torchtitan_lite.sizes import SIZES
 from torchtitan_lite.strategies import contradiction, stands_for
+from torchtitan_lite.unread import unread
 
 # --- where values come from -------------------------------------------------------------------------------------
 
@@ -37,9 +41,12 @@ class Setting:
 
     value: Any
     origin: str
+    level: int = 1  # which layer: 1 is the command line, 0 the file, -1 its base, -2 the base of that, ...
 
 
 Settings = dict[str, Setting]  # by "section.key"
+Check = Callable[[Config], dict[str, str]]  # the broken rules of a config, as `conflicts` gives them
+_DEFAULT = -(10**6)  # below any file
 
 
 def known_keys() -> dict[str, Any]:
@@ -67,7 +74,12 @@ def default_of(key: str) -> Any:
 
 def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> Settings:
     """The settings of a TOML file on top of those of its `base`. What can't be read is added to `problems`."""
-    where = path.resolve()
+    try:
+        path = expand(path)
+        where = path.resolve()
+    except (OSError, RuntimeError, ValueError, ConfigError) as error:  # a circle of links, a NUL, an unknown user
+        problems.append(f"{shortened(path)}: can't be read: {error}")
+        return {}
     if where in chain:
         loop = " -> ".join(str(p.name) for p in (*chain[chain.index(where) :], where))
         problems.append(f"{path}: base files form a cycle: {loop}; remove one of the `base` lines")
@@ -75,20 +87,24 @@ def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> 
     try:
         tree = tomli.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+        here = path.parent.glob("*.toml") if os.access(path.parent, os.R_OK | os.X_OK) else ()
+        near = difflib.get_close_matches(path.name, [p.name for p in here], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         said_by = f" (named as base by {chain[-1].name})" if chain else ""
         problems.append(f"{path}: no such file{said_by}{hint}")
         return {}
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
-        problems.append(f"{path}: can't be read as TOML: {error}")
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, a number without end
+        problems.append(f"{shortened(path)}: can't be read as TOML: {shortened(error)}")
         return {}
     base = tree.pop("base", None)
     if base is not None and not isinstance(base, str):
         problems.append(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
         base = None
-    below = read_file(path.parent / base, problems, (*chain, where)) if base else {}
-    return below | {key: Setting(value, str(path)) for key, value in _leaves(tree)}
+    if base and base.startswith("~"):
+        below = read_file(Path(base), problems, (*chain, where))
+    else:
+        below = read_file(path.parent / base, problems, (*chain, where)) if base else {}
+    return below | {key: Setting(value, str(path), level=-len(chain)) for key, value in _leaves(tree)}
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -111,7 +127,7 @@ def parse_value(key: str, text: str) -> Any:
         text = text.lower()
     try:
         return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):
         try:
             return float(text)  # .5 and 1E5 are no TOML, but what people type
         except ValueError:
@@ -121,11 +137,16 @@ def parse_value(key: str, text: str) -> Any:
 # --- from settings to a config ----------------------------------------------------------------------------------
 
 
-def build(settings: Settings, check: Callable[[Config], dict[str, str]], problems: list[str]) -> Config:
+def build(settings: Settings, checks: Sequence[Check], problems: list[str], notes: list[str] | None = None) -> Config:
     """The config that the settings describe.
 
-    A setting that is refused is named in `problems` and left out, so that the rest can still be checked: the rules of
-    `check` (see `conflicts`) are asked about the remaining values, and only rules whose keys were all accepted speak.
+    A setting that is refused is named in `problems` and left out, so that the rest can still be checked: each of
+    `checks` is asked about the remaining values, and only rules whose keys were all accepted speak.
+
+    Args:
+        checks: the first holds for any values (see `conflicts`); those after it build the model, and are asked only
+            if nothing is wrong with [model].
+        notes: gets what is left at its default because another layer made it meaningless (unread.py).
 
     Returns:
         the config; it counts only if `problems` stayed empty.
@@ -138,14 +159,42 @@ def build(settings: Settings, check: Callable[[Config], dict[str, str]], problem
             refused.add(key)
     layers = _size_layer(settings, problems, refused) | settings
     try:
-        return _with_conflicts(_validate(layers, refused), layers, check, problems, refused)
+        config = _validate(layers, refused)
     except ValidationError as error:
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"][:2])
             if key not in refused:
                 problems.append(_describe(key, layers[key], f"{_sentence(item)}; {example(key)}"))
             refused.add(key)
-    return _with_conflicts(_validate(layers, refused), layers, check, problems, refused)
+        config = _validate(layers, refused)
+    _leave_out_unread(config, layers, refused, problems, [] if notes is None else notes)
+    config = _validate(layers, refused)
+    for check in checks:
+        found = _conflicting(check(config), layers, refused)
+        problems += found.values()
+        if any(key.startswith("model.") for keys in (*found, *refused) for key in keys.split()):
+            break
+    return config
+
+
+def _leave_out_unread(
+    config: Config, settings: Settings, refused: set[str], problems: list[str], notes: list[str]
+) -> None:
+    """Refuse keys that nothing reads, or leave those at their default that come from below the choice."""
+    for found in unread(config):
+        key, rule = found.key, found.rule
+        if key not in settings or not refused.isdisjoint((key, *rule.choice)):
+            continue
+        setting = settings[key]
+        chosen = max((settings[choice].level for choice in rule.choice if choice in settings), default=-math.inf)
+        if not rule.refuse:
+            notes.append(f"{setting.origin}: {found.message}")
+        elif setting.level < chosen:
+            notes.append(f"{setting.origin}: {found.message}; it stays at its default")
+            refused.add(key)
+        else:
+            problems.append(f"{setting.origin}: {found.message}; leave it out, or set that")
+            refused.add(key)
 
 
 def _validate(settings: Settings, refused: set[str]) -> Config:
@@ -161,26 +210,21 @@ def _validate(settings: Settings, refused: set[str]) -> Config:
     return Config.model_validate(tree)
 
 
-def _with_conflicts(
-    config: Config,
-    settings: Settings,
-    check: Callable[[Config], dict[str, str]],
-    problems: list[str],
-    refused: set[str],
-) -> Config:
-    for keys, message in check(config).items():
+def _conflicting(broken: Mapping[str, str], settings: Settings, refused: set[str]) -> dict[str, str]:
+    """The broken rules of a check whose keys were all accepted, with the origin that was written last."""
+    found = {}
+    for keys, message in broken.items():
         if refused.isdisjoint(keys.split()):
-            origins = [settings[key].origin for key in keys.split() if key in settings]
-            # of several origins name the one that was written last
-            said = max(origins, key=lambda o: (o == "command line", not o.startswith("size ")), default="default")
-            problems.append(f"{said}: {message}")
-    return config
+            origins = [settings[key] for key in keys.split() if key in settings]
+            last = max(origins, key=lambda s: (s.level, not s.origin.startswith("size ")), default=None)
+            found[keys] = f"{last.origin if last else 'default'}: {message}"
+    return found
 
 
 def _size_layer(settings: Settings, problems: list[str], refused: set[str]) -> Settings:
     """The settings that `[model] size` stands for."""
-    family = settings.get("model.family", Setting(default_of("model.family"), "default"))
-    size = settings.get("model.size", Setting(default_of("model.size"), "default"))
+    family = settings.get("model.family", Setting(default_of("model.family"), "default", _DEFAULT))
+    size = settings.get("model.size", Setting(default_of("model.size"), "default", _DEFAULT))
     sizes = SIZES.get(family.value if isinstance(family.value, str) else "", {})
     if not sizes or not isinstance(size.value, str):
         return {}  # the family or the type is wrong, and is reported as such
@@ -192,7 +236,7 @@ def _size_layer(settings: Settings, problems: list[str], refused: set[str]) -> S
         refused.add("model.size")
         return {}
     origin = f'size "{size.value}"'
-    return {f"model.{key}": Setting(value, origin) for key, value in sizes[size.value].items()}
+    return {f"model.{key}": Setting(value, origin, size.level) for key, value in sizes[size.value].items()}
 
 
 def _strategy_layer(settings: Settings, local_world_size: int, problems: list[str]) -> Settings:
@@ -202,11 +246,13 @@ def _strategy_layer(settings: Settings, local_world_size: int, problems: list[st
         return {}  # it is reported as a wrong type
     explicit = {key.removeprefix("fsdp."): setting.value for key, setting in settings.items() if key[:5] == "fsdp."}
     for key, value in explicit.items():
+        if key == "dp_shard" and value == local_world_size:
+            continue  # what a hybrid strategy itself means here, be it 1
         if wrong := contradiction(strategy, key, value):
             problems.append(_describe(f"fsdp.{key}", settings[f"fsdp.{key}"], f"{wrong}; leave one of the two out"))
     origin = f'sharding_strategy "{strategy}"'
     return {
-        f"fsdp.{key}": Setting(value, origin)
+        f"fsdp.{key}": Setting(value, origin, settings["fsdp.sharding_strategy"].level)
         for key, value in stands_for(strategy, explicit, local_world_size).items()
         if explicit.get(key, -1) in (-1, "default")
     }
@@ -214,10 +260,18 @@ def _strategy_layer(settings: Settings, local_world_size: int, problems: list[st
 
 def _describe(key: str, setting: Setting, message: str) -> str:
     if setting.origin == "command line":
-        return f"command line: --{key}={setting.value}: {message}"
+        return f"command line: --{key}={_shown(setting.value, str)}: {message}"
     section, _, name = key.rpartition(".")
     table = f"[{section}] " if section else ""
-    return f"{setting.origin}: {table}{name} = {setting.value!r}: {message}"
+    return f"{setting.origin}: {table}{name} = {_shown(setting.value, repr)}: {message}"
+
+
+def _shown(value: Any, write: Callable[[Any], str]) -> str:
+    """A value for a message, which may be anything."""
+    try:
+        return shortened(write(value))
+    except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
+        return "..."
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -252,6 +306,7 @@ class Loaded:
 
     config: Config
     origins: dict[str, str]  # by "section.key"; what is absent is a default
+    notes: Sequence[str] = ()  # settings that nothing reads
 
 
 def load(
@@ -262,12 +317,14 @@ def load(
     n_gpus: int = 0,
     local_world_size: int = 1,
     problems: Iterable[str] = (),
+    checks: Sequence[Check] = (),
 ) -> Loaded:
     """The config of an optional file and of overrides by "section.key".
 
     Args:
         world_size, n_gpus, local_world_size: what the rules about the mesh and the device are held against.
         problems: what was already found (on the command line); it is reported with the rest.
+        checks: more checks, which may build the model (see `build`).
 
     Raises:
         ConfigError: everything that is wrong, a line each, with file, value, the nearest key and what would work.
@@ -275,14 +332,15 @@ def load(
     problems = list(problems)
     settings = (read_file(file, problems) if file else {}) | overrides
     if file and "run.name" not in settings:
-        settings["run.name"] = Setting(file.stem, "name of the file")
+        settings["run.name"] = Setting(file.stem, "name of the file", level=0)
     settings |= _strategy_layer(settings, local_world_size, problems)
-    config = build(settings, conflicts(world_size, n_gpus, local_world_size), problems)
+    notes: list[str] = []
+    config = build(settings, [conflicts(world_size, n_gpus, local_world_size), *checks], problems, notes)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"the configuration has {count}:", *problems]))
     sizes = {k: s.origin for k, s in _size_layer(settings, [], set()).items()}
-    return Loaded(config, sizes | {key: setting.origin for key, setting in settings.items()})
+    return Loaded(config, sizes | {key: setting.origin for key, setting in settings.items()}, notes)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------
@@ -294,15 +352,21 @@ def to_toml(config: Config) -> str:
 
 
 def to_toml_with_origins(loaded: Loaded) -> str:
-    """The whole config as TOML, with the origin of each value beside it."""
-    lines = []
+    """The whole config as TOML, with the origin of each value beside it; reading it back gives the same config."""
+    lines = [f"# note: {_in_comment(note)}" for note in loaded.notes]
     for section, table in _plain(loaded.config.model_dump()).items():
         lines.append(f"[{section}]")
         for key, value in table.items():
             assignment = f"{key} = {show(value)}"
-            lines.append(f"{assignment:<44} # {loaded.origins.get(f'{section}.{key}', 'default')}")
+            origin = _in_comment(loaded.origins.get(f"{section}.{key}", "default"))
+            lines.append(f"{assignment:<44} # {origin}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _in_comment(text: str) -> str:
+    """Text as a comment of one line, which may hold no control characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _plain(value: Any) -> Any:
@@ -314,7 +378,12 @@ def _plain(value: Any) -> Any:
 def show(value: Any) -> str:
     """A value as TOML, on one line."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {show(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(key)} = {show(item)}" for key, item in value.items()) + " }"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(show(item) for item in value) + "]"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
+
+
+def _key(key: str) -> str:
+    """A key as TOML: quoted, unless it is a plain word."""
+    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")

@@ -1,14 +1,43 @@
 """Sections of the config: the fast paths, each of which computes what the plain path does; and profiling."""
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, field_validator
+
+_LARGEST = 2**63 - 1  # TOML's integers have 64 bits
 
 
-class Section(BaseModel):
-    """A table of the TOML file. The string under a field is its help text."""
+class Frozen(BaseModel):
+    """What all parts of a config have in common. The string under a field is its help text."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+class Section(Frozen):
+    """A table of the TOML file."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _can_be_written(cls, value: Any) -> Any:
+        _require_toml(value)
+        return value
+
+
+def _require_toml(value: Any) -> None:
+    """
+    Raises:
+        ValueError: a number or a text in it can't be written to a TOML file.
+    """
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        raise ValueError("should be a number of at most 64 bits")
+    if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+        raise ValueError("should be UTF-8")
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    for item in value if isinstance(value, list | tuple) else ():
+        _require_toml(item)
 
 
 class SpeedConfig(Section):

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from torchtitan_lite import paths
 from torchtitan_lite.config import DataConfig, TokenizerConfig
 from torchtitan_lite.data import corpus as corpora
 from torchtitan_lite.data import tokenizer as bpe
@@ -45,7 +46,7 @@ from torchtitan_lite.data.meta import (
 )
 from torchtitan_lite.data.readers import MAX_DOCUMENT_BYTES, chunks
 from torchtitan_lite.data.writer import write_durably
-from torchtitan_lite.errors import ConfigError, DataError, UserError
+from torchtitan_lite.errors import ConfigError, DataError, run_cli
 
 TRAINED_ON_BYTES = 128 << 20  # of text, about: a tokenizer learns little from more
 BYTES = "bytes"  # instead of a tokenizer.json
@@ -56,8 +57,16 @@ Say = Callable[[str], None]
 def cache_folder(data: DataConfig) -> Path:
     """Where prepared data lives."""
     if data.cache_dir:
-        return Path(data.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_lite"
+        return paths.expand(data.cache_dir)
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "torchtitan_lite"
+    try:
+        return Path.home() / ".cache" / "torchtitan_lite"
+    except RuntimeError:
+        raise ConfigError(
+            f"data.cache_dir: there is no home folder to keep prepared data in (HOME is not set, and uid {os.getuid()} "
+            "has no name); set data.cache_dir, or XDG_CACHE_HOME in the environment"
+        ) from None
 
 
 # --- for train.py -----------------------------------------------------------------------------------------------
@@ -246,6 +255,10 @@ def _training_texts(texts: list[Corpus], below: list[int], options: Options) -> 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
     arguments = _parser().parse_args(argv)
+    return run_cli("prepare", lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.verify:
             return _verify(arguments.verify)
@@ -258,18 +271,17 @@ def main(argv: Sequence[str]) -> int:
         print("prepare: stopped; the same command goes on from where it was", file=sys.stderr)
         return 130
     except OSError as error:
+        if not arguments.out:
+            raise
         print(f"prepare: {arguments.out}: {error}; the same command goes on from where it was", file=sys.stderr)
         return 1
-    except UserError as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return error.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m torchtitan_lite.data.prepare", description="Text -> a prepared folder.")
     add = parser.add_argument
     add("sources", nargs="*", metavar="SOURCE", help=f"{corpora.READABLE}, folders or globs")
-    add("--out", type=Path, help="the folder to make")
+    add("--out", type=paths.argument, help="the folder to make")
     add("--tokenizer", default="", metavar="FILE", help="a tokenizer.json, or the word bytes: one token for each byte")
     add("--end-token", default="", help="the entry that ends a document; default: as [tokenizer] end_token")
     add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE of N entries (the default, with 4096)")
@@ -278,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out what can't be used, and list it")
     add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, help="a longer line or text is an error")
     add("--workers", type=int, default=0, help="processes; default: one per core")
-    add("--verify", type=Path, metavar="FOLDER", help="read every byte of a prepared folder, and stop")
+    add("--verify", type=paths.argument, metavar="FOLDER", help="read every byte of a prepared folder, and stop")
     return parser
 
 
