@@ -1,7 +1,6 @@
 """What a run says: lines on the terminal and in train.log, records in metrics.jsonl. Only rank 0 speaks."""
 
 import json
-import os
 import resource
 import shutil
 import sys
@@ -102,15 +101,16 @@ class Log:
                 self._failed = True
                 print(f"{file} can't be written any more: {error}; training goes on", file=sys.stderr, flush=True)
 
-    def cut_after(self, step: int) -> None:
-        """Forget the records of later steps: after a resume each step stands there once."""
-        for file in (self._folder / "metrics.jsonl", self._folder / "samples.jsonl") if self._speaks else ():
+    def without_later(self, step: int) -> dict[str, bytes]:
+        """The files that hold records of later steps, without those: after a resume each step stands there once."""
+        changed = {}
+        for file in (self._folder / "metrics.jsonl", self._folder / "samples.jsonl"):
             if file.is_file():
-                lines = file.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if _step_of(line) <= step]
-                beside = file.with_suffix(".tmp")
-                beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-                os.replace(beside, file)
+                content = file.read_bytes()
+                kept = b"".join(line + b"\n" for line in content.split(b"\n") if line and _step_of(line) <= step)
+                if kept != content:
+                    changed[file.name] = kept
+        return changed
 
     def start_bar(self, step: int, steps: int) -> None:
         """A progress bar, on a terminal only."""
@@ -129,8 +129,8 @@ class Log:
             self._bar = None
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return float("inf")  # a line that a killed process left half-written
