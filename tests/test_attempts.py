@@ -13,7 +13,8 @@ import pytest
 from filelock import FileLock
 
 from tests.helpers import checkpoint, losses, ranks, records, succeeded, tiny
-from torchtitan_lite import storage
+from torchtitan_lite import choose, storage
+from torchtitan_lite.errors import CheckpointError
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
 
@@ -242,3 +243,21 @@ def test_stacks_of_an_earlier_attempt_stay(run: Path, text: Path, tmp_path: Path
     succeeded(ranks(1, *command(text, tmp_path, train__steps=9)))
     assert (stacks / "rank-0.txt").read_text() == "Timeout (0:00:08)!\nwhere it hung\n"
     assert os.listdir(stacks) == ["rank-0.txt"]
+
+
+def test_a_checkpoint_that_can_t_be_renamed_leaves_all_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4, 6):
+        storage.commit(storage.begin(tmp_path, step), storage.TrainState(step=step), "full", 1, {})
+    honest = storage.set_aside
+
+    def fails_at_4(folder: Path, why: str) -> Path | None:
+        if folder.name.endswith("4"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return honest(folder, why)
+
+    monkeypatch.setattr(storage, "set_aside", fails_at_4)
+    with pytest.raises(CheckpointError, match="step-00000004 can't be set aside"):
+        choose.set_aside(tmp_path, [(6, "old"), (4, "old"), (2, "old")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000006"]

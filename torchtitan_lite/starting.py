@@ -43,7 +43,8 @@ def start(
         step = t.state.step
         if step >= config.train.steps:
             log.say(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
-            run_folder.write_status(config.folder, world, "complete", step)
+            # later checkpoints that would be set aside are still there: the run has got further than this
+            run_folder.write_status(config.folder, world, "complete", None if t.checkpointer.aside else step)
             return None
         t.checkpointer.require_space()
         facts = run_folder.facts(t.layout, world, machines, sys.argv)
