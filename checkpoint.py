@@ -74,7 +74,8 @@ class Checkpointer:
         self.optimizer = optimizer
         self.config = config
         self.world = world
-        self.notes: list[str] = []  # what a load has to say: damaged checkpoints, and what was set aside
+        self.notes: list[str] = []  # what a load has to say: damaged checkpoints
+        self.aside: list[tuple[int, str]] = []  # what it plans to have set aside, see choose.py
         self._saver = Saver(folder, config, world)
         self.finished, self.wait = self._saver.finished, self._saver.wait
         self._buffers: Tensors = {}  # host copies of this rank's part, kept from save to save
@@ -106,7 +107,7 @@ class Checkpointer:
     def load(self, identity: Mapping[str, Any]) -> TrainState | None:
         """Load what `config.resume` asks for into model and optimizer, and return its state; None if there is nothing.
 
-        Only tensors are restored: learning rate and weight decay are the config's. `notes` says what else happened.
+        Only tensors are restored: learning rate and weight decay are the config's. `notes` says what else was found.
 
         Args:
             identity: what the checkpoint's own identity must be equal to.
@@ -116,7 +117,7 @@ class Checkpointer:
                 model or other data.
         """
         choice = choose(self.folder, self.config, self.world)
-        self.notes = choice.notes
+        self.notes, self.aside = choice.notes, choice.aside
         folder, manifest = choice.folder, choice.manifest
         if folder is None or manifest is None:
             return None

@@ -12,7 +12,6 @@ The same command again resumes the run. Read on from `run`.
 
 import gc
 import hashlib
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -23,10 +22,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
-from torchtitan_lite import checks, cli, hf, inspection, models, out_of_memory, run_folder
-from torchtitan_lite.agreement import require_agreement
+from torchtitan_lite import checks, cli, hf, inspection, models, out_of_memory, run_folder, starting
 from torchtitan_lite.config import Config, LogConfig
-from torchtitan_lite.console import duration, start_lines, what_next
+from torchtitan_lite.console import duration, what_next
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Ahead, Loader
 from torchtitan_lite.data.packing import pack_all
@@ -80,8 +78,12 @@ from torchtitan_lite.training import Training, judge, log_step, peak_flops, repo
 from torchtitan_lite.watch import Watch
 
 
-def build(config: Config, data: DataSet, world: World, log: Log) -> Training:
-    """Everything that a run works with, and the state that it starts from."""
+def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "") -> Training:
+    """Everything that a run works with, and the state that it starts from. Nothing in the run's folder changes.
+
+    Args:
+        resume: replaces `checkpoint.resume`, which is carried out once for each launch.
+    """
     layout = derive(config, world.world_size)
     if from_rank0(data.identity()) != data.identity():
         raise DataError(
@@ -113,11 +115,14 @@ def build(config: Config, data: DataSet, world: World, log: Log) -> Training:
     validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data)
 
     # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
-    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world)
+    saving = config.checkpoint.model_copy(update={"resume": resume or config.checkpoint.resume})
+    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, saving, world)
     fresh = fresh_state(config, data, world, validation.identity())
-    loaded = checkpointer.load(fresh.identity)
-    for note in checkpointer.notes:
-        log.say(f"note    {note}")
+    try:
+        loaded = checkpointer.load(fresh.identity)
+    finally:
+        for note in checkpointer.notes:
+            log.say(f"note    {note}")
     state = continued(loaded, fresh) if loaded else fresh
     if config.model.init_from and not loaded:
         source = Path(config.model.init_from)
@@ -137,30 +142,24 @@ def build(config: Config, data: DataSet, world: World, log: Log) -> Training:
 def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     """Build, say what it is, train, and leave behind how it ended."""
     config = loaded_config.config
-    machines = require_agreement(config, world)
-    t = build(config, data, world, log)
-    state = t.state
-    log.say(start_lines(config, t.layout, world, t.model, data, t.samples, state, t.loaded))
-    if state.step >= config.train.steps:
-        log.say(f"finished: step {state.step} of train.steps = {config.train.steps}; {what_next(config, state.step)}")
+    try:
+        t = starting.start(loaded_config, data, world, log, build)
+    except Exception as error:
+        run_folder.write_status(config.folder, world, "failed", None, str(error) or repr(error))
+        raise
+    if t is None:
         return
-    if world.rank == 0:
-        (config.folder / "config.toml").write_text(to_toml_with_origins(loaded_config), encoding="utf-8")
-        shutil.copyfile(data.folder / "tokenizer.json", config.folder / "tokenizer.json")
-    log.cut_after(state.step)
-    about = run_folder.facts(t.layout, world, machines, sys.argv)
-    run_folder.write_status(config.folder, world, "running", state.step, **about)
-    t.checkpointer.require_space()
-    trackers = Trackers(config.log if world.rank == 0 else LogConfig(), config.folder, state)
+    trackers = Trackers(config.log if world.rank == 0 else LogConfig(), config.folder, t.state)
     log.attach(trackers)
     t.leaving.last_words = lambda why: run_folder.write_status(config.folder, world, "failed", t.state.step, why)
     try:
         with t.leaving, t.watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
             train(t)
-    except UserError as error:
-        if not isinstance(error, StuckError):  # all ranks have it: a save that runs beside can still end well
+    except Exception as error:
+        # an error that all ranks have: a save in the background can still end well
+        if isinstance(error, UserError) and not isinstance(error, StuckError):
             report_save(t, wait=True)
-        run_folder.write_status(config.folder, world, "failed", t.state.step, str(error))
+        run_folder.write_status(config.folder, world, "failed", t.state.step, str(error) or repr(error))
         raise
     finally:
         trackers.close()

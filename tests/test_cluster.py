@@ -91,7 +91,8 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     slurm: dict[str, str], text: Path, tmp_path: Path
 ) -> None:
-    command = ["bash", "scripts/slurm.sbatch", *tiny(text, tmp_path, run__name="run", train__steps=2000)]
+    long = {"train__steps": 2000, "checkpoint__resume": "never"}  # which is carried out once
+    command = ["bash", "scripts/slurm.sbatch", *tiny(text, tmp_path, run__name="run", **long)]
     job = subprocess.Popen(
         command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )  # fmt: skip
@@ -117,3 +118,49 @@ def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     )
     assert bad.returncode == 2
     assert "the nearest known one is train.steps" in bad.stderr
+
+
+PLAYED = """#!/usr/bin/env python3
+# plays $PYTHON: the check of the config, a launch that may write a status, and everything else by the real one
+import json, os, sys
+if "--check-config" in sys.argv:
+    print("the configuration is fine; its run is in", os.environ["RUN"])
+elif "torch.distributed.run" in sys.argv:
+    assert os.environ["TORCHTITAN_LITE_ATTEMPT"].startswith(os.environ["SLURM_JOB_ID"] + ".")
+    if status := os.environ.get("STATUS"):
+        run = {"status": status, "attempt": os.environ["TORCHTITAN_LITE_ATTEMPT"]}
+        json.dump(run, open(os.environ["RUN"] + "/run.json", "w"))
+    sys.exit(int(os.environ["CODE"]))
+else:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize(("before", "status", "code", "expected", "requeued"), [
+    # a status that an earlier attempt has left: this one has died before it could write its own
+    ("preempted", "", 1, 1, False),
+    ("complete", "", 1, 1, False),
+    ("complete", "", 2, 2, False),
+    # this attempt's
+    ("complete", "failed", 1, 1, False),
+    ("preempted", "starting", 137, 137, False),
+    ("failed", "preempted", 1, 0, True),
+    ("failed", "complete", 1, 0, False),
+])  # fmt: skip
+def test_the_slurm_script_believes_only_the_status_of_this_attempt(
+    before: str, status: str, code: int, expected: int, requeued: bool, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    python = tmp_path / "bin/played-python"
+    python.write_text(PLAYED)
+    python.chmod(stat.S_IRWXU)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"status": before, "attempt": "7.0.1"}))
+    played = {"PYTHON": str(python), "RUN": str(run), "STATUS": status, "CODE": str(code)}
+    result = subprocess.run(
+        ["bash", "scripts/slurm.sbatch", "--run.name=run"],
+        cwd=ROOT, env=slurm | played, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == expected, result.stdout + result.stderr
+    assert f"is: {status or 'unknown'} (exit code {code})" in result.stdout
+    assert (tmp_path / "requeued").exists() == requeued

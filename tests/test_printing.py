@@ -140,18 +140,7 @@ def test_records_that_are_none_are_cut(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_bytes(good[0] + b"".join(odd[:6]) + good[1] + b"".join(odd[6:]))
     (tmp_path / "samples.jsonl").mkdir()
-    Log(tmp_path, speaks=True).cut_after(3)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(good)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
-
-
-def test_records_that_cannot_be_cut_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    content = b'{"step": 1}\n{"step": 9}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    (tmp_path / "metrics.tmp").mkdir()  # what is written beside can't be
-    Log(tmp_path, speaks=True).cut_after(3)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == content
-    assert "metrics.jsonl (its records after step 3 stay) can't be written" in capfd.readouterr().err
+    assert Log(tmp_path, speaks=True).without_later(3) == {"metrics.jsonl": b"".join(good)}
 
 
 def test_a_tracker_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from torchtitan_lite import hf, paths, shards, storage
-from torchtitan_lite.errors import CheckpointError, run_cli
+from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
 from torchtitan_lite.tensorfile import FileRecord, write_tensors
 
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # names in shards, and the full file of them
@@ -40,7 +40,12 @@ def verify(folders: Sequence[Path]) -> bool:
     good = True
     for path in folders:
         for folder in checkpoints_of(path):
-            problems = storage.verify(folder)
+            try:
+                problems = storage.verify(folder)
+            except UnreadableError as error:
+                good = False
+                print(f"UNREADABLE {error}")
+                continue
             good &= not problems
             print("\n".join(f"DAMAGED {problem}" for problem in problems) or f"whole   {folder}")
         for text in storage.not_counted(path / "checkpoints"):
@@ -72,7 +77,7 @@ def inspect(folder: Path) -> None:
 def convert(folder: Path, out: Path) -> Path:
     """Write a sharded checkpoint as a full one, or a full one as a sharded one, into a folder of checkpoints.
 
-    One tensor at a time is in memory.
+    One tensor at a time is in memory. The folder may be that of a run that is training.
 
     Raises:
         CheckpointError: it is damaged, or `out` has one of this step.
@@ -82,18 +87,22 @@ def convert(folder: Path, out: Path) -> Path:
     manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
     if storage.step_folder(out, state.step).exists():
         raise CheckpointError(f"{storage.step_folder(out, state.step)} is there already")
+    beside = None
     try:
         out.mkdir(parents=True, exist_ok=True)
-        beside = storage.begin(out, state.step)
+        beside = storage.begin(out, state.step, locked=False)
         if manifest.state_dict == "full":
-            return storage.commit(beside, state, "sharded", 1, _one_shard(folder, beside))
+            return storage.commit(beside, state, "sharded", 1, _one_shard(folder, beside), replace=False)
         records = {}
         for prefix, file in PARTS:
             tensors = shards.WholeTensors(folder, prefix)
             records[file] = write_tensors(beside / file, tensors.announced(), tensors.__getitem__)
-        return storage.commit(beside, state, "full", manifest.world_size, records)
+        return storage.commit(beside, state, "full", manifest.world_size, records, replace=False)
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
+    finally:
+        if beside is not None:
+            storage.abandon(beside)  # committed, it has another name by now
 
 
 def import_config(folder: Path, out: Path | None) -> None:

@@ -1,4 +1,8 @@
-"""Which checkpoint a run goes on from: rank 0 looks, all ranks verify together, and all get the same answer."""
+"""Which checkpoint a run goes on from: rank 0 looks, all ranks verify together, and all get the same answer.
+
+`choose` moves nothing: it plans what to set aside. `set_aside` carries that out, when everything else about the command
+has been accepted. A process that dies in between has changed nothing, and the same command plans the same again.
+"""
 
 import re
 from collections.abc import Callable
@@ -11,7 +15,7 @@ import torch.distributed as dist
 from torchtitan_lite import storage
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.distributed import World, from_rank0
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, UnreadableError, UserError
 from torchtitan_lite.storage import Manifest
 
 T = TypeVar("T")
@@ -24,22 +28,23 @@ class Choice:
     folder: Path | None = None
     manifest: Manifest | None = None
     notes: list[str] = field(default_factory=list)
+    aside: list[tuple[int, str]] = field(default_factory=list)  # steps to set aside, and as what: "old" or "bad"
 
 
 def choose(checkpoints: Path, config: CheckpointConfig, world: World) -> Choice:
     """The checkpoint that `config.resume` asks for; with "auto" the newest that is whole.
 
-    Damaged ones are named and set aside as .bad-step-N, if there is an older one to go on from. Later ones than the
-    step that was asked for are set aside as .old-step-N: the next resume would otherwise take them.
+    Damaged ones are named, and are to be set aside as .bad-step-N, if there is an older one to go on from. Later ones
+    than the step that was asked for are to be set aside as .old-step-N: the next resume would otherwise take them.
 
     Raises:
-        CheckpointError: on every rank: what was asked for is not there or damaged, or all there are are damaged.
+        CheckpointError: on every rank: what was asked for is not there or damaged, or all there are are damaged, or one
+            can't be read at the moment.
     """
     wanted = config.resume
     choice = Choice(notes=on_rank0(world, lambda: storage.not_counted(checkpoints)))
     if wanted == "never":
-        moved = on_rank0(world, lambda: _set_aside(checkpoints, storage.find_steps(checkpoints), "old"))
-        choice.notes += [f'checkpoint.resume = "never": {text}' for text in moved]
+        choice.aside = [(step, "old") for step in on_rank0(world, lambda: storage.find_steps(checkpoints))]
         return choice
     if re.fullmatch(r"step-\d+", wanted):
         return _exactly(checkpoints, int(wanted.removeprefix("step-")), config, world, choice)
@@ -58,8 +63,8 @@ def choose(checkpoints: Path, config: CheckpointConfig, world: World) -> Choice:
             + "\n  --checkpoint.resume=never starts from the beginning, and keeps these as .old-step-N"
         )
     if damaged:
-        moved = on_rank0(world, lambda: _set_aside(checkpoints, [step for step, _ in damaged], "bad"))
-        choice.notes += [f"damaged: {text}" for _, text in damaged] + moved
+        choice.notes += [f"damaged: {text}" for _, text in damaged]
+        choice.aside = [(step, "bad") for step, _ in damaged]
     if choice.folder is None and wanted != "auto":
         return _elsewhere(Path(wanted).expanduser(), config, world, choice)
     return choice
@@ -76,8 +81,7 @@ def _exactly(checkpoints: Path, step: int, config: CheckpointConfig, world: Worl
     choice.manifest, problems = verify_together(choice.folder, config.verify, world)
     if problems or choice.manifest is None:
         raise CheckpointError("; ".join(problems))
-    later = [s for s in steps if s > step]
-    choice.notes += on_rank0(world, lambda: _set_aside(checkpoints, later, "old"))
+    choice.aside = [(s, "old") for s in steps if s > step]
     return choice
 
 
@@ -99,21 +103,32 @@ def _elsewhere(folder: Path, config: CheckpointConfig, world: World, choice: Cho
     return choice
 
 
-def _set_aside(checkpoints: Path, steps: list[int], why: str) -> list[str]:
-    moved = []
-    for step in steps:
+def set_aside(checkpoints: Path, planned: list[tuple[int, str]]) -> list[str]:
+    """Rename what was planned, on one rank. Returns what to log.
+
+    Raises:
+        CheckpointError: one can't be renamed; the others have their names back.
+    """
+    moved: list[tuple[Path, Path]] = []
+    for step, why in sorted(planned):  # the newest last: until then a resume takes what it would have taken
         folder = storage.step_folder(checkpoints, step)
         try:
-            moved.append(f"{folder} was set aside as {storage.set_aside(folder, why)}")
-        except OSError as error:
+            if aside := storage.set_aside(folder, why):
+                moved.append((folder, aside))
+        except (OSError, CheckpointError) as error:
+            for before, after in reversed(moved):
+                after.rename(before)
             raise CheckpointError(f"{folder} can't be set aside: {error}") from None
-    return moved
+    return [f"{before} was set aside as {after}" for before, after in moved]
 
 
 def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | None, list[str]]:
     """The manifest, and everything that is wrong; the ranks share the hashing.
 
     Files of a full state dict may lie on a disk of the first machine: its ranks hash them.
+
+    Raises:
+        CheckpointError: on every rank, if one can't read a file at the moment.
     """
     manifest, error = on_rank0(world, lambda: _manifest(folder))
     if manifest is None:
@@ -121,10 +136,17 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
     n = world.world_size if manifest.state_dict == "sharded" else min(world.local_world_size, world.world_size)
     by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
     mine = by_size[world.rank :: n] if world.rank < n else []
-    problems = [wrong for name in mine if (wrong := storage.verify_file(folder, name, manifest.files[name], mode))]
-    found: list[list[str] | None] = [None] * world.world_size
-    dist.all_gather_object(found, problems)
-    return manifest, [wrong for some in found if some for wrong in some]
+    problems: list[str] = []
+    unreadable = ""
+    try:
+        problems = [wrong for name in mine if (wrong := storage.verify_file(folder, name, manifest.files[name], mode))]
+    except UnreadableError as caught:
+        unreadable = str(caught)
+    found: list[tuple[list[str], str]] = [([], "")] * world.world_size
+    dist.all_gather_object(found, (problems, unreadable))
+    if errors := list(dict.fromkeys(text for _, text in found if text)):
+        raise CheckpointError("\n  ".join(errors))
+    return manifest, [wrong for some, _ in found for wrong in some]
 
 
 def _manifest(folder: Path) -> tuple[Manifest | None, str]:
@@ -134,6 +156,8 @@ def _manifest(folder: Path) -> tuple[Manifest | None, str]:
         if named and folder.name != storage.step_folder(folder.parent, manifest.step).name:
             return None, f"{folder} holds step {manifest.step}: it was renamed; give it back its name"
         return manifest, ""
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         return None, str(error)
 
@@ -142,13 +166,13 @@ def on_rank0(world: World, action: Callable[[], T]) -> T:
     """Do it on rank 0, and let every rank have the result.
 
     Raises:
-        CheckpointError: on every rank, if it did on rank 0.
+        CheckpointError: on every rank, if rank 0 had an error that a person can act on.
     """
     outcome: tuple[T | None, str] = None, ""
     if world.rank == 0:
         try:
             outcome = action(), ""
-        except (CheckpointError, OSError) as error:
+        except (UserError, OSError) as error:
             outcome = None, str(error)
     result, error_text = from_rank0(outcome)
     if error_text:

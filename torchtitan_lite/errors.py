@@ -30,6 +30,10 @@ class CheckpointError(UserError):
     """A checkpoint that can't be read, or that belongs to another model or other data."""
 
 
+class UnreadableError(CheckpointError):
+    """The system could not read a checkpoint (permissions, a disk or network error). It may be undamaged."""
+
+
 class SaveError(UserError):
     """The last checkpoint of a run could not be written."""
 

@@ -1,13 +1,12 @@
 """What a run says: lines on the terminal and in train.log, records in metrics.jsonl. Only rank 0 speaks."""
 
 import json
-import os
 import resource
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +118,17 @@ class Log:
                 stream.write(f"{start}{line}\n")
             self._torn.discard(file)
 
-    def cut_after(self, step: int) -> None:
-        """Forget the records of later steps: after a resume each step stands there once."""
-        for file in (self._folder / "metrics.jsonl", self._folder / "samples.jsonl") if self._speaks else ():
-            beside = file.with_suffix(".tmp")
-            with self._reported(f"{file} (its records after step {step} stay)"):
-                if not file.is_file():
-                    continue
-                with file.open("rb") as lines, beside.open("wb") as kept:
-                    kept.writelines(line for line in lines if _step_of(line) <= step and line.endswith(b"\n"))
-                os.replace(beside, file)
-            with suppress(OSError):  # of a disk that was full
-                beside.unlink(missing_ok=True)
+    def without_later(self, step: int) -> dict[str, bytes]:
+        """The files that hold records of later steps, without those: after a resume each step stands there once."""
+        changed = {}
+        for file in (self._folder / "metrics.jsonl", self._folder / "samples.jsonl"):
+            if file.is_file():
+                content = file.read_bytes()
+                complete = (line for line in content.splitlines(keepends=True) if line.endswith(b"\n"))
+                kept = b"".join(line for line in complete if _step_of(line) <= step)
+                if kept != content:
+                    changed[file.name] = kept
+        return changed
 
     def start_bar(self, step: int, steps: int) -> None:
         """A progress bar, on a terminal only."""

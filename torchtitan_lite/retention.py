@@ -1,16 +1,21 @@
 """Which checkpoints stay, and how the others go."""
 
+import math
 import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
 from torchtitan_lite import storage
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, UnreadableError
 
 
 def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:
-    """Delete all checkpoints but these, and return the steps of those. An error leaves the rest for the next time."""
+    """Delete all checkpoints but these, and return the steps of those.
+
+    Raises:
+        OSError, UnreadableError: some can't be looked at, or renamed; the rest is left for the next time.
+    """
     kept = set(keep)
     gone = []
     for step in storage.find_steps(checkpoints):
@@ -18,10 +23,7 @@ def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:
             continue
         folder = storage.step_folder(checkpoints, step)
         trash = folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}")
-        try:
-            folder.rename(trash)  # so that a half-deleted one is never taken for a checkpoint
-        except OSError:
-            break
+        folder.rename(trash)  # so that a half-deleted one is never taken for a checkpoint
         shutil.rmtree(trash, ignore_errors=True)
         gone.append(step)
     return gone
@@ -33,7 +35,7 @@ def to_keep(checkpoints: Path, latest: int, every: int, best: bool, also: Iterab
     Args:
         latest: this many of the newest; 0: all.
         every: multiples of this; 0: none for this reason.
-        best: the one with the lowest validation loss.
+        best: the one with the lowest validation loss that is finite.
         also: whatever must stay.
     """
     steps = storage.find_steps(checkpoints)
@@ -46,9 +48,12 @@ def to_keep(checkpoints: Path, latest: int, every: int, best: bool, also: Iterab
         for step in steps:
             try:
                 loss = storage.read_state(storage.step_folder(checkpoints, step)).val_loss
+            except UnreadableError:
+                keep.add(step)  # it may be the best
+                continue
             except CheckpointError:
                 continue
-            if loss is not None:
+            if loss is not None and math.isfinite(loss):
                 scores[step] = loss
         keep |= {min(scores, key=lambda step: (scores[step], step))} if scores else set()
     return keep

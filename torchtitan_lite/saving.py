@@ -34,6 +34,7 @@ class Saved:
     seconds: float
     stopped_s: float  # how long training stood still
     error: str
+    note: str = ""  # on rank 0: why older checkpoints were not deleted
 
 
 class Saver:
@@ -69,8 +70,9 @@ class Saver:
                 folder, error, size = self._save(state, write, n_bytes)
             except Exception as caught:  # of the agreement itself: another rank is lost
                 error = str(caught) or repr(caught)
+            note = "" if error else self._delete_old(state.step)
             seconds = time.perf_counter() - began
-            self._saved = Saved(state.step, folder, size, seconds, stopped_s if beside else seconds, error)
+            self._saved = Saved(state.step, folder, size, seconds, stopped_s if beside else seconds, error, note)
 
         if beside:
             self._thread = threading.Thread(target=run, name="save", daemon=True)
@@ -118,10 +120,18 @@ class Saver:
             if self.world.rank == 0:
                 storage.abandon(folder)
             return storage.step_folder(self.folder, state.step), error, 0
-        if self.world.rank == 0:
-            c, keep = self.config, {*self.protect, state.step}
-            retention.purge(self.folder, retention.to_keep(self.folder, c.keep_latest, c.keep_every, c.keep_best, keep))
         return final, "", sum(record.bytes for record in files.values())
+
+    def _delete_old(self, step: int) -> str:
+        """What retention deletes, on rank 0. Returns why it could not, which is no error of the save."""
+        if self.world.rank != 0:
+            return ""
+        c, keep = self.config, {*self.protect, step}
+        try:
+            retention.purge(self.folder, retention.to_keep(self.folder, c.keep_latest, c.keep_every, c.keep_best, keep))
+        except Exception as caught:
+            return str(caught) or repr(caught)
+        return ""
 
     def _begin(self, step: int, n_bytes: int) -> Path:
         storage.require_space(self.folder, n_bytes)

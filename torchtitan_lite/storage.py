@@ -4,7 +4,8 @@
                               shard-00000-of-00004.safetensors, index.json   state_dict = "sharded": see shards.py
                               state.json                                     TrainState
                               manifest.json                                  written last: size and SHA-256 of each file
-                .tmp-*          being written, or left by a killed process: never read, removed by the next save
+                .tmp-*          being written by the run, or left by a killed one: never read, removed by the next save
+                .convert-*      being written by `checkpoint.py convert`: never read, and removed by nobody else
                 .bad-step-*     failed its verification: kept, never read
                 .old-step-*     later than the step that a run was resumed from: kept, never read
                 .trash-*        being deleted
@@ -12,6 +13,7 @@
 A save writes into a hidden folder beside, syncs files and folders, and renames last: the rename is what makes it count.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -28,7 +30,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from torchtitan_lite import __version__
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, UnreadableError
+from torchtitan_lite.reading import MISSING, is_file, unreadable
+from torchtitan_lite.reading import read_json as read_json  # for those who read other JSON of a folder
 from torchtitan_lite.tensorfile import FileRecord, sha256_of, sync_folder, write_text
 
 FORMAT_VERSION = 2
@@ -78,11 +82,18 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def find_steps(checkpoints: Path) -> list[int]:
-    """The steps of all folders with a manifest, in ascending order. Whether they are whole, `verify` says."""
-    if not checkpoints.is_dir():
+    """The steps of all folders with a manifest, in ascending order. Whether they are whole, `verify` says.
+
+    Raises:
+        UnreadableError: the folder, or one of its checkpoints, can't be looked at.
+    """
+    try:
+        names = [match for entry in checkpoints.iterdir() if (match := _NAME.fullmatch(entry.name))]
+    except MISSING:
         return []
-    matches = (_NAME.fullmatch(entry.name) for entry in checkpoints.iterdir() if (entry / MANIFEST).is_file())
-    return sorted(int(match[1]) for match in matches if match)
+    except OSError as error:
+        raise unreadable(checkpoints, error) from None
+    return sorted(int(name[1]) for name in names if is_file(checkpoints / name[0] / MANIFEST))
 
 
 def not_counted(checkpoints: Path) -> list[str]:
@@ -115,7 +126,10 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(int(content["step"]), str(content["state_dict"]), int(content["world_size"]), files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}") from None
-    bad = [name for name in files if not _PLAIN.fullmatch(name) or (folder / name).is_symlink()]
+    try:
+        bad = [name for name in files if not _PLAIN.fullmatch(name) or (folder / name).is_symlink()]
+    except OSError as error:
+        raise unreadable(Path(error.filename or folder), error) from None
     if bad:
         raise CheckpointError(f"{folder / MANIFEST} names {bad[0]!r}, which is no plain file of its folder")
     if STATE not in files or manifest.state_dict not in ("full", "sharded"):
@@ -144,32 +158,14 @@ def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
     return state
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        CheckpointError: it can't be read, is no JSON object, or has a key twice.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read: {error!r}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no table")
-    return content
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a key stands in it twice")
-    return content
-
-
 def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
     """What is wrong with a file of a checkpoint; empty if nothing is.
 
     Args:
         mode: "full" compares its hash, "size" its size, "off" nothing.
+
+    Raises:
+        UnreadableError: the system can't read it.
     """
     path = folder / name
     try:
@@ -180,15 +176,23 @@ def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
             return f"{path}: {size:,} bytes, and the manifest says {record.bytes:,}"
         if mode == "full" and sha256_of(path) != record.sha256:
             return f"{path}: its SHA-256 is not the manifest's: bytes have changed"
-    except OSError as error:
+    except MISSING as error:
         return f"{path}: can't be read: {error.strerror or error}"
+    except OSError as error:
+        raise unreadable(path, error) from None
     return ""
 
 
 def verify(folder: Path, mode: str = "full") -> list[str]:
-    """Everything that is wrong with a checkpoint; empty if it is whole."""
+    """Everything that is wrong with a checkpoint; empty if it is whole.
+
+    Raises:
+        UnreadableError: the system can't read it.
+    """
     try:
         manifest = read_manifest(folder)
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         return [str(error)]
     if _NAME.fullmatch(folder.name) and folder.name != step_folder(folder.parent, manifest.step).name:
@@ -217,25 +221,39 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 # --- writing ----------------------------------------------------------------------------------------------------
 
 
-def begin(checkpoints: Path, step: int) -> Path:
-    """A new hidden folder for a checkpoint that is going to be written. What killed processes left goes away.
+def begin(checkpoints: Path, step: int, *, locked: bool = True) -> Path:
+    """A new hidden folder for a checkpoint that is going to be written.
+
+    Args:
+        locked: the caller holds the lock of the run: what it finds here was left by killed processes, and is removed.
+            A caller without the lock removes nothing, and its folder has a name that a run does not remove.
 
     Raises:
         OSError: also if the folder that `checkpoints` is in is not there.
     """
     checkpoints.mkdir(exist_ok=True)  # without parents: a file system that is gone must not be replaced by a folder
-    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")):
+    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")) if locked else ():
         shutil.rmtree(left, ignore_errors=True)
-    folder = checkpoints / f".tmp-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"
+    kind = "tmp" if locked else "convert"
+    folder = checkpoints / f".{kind}-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     return folder
 
 
-def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, files: Mapping[str, FileRecord]) -> Path:
+def commit(
+    folder: Path,
+    state: TrainState,
+    state_dict: str,
+    world_size: int,
+    files: Mapping[str, FileRecord],
+    *,
+    replace: bool = True,
+) -> Path:
     """Make a written folder count, and return its name from now on.
 
     Args:
         files: what was written into it, on the disk already.
+        replace: set a checkpoint of this step aside, if there is one; otherwise that is an error.
 
     Raises:
         OSError, CheckpointError: it does not count; nothing else has changed.
@@ -257,8 +275,14 @@ def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, fi
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     sync_folder(folder)
     final = step_folder(folder.parent, state.step)
-    set_aside(final, "bad")  # it was not resumed from, so it is no good
-    folder.rename(final)
+    if replace:
+        set_aside(final, "bad")  # a leftover of this step that the run did not resume from: kept, never read
+    try:
+        folder.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise CheckpointError(f"{final} is there already") from None
     sync_folder(folder.parent)
     return final
 

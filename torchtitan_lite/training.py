@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,9 @@ from torchtitan_lite.watch import Watch
 
 class Saves(Protocol):
     """What the loop wants of a Checkpointer (checkpoint.py, which this package does not import)."""
+
+    folder: Path
+    aside: list[tuple[int, str]]
 
     def save(self, state: TrainState) -> None: ...
     def require_space(self) -> None: ...
@@ -172,4 +176,6 @@ def report_save(t: Training, *, wait: bool) -> str:
         beside = f", training stood still for {saved.stopped_s:.1f} s" if t.config.checkpoint.async_save else ""
         t.log.record({"step": saved.step, "save_s": saved.stopped_s if beside else saved.seconds, "bytes": saved.bytes})
         t.log.say(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{beside})")
+    if saved.note:
+        t.log.say(f"note    older checkpoints were not deleted: {saved.note}")
     return saved.error

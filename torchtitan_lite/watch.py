@@ -7,6 +7,8 @@ can say for whom.
 
 import contextlib
 import faulthandler
+import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan_lite.distributed import World
-from torchtitan_lite.errors import StuckError
+from torchtitan_lite.errors import ConfigError, StuckError
 
 _KEY = "torchtitan_lite/at/{}"
 _PHASES = "fetching its batch", "computing"
@@ -29,9 +31,18 @@ class Watch:
         self._at = 0, 0  # step, and index of the phase
         self._store = dist.distributed_c10d._get_default_store()  # the only way to the store that torchrun made
         folder = folder / "stacks"
-        folder.mkdir(exist_ok=True)
         self._path = folder / f"rank-{world.rank}.txt"
-        self._file = self._path.open("w", encoding="utf-8")
+        try:
+            folder.mkdir(exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"{self._path} can't be written: {error.strerror or error}") from None
+        # stacks of earlier attempts stay: an error message may have sent somebody here
+        self._before = self._path.stat().st_size
+        with contextlib.suppress(OSError):  # a full disk
+            started = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._file.write(f"--- attempt of {started}, process {os.getpid()}\n".encode())
+        self._size = self._path.stat().st_size
 
     def step(self, number: int) -> None:
         """A step begins."""
@@ -50,6 +61,9 @@ class Watch:
     def close(self) -> None:
         """Nothing more is watched."""
         faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(OSError):  # or it is gone
+            if self._path.stat().st_size == self._size:
+                os.ftruncate(self._file.fileno(), self._before)  # no stack was written
         self._file.close()
         with contextlib.suppress(OSError):  # the last rank takes the folder away; or it is gone
             if not self._path.stat().st_size:

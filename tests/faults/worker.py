@@ -6,6 +6,8 @@ kill       SIGKILL, in the first attempt only (torchrun --max-restarts)
 halve      a file of the folder that is being deleted goes, then SIGKILL
 rotate     SIGKILL of rank (attempt mod world size), a step later with each attempt, FAULT_TIMES attempts long
 error      OSError "no space left"
+eio        OSError "input/output error"
+full       from now on no file of this rank can grow beyond 4 KiB (RLIMIT_FSIZE)
 raise      an error that nobody expects
 exit       the process leaves with 0
 hang       it waits for ever
@@ -17,7 +19,9 @@ flip       a bit of a parameter flips, in the memory of this rank
 nan        the loss of the first micro-batch is NaN
 """
 
+import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -31,7 +35,7 @@ import torch
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite import retention, storage, tensorfile
+from torchtitan_lite import retention, run_folder, storage, tensorfile
 from torchtitan_lite.data.loader import Ahead
 from torchtitan_lite.distributed import env_int, leave
 from torchtitan_lite.init import local_rows
@@ -45,6 +49,9 @@ SITES: dict[str, tuple[Any, str]] = {
     "eval": (train, "validate"),
     "sample": (train, "sample"),
     "load": (Checkpointer, "_spread"),
+    "lock": (run_folder, "lock"),
+    "hash": (storage, "sha256_of"),
+    "space": (storage, "require_space"),
     "save": (Checkpointer, "save"),
     "begin": (storage, "begin"),
     "write": (tensorfile.HashingStream, "write"),
@@ -119,6 +126,14 @@ def _error(_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+def _eio(_: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _full(_: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 def _raise(_: Any) -> None:
     raise ZeroDivisionError("a bug in somebody's loader")
 
@@ -173,6 +188,8 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "halve": _halve,
     "rotate": _kill,
     "error": _error,
+    "eio": _eio,
+    "full": _full,
     "raise": _raise,
     "exit": _exit,
     "hang": _hang,

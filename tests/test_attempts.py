@@ -1,0 +1,263 @@
+"""A command that is refused changes nothing, a restart obeys no command twice, and a status belongs to its attempt."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.helpers import checkpoint, losses, ranks, records, succeeded, tiny
+from torchtitan_lite import choose, storage
+from torchtitan_lite.errors import CheckpointError
+
+RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps with checkpoints at 2, 4, 6 and 8."""
+    folder = tmp_path_factory.mktemp("attempts")
+    succeeded(ranks(1, *tiny(text, folder, **RUN)))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def command(text: Path, tmp_path: Path, **more: Any) -> list[str]:
+    return tiny(text, tmp_path, **RUN | more)
+
+
+def about(run: Path) -> dict[str, Any]:
+    return json.loads((run / "run.json").read_text())
+
+
+def contents(run: Path) -> dict[str, object]:
+    """What a refused command must not change."""
+    files = ("metrics.jsonl", "config.toml", "tokenizer.json")
+    facts = {key: value for key, value in about(run).items() if key in ("argv", "step", "started", "world_size")}
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    return {name: (run / name).read_bytes() for name in files} | {"run.json": facts, "checkpoints": names}
+
+
+def set_aside(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob(".*"))
+
+
+# --- refused ----------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "another identity": ({"checkpoint__resume": "step-4", "train__seq_len": 16}, "", "train.seq_len is 32 in the"),
+    "no weights": ({"checkpoint__resume": "never", "model__init_from": "EMPTY"}, "", "is no run with a checkpoint"),
+    "a full disk": ({"checkpoint__resume": "never"}, "error:0:0:space", "No space left on device"),
+    "files that can't grow": ({"checkpoint__resume": "step-4"}, "full:0:0:lock", "can't be written: File too large"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_refused_command_sets_nothing_aside(why: str, run: Path, text: Path, tmp_path: Path) -> None:
+    more, fault, said = REFUSED[why]
+    if "model__init_from" in more:
+        (tmp_path / "empty").mkdir()
+        more = more | {"model__init_from": tmp_path / "empty"}
+    before = contents(run)
+    result = ranks(1, *command(text, tmp_path, **{"train__steps": 12} | more), fault=fault)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert contents(run) == before
+    assert "resumed after step 8" in succeeded(ranks(1, *command(text, tmp_path, train__steps=9)))
+
+
+def test_a_damaged_checkpoint_stays_in_place_until_training_starts(run: Path, text: Path, tmp_path: Path) -> None:
+    (checkpoint(run, 8) / "model.safetensors").write_bytes(b"")
+    before = contents(run)
+    result = ranks(2, *command(text, tmp_path, train__seq_len=16))
+    assert result.returncode != 0
+    assert "damaged: " in result.stdout
+    assert contents(run) == before
+    output = succeeded(ranks(2, *command(text, tmp_path)))
+    assert "resumed after step 6" in output
+    assert "step-00000008 was set aside as " in output
+    assert set_aside(run) == [".bad-step-00000008"]
+
+
+def test_a_kill_before_the_first_step_leaves_all_in_place_for_the_same_command(
+    run: Path, text: Path, tmp_path: Path
+) -> None:
+    before = contents(run)
+    same = command(text, tmp_path, checkpoint__resume="step-4")
+    assert ranks(1, *same, fault="kill:0:0:space").returncode != 0
+    assert contents(run) == before
+    assert "resumed after step 4" in succeeded(ranks(1, *same))
+    assert set_aside(run) == [".old-step-00000006", ".old-step-00000008"]
+    assert [r["step"] for r in records(run) if "loss" in r] == list(range(1, 9))
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)], capture_output=True).returncode:
+        pytest.skip("file systems can't be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_full_when_a_run_is_continued_is_said(finished: Path, text: Path, disk: Path) -> None:
+    run = disk / "run"
+    shutil.copytree(finished, run)
+    (run / ".lock-holder").unlink()
+    with (disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+    before = contents(run)
+    result = ranks(2, *command(text, disk, train__steps=12, checkpoint__resume="step-4"))
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    assert "a checkpoint takes 0.00 GB, and " in result.stderr
+    assert contents(run) == before
+    (disk / "ballast").unlink()
+    assert "resumed after step 8" in succeeded(ranks(2, *command(text, disk, train__steps=9)))
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------
+
+
+def torchrun_attempt(number: int, run_id: str = "x") -> dict[str, str]:
+    """What torchrun tells the workers of an attempt."""
+    return {"TORCHELASTIC_RESTART_COUNT": str(number), "TORCHELASTIC_RUN_ID": run_id}
+
+
+@pytest.mark.parametrize(("resume", "aside"), [("never", [2, 4, 6, 8]), ("step-2", [4, 6, 8])])
+def test_a_restart_by_torchrun_goes_on_from_what_the_attempt_before_has_saved(
+    resume: str, aside: list[int], run: Path, text: Path, tmp_path: Path
+) -> None:
+    same = command(text, tmp_path, checkpoint__resume=resume)
+    expected = [f".old-step-{step:08d}" for step in aside]
+    n = 2 if resume == "never" else 1
+    first = ranks(n, *same, env=torchrun_attempt(0), fault="kill:0:5")
+    assert first.returncode != 0
+    assert set_aside(run) == expected
+    output = succeeded(ranks(n, *same, env=torchrun_attempt(1)))
+    assert f'checkpoint.resume = "{resume}" was carried out by an earlier attempt' in output
+    assert "resumed after step 4" in output
+    assert set_aside(run) == expected
+    assert losses(run).keys() == set(range(1, 9))
+    # a person who types it again, which may be under the same name
+    again = succeeded(ranks(n, *same, env=torchrun_attempt(0)))
+    assert ("new; the same" if resume == "never" else "resumed after step 2") in again
+    assert len(set_aside(run)) > len(expected)
+
+
+def test_an_attempt_that_dies_before_it_obeys_leaves_it_to_the_next(run: Path, text: Path, tmp_path: Path) -> None:
+    """Also where an earlier launch of the same name has obeyed: torchrun's own name is "none" unless one is given."""
+    same = command(text, tmp_path, checkpoint__resume="never")
+    succeeded(ranks(1, *same, env=torchrun_attempt(0, "none")))
+    assert ranks(1, *same, env=torchrun_attempt(0, "none"), fault="kill:0:0:space").returncode != 0
+    assert storage.find_steps(run / "checkpoints") == [2, 4, 6, 8]
+    output = succeeded(ranks(1, *same, env=torchrun_attempt(1, "none")))
+    assert "new; the same" in output
+    assert len(set_aside(run)) == 8
+
+
+def test_another_launch_is_no_restart(run: Path, text: Path, tmp_path: Path) -> None:
+    same = command(text, tmp_path, checkpoint__resume="never")
+    succeeded(ranks(1, *same, env=torchrun_attempt(0, "x")))
+    assert "new; the same" in succeeded(ranks(1, *same, env=torchrun_attempt(1, "y")))
+
+
+def test_a_requeued_job_goes_on_from_what_it_has_saved(run: Path, text: Path, tmp_path: Path) -> None:
+    longer = {"train__steps": 14}
+    same = command(text, tmp_path, checkpoint__resume="step-2", **longer)
+    job = {"SLURM_JOB_ID": "7"}
+    succeeded(ranks(1, *same, env=job, fault="term:0:5"))
+    assert about(run)["status"] == "preempted"
+    aside = set_aside(run)
+    # a command of somebody else that is refused in between does not change that, nor does one that goes on
+    assert ranks(1, *same, "--train.seq_len=16").returncode == 2
+    succeeded(ranks(1, *command(text, tmp_path, **longer), fault="term:0:8"))
+    left = about(run)["step"]
+    assert 8 <= left < 14
+    output = succeeded(ranks(1, *same, env=job))
+    assert f"resumed after step {left}" in output
+    assert set_aside(run) == aside
+    other = succeeded(ranks(1, *same, "--checkpoint.resume=step-4", env=job))
+    assert "resumed after step 4" in other, "another value is another command"
+
+
+# --- the status of an attempt -----------------------------------------------------------------------------------
+
+
+def test_a_status_belongs_to_its_attempt(run: Path, text: Path, tmp_path: Path) -> None:
+    first = about(run)
+    assert (first["status"], first["step"]) == ("complete", 8)
+    refused = ranks(1, *command(text, tmp_path, train__seq_len=16), env={"TORCHTITAN_LITE_ATTEMPT": "7-1"})
+    assert refused.returncode == 2
+    second = about(run)
+    assert (second["status"], second["attempt"], second["step"]) == ("failed", "7-1", 8)
+    assert "train.seq_len is 32 in the checkpoint and 16 here" in second["reason"]
+    assert second["argv"] == first["argv"], "what started the run that is in the folder"
+    assert ranks(1, *command(text, tmp_path), fault="kill:0:0:hash").returncode != 0
+    third = about(run)
+    assert (third["status"], third["reason"]) == ("starting", "")
+    assert third["attempt"] not in ("7-1", first["attempt"])
+    succeeded(ranks(1, *command(text, tmp_path)))
+    assert about(run)["status"] == "complete", "there was nothing left to do"
+    assert about(run)["attempt"] not in ("7-1", first["attempt"], third["attempt"])
+
+
+def test_an_error_of_ours_is_a_failed_attempt_too(run: Path, text: Path, tmp_path: Path) -> None:
+    result = ranks(1, *command(text, tmp_path, train__steps=12), fault="raise:0:0:hash")
+    assert "Traceback" in result.stderr
+    assert about(run)["status"] == "failed"
+    assert "a bug in somebody's loader" in about(run)["reason"]
+
+
+def test_a_command_that_finds_the_folder_in_use_leaves_the_status_alone(run: Path, text: Path, tmp_path: Path) -> None:
+    before = (run / "run.json").read_bytes()
+    with FileLock(run / ".lock"):
+        assert ranks(1, *command(text, tmp_path)).returncode == 2
+    assert (run / "run.json").read_bytes() == before
+
+
+def test_stacks_of_an_earlier_attempt_stay(run: Path, text: Path, tmp_path: Path) -> None:
+    """A restart must not remove what the error of the attempt before has pointed to."""
+    stacks = run / "stacks"
+    stacks.mkdir()
+    (stacks / "rank-0.txt").write_text("Timeout (0:00:08)!\nwhere it hung\n")
+    succeeded(ranks(1, *command(text, tmp_path, train__steps=9)))
+    assert (stacks / "rank-0.txt").read_text() == "Timeout (0:00:08)!\nwhere it hung\n"
+    assert os.listdir(stacks) == ["rank-0.txt"]
+
+
+def test_a_checkpoint_that_can_t_be_renamed_leaves_all_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4, 6):
+        storage.commit(storage.begin(tmp_path, step), storage.TrainState(step=step), "full", 1, {})
+    honest = storage.set_aside
+
+    def fails_at_4(folder: Path, why: str) -> Path | None:
+        if folder.name.endswith("4"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return honest(folder, why)
+
+    monkeypatch.setattr(storage, "set_aside", fails_at_4)
+    with pytest.raises(CheckpointError, match="step-00000004 can't be set aside"):
+        choose.set_aside(tmp_path, [(6, "old"), (4, "old"), (2, "old")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000006"]

@@ -1,0 +1,126 @@
+"""A checkpoint that can't be read at the moment is not damaged: nothing is set aside, and nothing is deleted."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import checkpoint, ranks, succeeded, tiny
+from torchtitan_lite import checkpoint_tools, retention, storage
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.storage import TrainState
+
+FILES = ("manifest.json", "state.json")
+
+
+def small(checkpoints: Path, step: int = 4, val_loss: float | None = None) -> Path:
+    """A checkpoint without tensors."""
+    return storage.commit(storage.begin(checkpoints, step), TrainState(step=step, val_loss=val_loss), "full", 1, {})
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, file: Path, number: int) -> None:
+    """Have every way of opening or looking at a file fail."""
+    honest: dict[str, Any] = {name: getattr(Path, name) for name in ("open", "stat", "read_text", "read_bytes")}
+
+    def fails(name: str) -> Any:
+        def call(self: Path, *args: Any, **kwargs: Any) -> Any:
+            if self == file:
+                raise OSError(number, os.strerror(number), str(self))
+            return honest[name](self, *args, **kwargs)
+
+        return call
+
+    for name in honest:
+        monkeypatch.setattr(Path, name, fails(name))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", FILES)
+def test_an_error_of_the_disk_is_no_damage(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = small(tmp_path)
+    failing(monkeypatch, folder / name, number)
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+        storage.verify(folder)
+    assert str(folder / name) in str(caught.value)
+    assert "damaged" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_damage(name: str, tmp_path: Path) -> None:
+    folder = small(tmp_path)
+    (folder / name).unlink()
+    assert any(name in problem for problem in storage.verify(folder))
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    """A folder that another user can enter."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["", *FILES])
+def test_another_user_s_checkpoint(name: str, elsewhere: Path) -> None:
+    """By real permissions; as root, by being nobody for a moment."""
+    folder = small(elsewhere)
+    small(elsewhere, 2)
+    (folder / name).chmod(0)
+    was = os.geteuid()
+    try:
+        if was == 0:
+            os.seteuid(65534)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            assert [storage.verify(storage.step_folder(elsewhere, step)) for step in storage.find_steps(elsewhere)]
+    finally:
+        os.seteuid(was)
+        (folder / name).chmod(0o755)
+
+
+def test_a_run_stops_on_every_rank_and_moves_nothing(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", train__steps=4, checkpoint__every=2, eval__every=0)
+    succeeded(ranks(2, *command))
+    result = ranks(2, *command, "--train.steps=6", fault="eio:1:0:hash")
+    assert result.returncode != 0
+    assert f"{checkpoint(tmp_path / 'run', 4)}" in result.stderr
+    assert "can't be read: Input/output error" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert sorted(os.listdir(tmp_path / "run/checkpoints")) == ["step-00000002", "step-00000004"]
+    assert "resumed after step 4" in succeeded(ranks(2, *command, "--train.steps=6"))
+
+
+def test_verify_says_which_it_could_not_read_and_looks_at_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    first, second = small(run / "checkpoints", 2), small(run / "checkpoints", 4)
+    failing(monkeypatch, first / "state.json", errno.EIO)
+    assert checkpoint_tools.main(["verify", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert f"UNREADABLE {first / 'state.json'}" in said
+    assert f"whole   {second}" in said
+
+
+def test_retention_does_not_delete_what_it_can_t_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 5):
+        small(tmp_path, step, val_loss=float(step))
+    failing(monkeypatch, storage.step_folder(tmp_path, 1) / "state.json", errno.EIO)
+    assert retention.to_keep(tmp_path, 1, 0, True, ()) == {1, 2, 4}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_the_best_is_a_number(bad: float, tmp_path: Path) -> None:
+    """A validation loss that is not finite, which JSON has as NaN or Infinity."""
+    for step, loss in enumerate([bad, 3.0, 2.0, bad, 2.5], start=1):
+        small(tmp_path, step, loss)
+    assert ("NaN" in (storage.step_folder(tmp_path, 1) / "state.json").read_text()) == (bad != bad)
+    assert retention.to_keep(tmp_path, 1, 0, True, ()) == {3, 5}
