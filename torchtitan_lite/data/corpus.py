@@ -20,17 +20,34 @@ _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 
 
 @dataclass(frozen=True)
+class Content:
+    """What content.py found in the files of a corpus."""
+
+    stamps: list[list[int]]  # inode and ctime of each
+    hashes: list[str]
+    is_other: bool  # than what was first prepared from files with these names, sizes and times
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Files in a fixed order."""
 
     files: tuple[Path, ...]
     text_key: str = "text"  # of .jsonl lines; the column of .csv and .parquet
     python_source: bool = False  # decode by the encoding that a source file declares (PEP 263), else strict UTF-8
+    content: Content | None = None
     ignored: tuple[Path, ...] = ()  # what else the folders hold: other kinds of files, broken links, FIFOs
 
     def identity(self) -> list[list[str | int]]:
-        """What decides the text without reading it: path, size and time of change (ns) of each file."""
-        return [[str(p.resolve()), (info := stat_of(p)).st_size, info.st_mtime_ns] for p in self.files]
+        """What decides the text without reading it: path, size and time of change (ns) of each file.
+
+        And its hash, if there was other text of the same names, sizes and times before.
+        """
+        stats = [(file, stat_of(file)) for file in self.files]
+        found: list[list[str | int]] = [[str(file.resolve()), i.st_size, i.st_mtime_ns] for file, i in stats]
+        if self.content and self.content.is_other:
+            return [[*one, digest] for one, digest in zip(found, self.content.hashes, strict=True)]
+        return found
 
     def size(self) -> int:
         """Bytes on disk."""

@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from tokenizers import Tokenizer
 
+from torchtitan_lite.data import content, readers, worker
 from torchtitan_lite.data import meta as metas
-from torchtitan_lite.data import readers, worker
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.corpus import Corpus, stat_of
 from torchtitan_lite.data.meta import Meta
 from torchtitan_lite.data.readers import MAX_DOCUMENT_BYTES, Chunk, Problem, chunks
 from torchtitan_lite.data.writer import Progress, Writer, read_progress, sync_folder, write_durably
@@ -77,12 +78,15 @@ def encode(
     plan = plan_of(corpus, job, options)
     beside.mkdir(parents=True, exist_ok=True)
     if (finished := _finished(beside, plan)) is not None:
+        require_complete(beside, finished.skipped, options)
         beside.rename(out)
         return finished
-    progress = read_progress(beside, plan)
+    itemsize = np.dtype(metas.token_dtype(job.vocab_size)).itemsize
+    progress = read_progress(beside, plan, itemsize, options.shard_tokens)
+    require_complete(beside, progress.skipped, options)
     writer = Writer(beside, job, options.shard_tokens, progress)
     try:
-        done_before = sum(file.stat().st_size for file in corpus.files[: progress.file])
+        done_before = sum(stat_of(file).st_size for file in corpus.files[: progress.file])
         advance(done_before)
         for chunk, result in _results(corpus, job, options, progress):
             if result.problems and options.on_error == "stop":
@@ -97,6 +101,7 @@ def encode(
             raise DataError(
                 "the text was changed while it was being read; the same command begins again with the new one"
             )
+        content.require_unchanged(corpus)
         meta = _finish(beside, job, progress, options, bpe.sha256(tokenizer))
     except DataError as error:
         if not options.keep_partial and not isinstance(error, worker.WorkerError):
@@ -123,6 +128,22 @@ def _finished(folder: Path, plan: str) -> Meta | None:
         meta = metas.read_meta(folder)
         return meta if meta.made_from == plan else None
     return None
+
+
+def require_complete(folder: Path, skipped: dict[str, int], options: Options) -> None:
+    """Refuse to go on with a folder that texts were left out of by an earlier command, if this one would stop at them.
+
+    Raises:
+        DataError: it names the first of them.
+    """
+    if skipped and options.on_error == "stop":
+        with (folder / "skipped.log").open(encoding="utf-8") as stream:
+            first = json.loads(stream.readline())
+        problem = Problem(first["place"], "", first["detail"])
+        raise DataError(
+            f"{problem.of(first['file'])}; an earlier command left it out of {folder}, with --on-error skip: correct "
+            "the text or take it out, or give --on-error skip again"
+        )
 
 
 def refusal(file: Path, problem: Problem) -> DataError:
@@ -222,6 +243,11 @@ def _finish(folder: Path, job: worker.Job, progress: Progress, options: Options,
         skipped=dict(sorted(progress.skipped.items())),
         skipped_first=skipped_first,
     )
+    if wrong := metas.wrong_documents(folder, meta):
+        (folder / "progress.json").unlink()  # the next one begins again
+        raise DataError(
+            f"{folder}: what was written is not what the disk has now: {wrong[0]}; the same command begins again"
+        )
     write_durably(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
     (folder / "progress.json").unlink()
     sync_folder(folder)

@@ -33,6 +33,7 @@ SPLITS = "train", "val"
 _SPOTS = 64
 _SPOT_BYTES = 4096
 _ENDS = 1 << 20  # ends of documents that are looked at together
+HASHED_BYTES = 256 << 20  # more than this is compared by its size and 64 spots, where all of it is not asked for
 _BLOCK = 1 << 22  # tokens that are looked at at a time
 _LONGEST_META = 256 << 20  # bytes
 OURS = re.compile(
@@ -328,9 +329,12 @@ def verify(folder: Path) -> list[str]:
     wrong = [f"{name}: its SHA-256 is not the one in meta.json" for name in now if now[name] != meta.files[name]]
     if identity(now) != meta.tokens_sha256:
         wrong.append("meta.json: tokens_sha256 is not that of the token files")
-    for split in SPLITS:
-        wrong += _wrong_documents(folder, meta, split)
-    return wrong
+    return wrong + wrong_documents(folder, meta)
+
+
+def wrong_documents(folder: Path, meta: Meta) -> list[str]:
+    """What is wrong with the division into documents, whatever the hashes say."""
+    return [line for split in SPLITS for line in _wrong_documents(folder, meta, split)]
 
 
 def _wrong_documents(folder: Path, meta: Meta, split: str) -> Iterator[str]:

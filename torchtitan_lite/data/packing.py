@@ -7,9 +7,13 @@ document is in one sequence, so an epoch is still an epoch.
 
     packed-T-HASH/train.pieces   (P, 2) int64: where a piece begins in the token stream, and its length
     packed-T-HASH/train.rows     (R + 1, 2) int64: how many pieces, and tokens, the sequences before r have
+    packed-T-HASH/hashes.json    sizes and hashes of these files, which each run checks when it starts
 """
 
 import bisect
+import contextlib
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,18 +25,23 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.meta import SPLITS, Meta, document_ends
+from torchtitan_lite.data.meta import HASHED_BYTES, SPLITS, File, Meta, document_ends, remedy, spots
+from torchtitan_lite.data.paths import reading
+from torchtitan_lite.data.writer import write_durably
 from torchtitan_lite.errors import DataError
 
 _WINDOW = 1 << 15  # documents that are packed together
 Pairs = NDArray[np.int64]
+NAMES = tuple(f"{split}.{what}" for split in SPLITS for what in ("pieces", "rows"))
+HASHES = "hashes.json"
+_checked: dict[Path, tuple[tuple[int, ...], ...]] = {}  # indices, and the state of their files when they were hashed
 
 
 def pack(folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> Path:
-    """The folder of the index for sequences of this length; made if it is not there yet.
+    """The folder of the index for sequences of this length; made if it is not there yet, else held against its hashes.
 
     Raises:
-        DataError: it can't be written, or the ends of documents are damaged.
+        DataError: it can't be written, or it is damaged.
     """
     index = folder / f"packed-{seq_len}-{meta.tokens_sha256[:12]}"
     try:
@@ -43,29 +52,120 @@ def pack(folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> 
                     beside = index.with_name(f"{index.name}.partial")
                     shutil.rmtree(beside, ignore_errors=True)
                     beside.mkdir()
-                    for split in SPLITS:
-                        _write(beside, split, document_ends(folder, meta, split), seq_len)
+                    _write_hashes(beside, _make(folder, meta, seq_len, beside))
                     beside.rename(index)
     except OSError as error:
         raise DataError(
             f'data.packing = "best_fit" keeps an index in {folder}, which can\'t be written: {error}'
         ) from None
+    with reading(index):
+        _require_undamaged(index, folder, meta, seq_len, say)
     return index
 
 
-def _write(index: Path, split: str, ends: Pairs, seq_len: int) -> None:
+def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> None:
+    """Every process calls this for each split; a file that has not changed since is not read again.
+
+    Raises:
+        DataError: the index is not what was made.
+    """
+    stats = [(index / name).stat() for name in NAMES if (index / name).is_file()]
+    state = tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
+    if _checked.get(index) == state:
+        return
+    wanted = _hashes_of(index)
+    if wanted is None:  # of a version that had no hashes
+        say(f"data    checking the index {index}, which has no hashes yet ...")
+        wanted = _make(folder, meta, seq_len, None)
+        with contextlib.suppress(OSError), FileLock(folder / f"{index.name}.lock"):
+            _write_hashes(index, wanted)  # not into a folder that may only be read: then at each start
+    for name, file in wanted.items():
+        if wrong := _what_is_wrong(index / name, file):
+            raise DataError(
+                f"{index}: the index of packed documents is damaged ({name} {wrong}); delete the files "
+                f"{', '.join(NAMES)} and {HASHES} and this folder: the next start makes them again"
+            )
+    _checked[index] = state
+
+
+def _write_hashes(index: Path, files: dict[str, File]) -> None:
+    write_durably(index / HASHES, json.dumps({name: vars(file) for name, file in files.items()}).encode())
+
+
+def _what_is_wrong(path: Path, wanted: File) -> str:
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != wanted.bytes:
+        return f"has {path.stat().st_size:,} bytes instead of {wanted.bytes:,}"
+    if wanted.bytes > HASHED_BYTES and wanted.spots:
+        same = spots(path) == wanted.spots
+    else:
+        with path.open("rb") as stream:
+            same = hashlib.file_digest(stream, "sha256").hexdigest() == wanted.sha256
+    return "" if same else "has changed since it was made"
+
+
+def _hashes_of(index: Path) -> dict[str, File] | None:
+    try:
+        content = json.loads((index / HASHES).read_bytes())
+        return {name: File(**content[name]) for name in NAMES}
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise DataError(f"{index / HASHES} is damaged; delete this file, and the index is checked again") from None
+
+
+class _Hashed:
+    """A file that is written and hashed, or only hashed."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._stream = path.open("wb") if path else None
+        self._digest, self._bytes = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._bytes += len(data)
+        if self._stream:
+            self._stream.write(data)
+
+    def close(self) -> File:
+        """What was written, on the disk."""
+        if self._stream and self._path:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+        return File(self._bytes, self._digest.hexdigest(), spots(self._path) if self._path else "")
+
+
+def _make(folder: Path, meta: Meta, seq_len: int, index: Path | None) -> dict[str, File]:
+    """The files of the index: written to a folder, or, without one, only hashed.
+
+    Raises:
+        DataError: the ends of the documents are not what was prepared.
+    """
+    made: dict[str, File] = {}
+    for split in SPLITS:
+        ends_file = folder / f"{split}.idx"
+        if File.of(ends_file) != meta.files[ends_file.name]:
+            raise DataError(
+                f"{ends_file} has changed since it was made: the prepared data is damaged; {remedy(folder)}"
+            )
+        pieces, rows = (_Hashed(index / f"{split}.{what}" if index else None) for what in ("pieces", "rows"))
+        _write(pieces, rows, document_ends(folder, meta, split), seq_len)
+        made |= {f"{split}.pieces": pieces.close(), f"{split}.rows": rows.close()}
+    return made
+
+
+def _write(pieces: _Hashed, rows: _Hashed, ends: Pairs, seq_len: int) -> None:
     before = np.zeros(2, np.int64)  # pieces, tokens
-    with (index / f"{split}.pieces").open("wb") as pieces, (index / f"{split}.rows").open("wb") as rows:
-        rows.write(before.tobytes())
-        for first in range(0, len(ends), _WINDOW):
-            begin = int(ends[first - 1]) if first else 1
-            for row in _rows(_pieces(begin, np.asarray(ends[first : first + _WINDOW]), seq_len), seq_len):
-                before += (len(row), row[:, 1].sum())
-                pieces.write(row.tobytes())
-                rows.write(before.tobytes())
-        for stream in (pieces, rows):
-            stream.flush()
-            os.fsync(stream.fileno())
+    rows.write(before.tobytes())
+    for first in range(0, len(ends), _WINDOW):
+        begin = int(ends[first - 1]) if first else 1
+        for row in _rows(_pieces(begin, np.asarray(ends[first : first + _WINDOW]), seq_len), seq_len):
+            before += (len(row), row[:, 1].sum())
+            pieces.write(row.tobytes())
+            rows.write(before.tobytes())
 
 
 def _pieces(begin: int, ends: Pairs, seq_len: int) -> Pairs:

@@ -27,28 +27,21 @@ from tqdm import tqdm
 
 from torchtitan_lite import paths
 from torchtitan_lite.config import DataConfig, TokenizerConfig
+from torchtitan_lite.data import content, worker
 from torchtitan_lite.data import corpus as corpora
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data import worker
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.dataset import DataSet, as_in, require_end_token
-from torchtitan_lite.data.encode import Options, encode, plan_of, refusal
-from torchtitan_lite.data.meta import (
-    FORMAT_VERSION,
-    SPLITS,
-    Meta,
-    TokenFiles,
-    document_ends,
-    is_prepared,
-    read_meta,
-    remedy,
-    verify,
-)
+from torchtitan_lite.data.encode import Options, encode, plan_of, refusal, require_complete
+from torchtitan_lite.data.meta import FORMAT_VERSION, Meta, is_prepared, read_meta, remedy, verify
+from torchtitan_lite.data.paths import expanded
 from torchtitan_lite.data.readers import MAX_DOCUMENT_BYTES, chunks
+from torchtitan_lite.data.summary import report, summary
 from torchtitan_lite.data.writer import write_durably
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
 
 TRAINED_ON_BYTES = 128 << 20  # of text, about: a tokenizer learns little from more
+MOST_WORKERS = 1024
 BYTES = "bytes"  # instead of a tokenizer.json
 
 Say = Callable[[str], None]
@@ -57,15 +50,15 @@ Say = Callable[[str], None]
 def cache_folder(data: DataConfig) -> Path:
     """Where prepared data lives."""
     if data.cache_dir:
-        return paths.expand(data.cache_dir)
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        return Path(named) / "torchtitan_lite"
+        return expanded(data.cache_dir, "data.cache_dir")
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "torchtitan_lite"
     try:
         return Path.home() / ".cache" / "torchtitan_lite"
     except RuntimeError:
-        raise ConfigError(
-            f"data.cache_dir: there is no home folder to keep prepared data in (HOME is not set, and uid {os.getuid()} "
-            "has no name); set data.cache_dir, or XDG_CACHE_HOME in the environment"
+        raise DataError(
+            "data.cache_dir: there is no place for prepared text, because HOME is not set and this user has no home "
+            'folder; name one, e.g. data.cache_dir = "/tmp/cache"'
         ) from None
 
 
@@ -123,6 +116,7 @@ def _in_cache(texts: list[Corpus], data: DataConfig, config: TokenizerConfig, sa
     cache = cache_folder(data)
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        texts = [content.known(corpus, cache) for corpus in texts]
         plan = plan_for(texts, config, data.val_fraction, cache, Options(), say)
         folders = []
         for corpus, job in zip(texts, plan.jobs, strict=True):
@@ -137,15 +131,6 @@ def _in_cache(texts: list[Corpus], data: DataConfig, config: TokenizerConfig, sa
         return folders
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
-
-
-def summary(meta: Meta) -> str:
-    """The numbers of a prepared folder on a line."""
-    tokens = meta.train_tokens + meta.val_tokens
-    return (
-        f"{meta.text_bytes:,} bytes -> {tokens:,} tokens of {meta.text_bytes / tokens:.2f} bytes; "
-        f"{meta.documents:,} documents, {meta.val_documents:,} of them for validation"
-    )
 
 
 def _encode(corpus: Corpus, tokenizer: Tokenizer, job: worker.Job, out: Path, options: Options) -> Meta:
@@ -187,28 +172,38 @@ def plan_for(
         "python": platform.python_version() if any(corpus.python_source for corpus in texts) else "",
         "tokenizer": [bpe.sha256(given), config.end_token] if given else config.vocab_size,
         "val_fraction": val_fraction,
-    }
+    } | ({} if options.max_document_bytes == MAX_DOCUMENT_BYTES else {"longest": options.max_document_bytes})
     key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
     kept = folder / f"{key}.plan.json"
-    if not kept.is_file():
+    plan = _kept_plan(kept, len(texts))
+    if plan is None:
         with FileLock(folder / f"{key}.lock"):
-            if not kept.is_file():
+            if (plan := _kept_plan(kept, len(texts))) is None:
                 _say_preparing(texts, say)
                 below = [_held_out_below(corpus, val_fraction, options) for corpus in texts]
                 found = given or bpe.train(_training_texts(texts, below, options), config.vocab_size)
                 end = bpe.end_token(found, config.end_token)
-                content = {"below": below, "end": end, "tokenizer": found.to_str(pretty=True)}
-                write_durably(kept, json.dumps(content).encode())
-    content = json.loads(kept.read_text())
-    definition = content["tokenizer"]
+                plan = {"below": below, "end": end, "tokenizer": found.to_str(pretty=True)}
+                write_durably(kept, json.dumps(plan).encode())
+    definition, end = plan["tokenizer"], plan["end"]
     tokenizer = bpe.literal(definition)
-    unk = bpe.unknown(tokenizer)
-    unk = -1 if unk in (None, content["end"]) else unk  # as the end mark it can't stand for anything else
+    unknown = bpe.unknown(tokenizer)
+    if unknown is None or unknown == end:  # as the end mark it can't stand for anything else
+        unknown = -1
     jobs = [
-        worker.Job(definition, bpe.size(tokenizer), content["end"], corpus.text_key, below, unk)
-        for corpus, below in zip(texts, content["below"], strict=True)
+        worker.Job(definition, bpe.size(tokenizer), end, corpus.text_key, below, unknown)
+        for corpus, below in zip(texts, plan["below"], strict=True)
     ]
     return Plan(tokenizer, jobs)
+
+
+def _kept_plan(file: Path, n_texts: int) -> dict[str, Any] | None:
+    """A plan that was made before; None if there is none, or if it is damaged."""
+    try:
+        plan = json.loads(file.read_bytes())
+        return plan if len(plan["below"]) == n_texts and {"end", "tokenizer"} <= plan.keys() else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _say_preparing(texts: list[Corpus], say: Say) -> None:
@@ -235,7 +230,8 @@ def _held_out_below(corpus: Corpus, fraction: float, options: Options) -> int:
         if lowest < below and n > 1:
             return below
     if n < 2:
-        raise DataError(f"the text has {n} blocks of 1 KiB; it takes at least 2, to train and to validate")
+        blocks = "blocks of 1 KiB" if all(corpora.kind(file) in ("", ".txt") for file in corpus.files) else "documents"
+        raise DataError(f"the text has {n} {blocks}; it takes at least 2, to train and to validate")
     return max(below, lowest + 1)
 
 
@@ -303,11 +299,17 @@ def _verify(folder: Path) -> int:
 
 
 def _make(arguments: argparse.Namespace) -> int:
-    if arguments.tokenizer and arguments.train_tokenizer:
+    if arguments.tokenizer and arguments.train_tokenizer is not None:
         raise ConfigError("--tokenizer and --train-tokenizer: leave one of the two out")
-    if arguments.train_tokenizer is not None and arguments.train_tokenizer < bpe.SMALLEST:
-        raise ConfigError(f"--train-tokenizer {arguments.train_tokenizer} should be at least {bpe.SMALLEST}")
-    out: Path = arguments.out
+    for name, low, high in (
+        ("train_tokenizer", bpe.SMALLEST, 2**31 - 1),
+        ("max_document_bytes", 1, 2**40),
+        ("workers", 0, MOST_WORKERS),
+    ):
+        value = getattr(arguments, name)
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} should be at least {low} and at most {high:,}")
+    out = _out(arguments.out)
     config = TokenizerConfig(
         path=arguments.tokenizer,
         end_token=arguments.end_token,
@@ -320,12 +322,15 @@ def _make(arguments: argparse.Namespace) -> int:
     work.mkdir(exist_ok=True)
     try:
         with FileLock(work / "lock", blocking=False):
+            corpus = content.known(corpus, work)
             plan = plan_for([corpus], config, arguments.val_fraction, work, options, print)
             job = plan.jobs[0]
             if not out.exists():
                 _encode(corpus, plan.tokenizer, job, out, options)
             elif not is_prepared(out) or read_meta(out).made_from != plan_of(corpus, job, options):
                 raise DataError(f"{out} is there already, and was made from something else; choose another --out")
+            else:
+                require_complete(out, read_meta(out).skipped, options)
     except Timeout:
         raise DataError(f"{out} is being made by another process") from None
     shutil.rmtree(work)
@@ -333,26 +338,16 @@ def _make(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def report(folder: Path, tokenizer: Tokenizer) -> str:
-    """A table of a prepared folder, what was left out, and the beginnings of three documents, decoded."""
-    meta = read_meta(folder)
-    lines = [f"{'':8}{'documents':>14}{'tokens':>16}{'bytes':>18}{'bytes/token':>13}"]
-    for split in SPLITS:
-        tokens = meta.tokens(split)
-        n_bytes = meta.val_text_bytes if split == "val" else meta.text_bytes - meta.val_text_bytes
-        lines.append(f"{split:8}{meta.n_documents(split):>14,}{tokens:>16,}{n_bytes:>18,}{n_bytes / tokens:>13.2f}")
-    if meta.unknown_tokens:
-        lines.append(f"unknown {meta.unknown_tokens:>14,}  tokens stand for what the tokenizer does not know")
-    for reason, count in meta.skipped.items():
-        lines.append(f"skipped {count:>14,}  {reason} (listed in {folder / 'skipped.log'})")
-    lines.append(f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}, in {folder}")
-    stream, ends = TokenFiles(folder, meta, "train"), document_ends(folder, meta, "train")
-    for quarter in (1, 2, 3):
-        number = len(ends) * quarter // 4
-        first = int(ends[number - 1]) if number else 1
-        ids = stream.read(first, min(int(ends[number]) - 1, first + 60))
-        lines.append(f"document {number:,}: {tokenizer.decode(ids.tolist())[:150]!r}")
-    return "\n".join(lines)
+def _out(given: Path) -> Path:
+    """The folder to make.
+
+    Raises:
+        ConfigError: it has no name.
+    """
+    out = expanded(given, "--out")
+    if out.name in ("", ".."):
+        raise ConfigError(f"--out {given} should name a folder that is not there yet, e.g. --out {out / 'prepared'}")
+    return out
 
 
 if __name__ == "__main__":

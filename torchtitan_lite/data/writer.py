@@ -7,6 +7,7 @@ Whatever is behind that, when the process is killed, is cut off by the next one.
 import contextlib
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,20 +39,43 @@ class Progress:
     skipped_bytes: int = 0  # of skipped.log
 
 
-def read_progress(folder: Path, plan: str) -> Progress:
-    """Where to go on; from the start if there is nothing, or if it was made from something else."""
+def read_progress(folder: Path, plan: str, itemsize: int, shard_tokens: int) -> Progress:
+    """Where to go on; from the start if there is nothing, if it was made from something else, or if a file was cut.
+
+    Raises:
+        DataError: the folder holds something that is not ours.
+    """
     try:
-        progress = Progress(**json.loads((folder / "progress.json").read_text()))
-        if progress.plan == plan:
+        progress = Progress(**json.loads((folder / "progress.json").read_bytes()))
+        if progress.plan == plan and not (short := _shorter(folder, progress, itemsize, shard_tokens)):
             return progress
-    except (OSError, ValueError, TypeError):
+        if progress.plan == plan:
+            print(f"data    {folder / short} is shorter than it was: begin again", file=sys.stderr, flush=True)
+    except (OSError, ValueError, TypeError, RecursionError):
         pass
-    names = [file.name for file in folder.iterdir()]
-    if others := [name for name in names if not metas.OURS.fullmatch(name)]:
+    names = sorted(file.name for file in folder.iterdir())
+    others = metas.foreign(folder)
+    if not others and not {"progress.json", metas.shard_name("train", 0)} & set(names):
+        others = names  # names that others use as well: a preparation begins with the shard
+    if others:
         raise DataError(f"{folder} holds {others[0]}, which is not of a preparation; move it, or choose another --out")
     for name in names:
         (folder / name).unlink()
     return Progress(plan)
+
+
+def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int) -> str:
+    """A file that has less than was committed; empty if there is none."""
+    wanted = {"skipped.log": progress.skipped_bytes}
+    for split, tokens, documents in zip(metas.SPLITS, progress.tokens, progress.documents, strict=True):
+        wanted[f"{split}.idx"] = documents * 8
+        for number, length in enumerate(metas.shard_lengths(tokens, shard_tokens) if tokens > 1 else []):
+            wanted[metas.shard_name(split, number)] = length * itemsize
+    for name, size in wanted.items():
+        file = folder / name
+        if size and (not file.is_file() or file.stat().st_size < size):
+            return name
+    return ""
 
 
 class Writer:
