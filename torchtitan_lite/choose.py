@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from torchtitan_lite import storage
+from torchtitan_lite import progress, storage
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.distributed import World, from_rank0
 from torchtitan_lite.errors import CheckpointError
@@ -121,9 +121,10 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
     n = world.world_size if manifest.state_dict == "sharded" else min(world.local_world_size, world.world_size)
     by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
     mine = by_size[world.rank :: n] if world.rank < n else []
-    problems = [wrong for name in mine if (wrong := storage.verify_file(folder, name, manifest.files[name], mode))]
+    with progress.working(f"verifying its share of {folder.name}"):
+        problems = [wrong for name in mine if (wrong := storage.verify_file(folder, name, manifest.files[name], mode))]
     found: list[list[str] | None] = [None] * world.world_size
-    dist.all_gather_object(found, problems)
+    dist.all_gather_object(found, problems, group=world.patient)
     return manifest, [wrong for some in found if some for wrong in some]
 
 
@@ -147,10 +148,11 @@ def on_rank0(world: World, action: Callable[[], T]) -> T:
     outcome: tuple[T | None, str] = None, ""
     if world.rank == 0:
         try:
-            outcome = action(), ""
+            with progress.working("reading the checkpoint for all ranks"):
+                outcome = action(), ""
         except (CheckpointError, OSError) as error:
             outcome = None, str(error)
-    result, error_text = from_rank0(outcome)
+    result, error_text = from_rank0(outcome, world.patient)
     if error_text:
         raise CheckpointError(error_text)
     return cast(T, result)

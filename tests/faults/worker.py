@@ -47,6 +47,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "load": (Checkpointer, "_spread"),
     "save": (Checkpointer, "save"),
     "begin": (storage, "begin"),
+    "hash": (storage, "sha256_of"),
     "write": (tensorfile.HashingStream, "write"),
     "sync": (tensorfile.HashingStream, "close"),
     "commit": (storage, "commit"),
