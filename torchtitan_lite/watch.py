@@ -77,18 +77,11 @@ class Beat:
 
 
 class Watch:
-    """Watches the steps, saves and loads of this rank, from now until `close`.
+    """Watches the steps, saves and loads of this rank, from now until `close`."""
 
-    Args:
-        end: ends the process with an exit code, at once.
-    """
-
-    def __init__(
-        self, folder: Path, world: World, timeout_minutes: float, end: Callable[[int], Any] = os._exit
-    ) -> None:
+    def __init__(self, folder: Path, world: World, timeout_minutes: float) -> None:
         self._world = world
         self._timeout_s = 60 * timeout_minutes
-        self._end = end
         self._at = 0, 0  # step, and index of the phase
         self._store = dist.distributed_c10d._get_default_store()  # the only way to the store that torchrun made
         self._run = folder
@@ -260,7 +253,7 @@ class Watch:
         if self._world.rank == 0:
             time.sleep(3 * self._interval_s)  # until the others have read it
         say_once(f"train.py: {message}", env_int("LOCAL_RANK", 0))
-        self._end(StuckError.exit_code)
+        os._exit(StuckError.exit_code)
 
     def _tell(self, message: str) -> None:
         self.last_words(message)
