@@ -108,10 +108,10 @@ def test_every_group_of_every_mesh_gives_up_in_time(tmp_path: Path) -> None:
 def test_a_verification_may_take_longer_than_a_step(
     more: dict[str, Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nine seconds of hashing on one rank, six of which a step may take."""
-    command = tiny(text, tmp_path, **RUN, **more, run__timeout_minutes=0.1)
+    """Sixteen seconds of hashing on one rank, and a step may take twelve."""
+    command = tiny(text, tmp_path, **RUN, **more, run__timeout_minutes=0.2)
     succeeded(ranks(2, *command, "--train.steps=5"))
-    monkeypatch.setenv("FAULT_SECONDS", "4.5")
+    monkeypatch.setenv("FAULT_SECONDS", "8")
     slowly = ranks(2, *command, "--train.steps=6", fault="slow:1:0:hash:2")
     assert "resumed after step 5" in succeeded(slowly)
 
@@ -121,8 +121,8 @@ def test_weights_to_start_from_may_take_longer_than_a_step(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     succeeded(ranks(2, *tiny(text, tmp_path, **RUN), "--train.steps=5"))
-    monkeypatch.setenv("FAULT_SECONDS", "4.5")
-    command = tiny(text, tmp_path, **{**RUN, "run__name": "second"}, run__timeout_minutes=0.1)
+    monkeypatch.setenv("FAULT_SECONDS", "8")
+    command = tiny(text, tmp_path, **{**RUN, "run__name": "second"}, run__timeout_minutes=0.2)
     source = f"--model.init_from={tmp_path / 'run'}"
     succeeded(ranks(2, *command, "--train.steps=5", source, fault="slow:0:0:hash:2"))
 

@@ -36,7 +36,7 @@ class RunConfig(Section):
     max_minutes: NonNegativeFloat = 0.0
     """save and leave after so many minutes; 0: no limit"""
     timeout_minutes: PositiveFloat = 20.0
-    """a step that a rank delays for longer, or a save or load without progress for so long, ends the run; see stacks/"""
+    """a step that a rank delays for longer, or a save or load without progress for so long, ends the run (stacks/)"""
     deterministic: bool = False
     """CUDA: only deterministic kernels, slower, for a bitwise resume (the CPU always is)"""
 
