@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_lite import checkpoint_tools, names, shards, storage
+from torchtitan_lite import checkpoint_tools, names, progress, shards, storage
 from torchtitan_lite.choose import choose, on_rank0
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.distributed import World
@@ -157,7 +157,8 @@ class Checkpointer:
         weights = weights or open_weights(False)
         for name, target in targets.items():
             rows, first = local_rows(target)
-            rows.copy_(weights[name][first : first + len(rows)])
+            with progress.working(f"reading {name}"):
+                rows.copy_(weights[name][first : first + len(rows)])
 
     # --- what there is to save ----------------------------------------------------------------------------------
 
@@ -293,7 +294,7 @@ class Checkpointer:
         elif manifest.state_dict == "full":
             self._set_full(folder)
         elif self.config.api == "dtensor":
-            dcp.load(names.by_name(self._parts()), storage_reader=shards.ShardReader(folder))
+            shards.load(names.by_name(self._parts()), folder, self.world.patient)
         else:
             self._set_sharded(folder)
 
@@ -308,6 +309,7 @@ class Checkpointer:
             else:
                 dist.broadcast(whole, src=0)
                 target.copy_(whole)
+            progress.advance(whole.nbytes)
 
     def _set_full(self, folder: Path) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -316,6 +318,7 @@ class Checkpointer:
         if self.world.rank == 0:
             model = names.with_tied(self.model, load_file(folder / storage.MODEL))
             nested = names.nested_state(self.model, self.optimizer, load_file(folder / storage.OPTIMIZER))
+        dist.barrier(group=self.world.patient)  # the groups of training, which follow, do not wait as long
         ours = names.hyperparameters(self.optimizer)
         set_model_state_dict(self.model, model, options=options)
         set_optimizer_state_dict(self.model, self.optimizer, nested, options=options)
@@ -324,7 +327,7 @@ class Checkpointer:
     def _set_sharded(self, folder: Path) -> None:
         ours = names.hyperparameters(self.optimizer)
         state = names.by_name(self._parts())
-        dcp.load(state, storage_reader=shards.ShardReader(folder))
+        shards.load(state, folder, self.world.patient)
         model, optimizer = (
             {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
             for prefix in (names.prefix(storage.MODEL), names.prefix(storage.OPTIMIZER))

@@ -33,7 +33,6 @@ from torchtitan_lite.data.samples import open_samples
 from torchtitan_lite.distributed import (
     World,
     build_mesh,
-    die_with_launcher,
     env_int,
     from_rank0,
     leave,
@@ -49,7 +48,7 @@ from torchtitan_lite.garbage import on_schedule
 from torchtitan_lite.guard import FiniteGuard, require_equal_copies, require_finite
 from torchtitan_lite.init import materialise
 from torchtitan_lite.layout import derive
-from torchtitan_lite.leaving import Leaving
+from torchtitan_lite.leaving import Leaving, prepare_process
 from torchtitan_lite.metrics import Clock, Log
 from torchtitan_lite.optim import (
     build_optimizer,
@@ -72,7 +71,7 @@ from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import Loaded, to_toml_with_origins
 from torchtitan_lite.shared_memory import apply_shared_memory
-from torchtitan_lite.terminal import complain, prepare_streams, show
+from torchtitan_lite.terminal import complain, show
 from torchtitan_lite.trackers import Trackers
 from torchtitan_lite.training import Training, judge, log_step, peak_flops, report_save, save, source_lines, validate
 from torchtitan_lite.watch import Watch
@@ -115,23 +114,24 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data)
 
     # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
+    leaving, watch = Leaving(config.run.max_minutes), Watch(config.folder, world, config.run.timeout_minutes)
     saving = config.checkpoint.model_copy(update={"resume": resume or config.checkpoint.resume})
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, saving, world)
     fresh = fresh_state(config, data, world, validation.identity())
     try:
-        loaded = checkpointer.load(fresh.identity)
+        with watch.loading("loading a checkpoint"):
+            loaded = checkpointer.load(fresh.identity)
+            if config.model.init_from and not loaded:
+                source = Path(config.model.init_from)
+                checkpointer.load_weights(lambda verify: hf.open_weights(source, config.model, verify))
     finally:
         for note in checkpointer.notes:
             log.say(f"note    {note}")
     state = continued(loaded, fresh) if loaded else fresh
-    if config.model.init_from and not loaded:
-        source = Path(config.model.init_from)
-        checkpointer.load_weights(lambda verify: hf.open_weights(source, config.model, verify))
 
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
     skips = config.train.on_nonfinite == "skip"
     guard = FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0, state.skipped)
-    leaving, watch = Leaving(config.run.max_minutes), Watch(config.folder, world, config.run.timeout_minutes)
     return Training(
         *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation),
         *(prompts, checkpointer, state, log, Clock(), samples, Profile(config.profile, config.folder, world)),
@@ -151,7 +151,6 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         return
     trackers = Trackers(config.log if world.rank == 0 else LogConfig(), config.folder, t.state)
     log.attach(trackers)
-    t.leaving.last_words = lambda why: run_folder.write_status(config.folder, world, "failed", t.state.step, why)
     try:
         with t.leaving, t.watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
             train(t)
@@ -203,8 +202,7 @@ def train(t: Training) -> None:
             require_equal_copies(t.model, t.optimizer, step)
             with t.clock.paused():
                 save(t, last=last)
-        sampling = config.sample.every and (due(step, config.sample.every) or step == config.train.steps)
-        if sampling and not t.guard.leaving:  # whoever asked for the end may be waiting
+        if config.sample.every and not t.guard.leaving and (due(step, config.sample.every) or last):
             with t.clock.paused():
                 sample(t.model, t.prompts, step, stream(config.run.seed, step, 0, 0), t.world, log)
         report_save(t, wait=False)
@@ -296,8 +294,7 @@ def main(argv: Sequence[str]) -> int:
 
 def start(argv: Sequence[str]) -> int:
     """Parse, check and prepare, before there is a process group; then train. Returns the exit code."""
-    die_with_launcher()
-    prepare_streams()
+    prepare_process()
     speaks = local_rank() == 0
     try:
         sizes = {"world_size": env_int("WORLD_SIZE", 1), "local_world_size": env_int("LOCAL_WORLD_SIZE", 1)}

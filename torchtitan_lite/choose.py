@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from torchtitan_lite import storage
+from torchtitan_lite import progress, storage
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.distributed import World, from_rank0
 from torchtitan_lite.errors import CheckpointError, UnreadableError, UserError
@@ -139,11 +139,14 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
     problems: list[str] = []
     unreadable = ""
     try:
-        problems = [wrong for name in mine if (wrong := storage.verify_file(folder, name, manifest.files[name], mode))]
+        with progress.working(f"verifying its share of {folder.name}"):
+            problems = [
+                wrong for name in mine if (wrong := storage.verify_file(folder, name, manifest.files[name], mode))
+            ]
     except UnreadableError as caught:
         unreadable = str(caught)
     found: list[tuple[list[str], str]] = [([], "")] * world.world_size
-    dist.all_gather_object(found, (problems, unreadable))
+    dist.all_gather_object(found, (problems, unreadable), group=world.patient)
     if errors := list(dict.fromkeys(text for _, text in found if text)):
         raise CheckpointError("\n  ".join(errors))
     return manifest, [wrong for some, _ in found for wrong in some]
@@ -171,10 +174,11 @@ def on_rank0(world: World, action: Callable[[], T]) -> T:
     outcome: tuple[T | None, str] = None, ""
     if world.rank == 0:
         try:
-            outcome = action(), ""
+            with progress.working("reading the checkpoint for all ranks"):
+                outcome = action(), ""
         except (UserError, OSError) as error:
             outcome = None, str(error)
-    result, error_text = from_rank0(outcome)
+    result, error_text = from_rank0(outcome, world.patient)
     if error_text:
         raise CheckpointError(error_text)
     return cast(T, result)

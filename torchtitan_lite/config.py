@@ -67,7 +67,7 @@ class RunConfig(Section):
     max_minutes: NonNegativeFloat = 0.0
     """save and leave after so many minutes; 0: no limit"""
     timeout_minutes: float = Field(default=20.0, gt=0, le=525_600)
-    """a rank that keeps the others waiting for longer ends the run, with stack traces in stacks/"""
+    """a step that a rank delays for longer, or a save or load without progress for so long, ends the run (stacks/)"""
     deterministic: bool = False
     """CUDA: only deterministic kernels, slower, for a bitwise resume (the CPU always is)"""
 

@@ -33,6 +33,7 @@ class World:
     device: torch.device
     threads: int  # CPU threads of this rank
     local_world_size: int = 1  # ranks of this machine
+    patient: dist.ProcessGroup | None = None  # for loads, see `patient_group`; None: the default group
 
 
 def env_int(name: str, default: int) -> int:
@@ -94,7 +95,26 @@ def process_group(run: RunConfig) -> Iterator[World]:
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    yield World(dist.get_rank(), dist.get_world_size(), device, threads, env_int("LOCAL_WORLD_SIZE", 1))
+    local_world_size = env_int("LOCAL_WORLD_SIZE", 1)
+    yield World(dist.get_rank(), dist.get_world_size(), device, threads, local_world_size, patient_group())
+
+
+_PATIENT = "patient"
+
+
+def patient_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks whose collectives wait for as long as it takes: for saves and loads, which take as long
+    as there are bytes. It is watch.py that ends the run if none move any more."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=30), group_desc=_PATIENT)
+    return group
+
+
+def limit_waiting(timeout_minutes: float) -> None:
+    """Give every group but the patient ones this timeout. Those of a mesh are made with torch's own, 30 minutes."""
+    c10d = dist.distributed_c10d
+    for group in list(c10d._world.pg_map):
+        if group.group_desc != _PATIENT:
+            c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
 
 
 def die_with_launcher() -> None:
@@ -156,10 +176,10 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def from_rank0(value: T | None) -> T:
+def from_rank0(value: T | None, group: dist.ProcessGroup | None = None) -> T:
     """Rank 0's Python value, on every rank. The others' argument is not looked at."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]  # type: ignore[return-value]  # rank 0 never passes None
 
 

@@ -18,6 +18,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torchtitan_lite.distributed import die_with_launcher
+from torchtitan_lite.terminal import prepare_streams
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SAME_REQUEST_S = 2.0
 
@@ -91,6 +94,12 @@ class Leaving:
         if not self.reason and self._clock() - self._started > self._limit_s:
             self.reason = f"run.max_minutes = {self._max_minutes:g}"
         return bool(self.reason)
+
+
+def prepare_process() -> None:
+    """What train.py does before anything else: end with the launcher, and print whatever stdout and stderr are."""
+    die_with_launcher()
+    prepare_streams()
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

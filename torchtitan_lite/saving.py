@@ -8,15 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from torchtitan_lite import retention, storage
+from torchtitan_lite import progress, retention, storage
 from torchtitan_lite.config import CheckpointConfig
-from torchtitan_lite.distributed import World
+from torchtitan_lite.distributed import World, patient_group
 from torchtitan_lite.storage import TrainState
 from torchtitan_lite.tensorfile import FileRecord
 
@@ -49,8 +48,8 @@ class Saver:
         self.config = config
         self.world = world
         self.protect: set[int] = set()
-        # A group of its own: saves run beside training, and may take longer than a step is allowed to.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+        # a group of its own: saves run beside training, and may take longer than a step is allowed to
+        self.group = patient_group()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
 
@@ -67,7 +66,8 @@ class Saver:
         def run() -> None:
             folder, error, size = storage.step_folder(self.folder, state.step), "", 0
             try:
-                folder, error, size = self._save(state, write, n_bytes)
+                with progress.doing(f"saving step {state.step}"):
+                    folder, error, size = self._save(state, write, n_bytes)
             except Exception as caught:  # of the agreement itself: another rank is lost
                 error = str(caught) or repr(caught)
             note = "" if error else self._delete_old(state.step)
@@ -142,7 +142,8 @@ class Saver:
         box: list[tuple[T | None, str]] = [(None, "")]
         if self.world.rank == 0:
             try:
-                box = [(action(), "")]
+                with progress.working("making or committing its folder"):
+                    box = [(action(), "")]
             except Exception as error:
                 box = [(None, str(error) or repr(error))]
         dist.broadcast_object_list(box, src=0, group=self.group)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from torchtitan_lite import progress
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.storage import open_tensors, read_json, read_shapes
 from torchtitan_lite.tensorfile import Announced, FileRecord, TensorFileWriter, announcement, write_tensors, write_text
@@ -149,6 +152,11 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with progress.working(f"reading its rows of {self.folder.name}"):
+            self._read(plan, planner)
+        return _done(None)
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         files: dict[str, Any] = {}
         for item in plan.items:
             file, key = self._places[item.storage_index]
@@ -161,11 +169,16 @@ class ShardReader(StorageReader):
                 rows = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                 target.copy_(files[file].get_slice(key)[rows])
             planner.commit_tensor(item, target)
-        return _done(None)
+            progress.advance(target.numel() * target.itemsize)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def load(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Fill tensors, DTensors among them, with what a folder holds. Every rank of the group has to call it."""
+    dcp.load(state, storage_reader=ShardReader(folder), process_group=group)
 
 
 def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:

@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from torchtitan_lite import progress
+
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -29,6 +31,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _CHUNK = 8 << 20  # bytes that are written, and handed to the hashing thread, at a time
+_SYNC_EVERY = 4 << 30  # bytes; or all of a file could wait for its last sync, during which nothing is seen to move
 
 Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # the tensors of a file: dtype and shape by name
 
@@ -68,7 +71,7 @@ class HashingStream:
 
     def __init__(self, path: Path, ahead: int = 2) -> None:
         self._file: BinaryIO = path.open("xb")
-        self._bytes, self._abandoned = 0, False
+        self._bytes, self._synced, self._abandoned = 0, 0, False
         self._hash = hashlib.sha256()
         self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=ahead)
         self._thread = threading.Thread(target=self._digest, daemon=True)
@@ -78,6 +81,7 @@ class HashingStream:
         while (chunk := self._chunks.get()) is not None:
             if not self._abandoned:
                 self._hash.update(chunk)
+                progress.advance(len(chunk))
 
     def write(self, data: memoryview) -> None:
         """Append bytes."""
@@ -87,6 +91,11 @@ class HashingStream:
             self._file.write(chunk)
             _start_writeback(self._file.fileno(), self._bytes, len(chunk))
             self._bytes += len(chunk)
+            progress.advance(len(chunk))
+            if self._bytes - self._synced >= _SYNC_EVERY:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._synced = self._bytes
 
     def close(self) -> FileRecord:
         """Have the disk hold the file."""
@@ -136,9 +145,11 @@ class TensorFileWriter:
     def __init__(self, path: Path, tensors: Announced, ahead: int = 2) -> None:
         header, self.order = layout(tensors)
         self._announced = iter([(name, *tensors[name]) for name in self.order])
+        self._name = path.name
         self._stream = HashingStream(path, ahead)
         try:
-            self._stream.write(memoryview(header))
+            with progress.working(f"writing {self._name}"):
+                self._stream.write(memoryview(header))
         except BaseException:
             self._stream.abandon()
             raise
@@ -147,13 +158,15 @@ class TensorFileWriter:
         """The next tensor, on the CPU. It must not change until `close` has returned."""
         name, dtype, shape = next(self._announced)
         assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), f"{name} is not as announced"
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._stream.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
+        with progress.working(f"writing {self._name}"):
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            self._stream.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
 
     def close(self) -> FileRecord:
         """Have the disk hold the whole file."""
         assert next(self._announced, None) is None, "tensors are missing"
-        return self._stream.close()
+        with progress.working(f"writing {self._name}"):
+            return self._stream.close()
 
     def abandon(self) -> None:
         """Stop, after an error."""
@@ -189,8 +202,13 @@ def write_text(path: Path, text: str) -> FileRecord:
 
 def sha256_of(path: Path) -> str:
     """The hash of a file's bytes."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    chunk = memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as stream:
+        while n_bytes := stream.readinto(chunk):
+            digest.update(chunk[:n_bytes])
+            progress.advance(n_bytes)
+    return digest.hexdigest()
 
 
 def sync_folder(path: Path) -> None:

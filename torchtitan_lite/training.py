@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchtitan_lite import devices
+from torchtitan_lite import devices, run_folder
 from torchtitan_lite.config import Config
 from torchtitan_lite.console import eval_line, fitted, step_line
 from torchtitan_lite.data.loader import Batches
@@ -67,6 +67,12 @@ class Training:
     flops_per_token: int
     peak_flops: float  # of all devices together, per second; 0 where it is not known
     loaded: TrainState | None = None  # the state as it was saved, if the run is resumed
+
+    def __post_init__(self) -> None:
+        def last_words(why: str) -> None:
+            run_folder.write_status(self.config.folder, self.world, "failed", self.state.step, why)
+
+        self.leaving.last_words = self.watch.last_words = last_words
 
     def close(self) -> None:
         """End the threads that work beside the loop."""
