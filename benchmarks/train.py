@@ -94,7 +94,7 @@ class Ranks:
             assert process.stdin is not None
             process.stdin.close()
         for process in self._processes:
-            process.wait(timeout=60)
+            process.wait(timeout=600)
 
 
 @dataclass

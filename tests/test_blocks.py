@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite.allocator import peak_of
-from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig
+from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig, RunConfig
+from torchtitan_lite.conflicts import _missing_for_inductor
 from torchtitan_lite.init import materialise
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.parallelize import apply_activation_checkpointing, apply_compile
@@ -120,3 +121,12 @@ def test_compiled_blocks_compute_the_same_under_the_same_names(mode: str) -> Non
     assert list(plain.state_dict()) == list(compiled.state_dict())
     assert [name for name, _ in plain.named_parameters()] == [name for name, _ in compiled.named_parameters()]
     torch.testing.assert_close(gradients(plain), gradients(compiled), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(bool(_missing_for_inductor(RunConfig(device="cpu"), 0)), reason="there is no C++ compiler here")
+def test_inductor_computes_the_same() -> None:
+    """Forward only: each kernel takes g++ two seconds. Training is among the `extended` rows of test_knobs.py."""
+    plain, compiled = made(GPT).eval(), made(GPT, compiled="inductor").eval()
+    tokens = torch.arange(8).reshape(1, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens), plain(tokens), rtol=1e-4, atol=1e-5)
