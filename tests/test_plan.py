@@ -2,7 +2,10 @@
 
 import functools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import ROOT, ranks, succeeded
 from tests.memory_cases import CASES, SLOW, VOCABULARY, config_of
-from torchtitan_lite import init, plan, simulate
+from torchtitan_lite import init, plan, settings, simulate
 from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.devices import DEVICES, named
 from torchtitan_lite.flops import flops_per_token
 from torchtitan_lite.layout import Layout
@@ -109,7 +113,7 @@ def test_a_link_takes_its_time() -> None:
     assert plan.link_s(summed, h100, layout(2, 4), 8) == pytest.approx(2 * 0.5 / 450)
 
 
-BIG = ["--config", str(ROOT / "configs/llama_70b.toml"), "--model.size=405B", "--model.vocab_size=128256"]
+BIG = ["--config", str(ROOT / "configs/llama_70b.toml"), "--model.size=405B", "--train.micro_batch_size=1"]
 
 
 def test_405b_on_1024_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +149,11 @@ def test_advice_is_true(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device=h1000"], "--device=h1000 is not known: a100, h100, h200"),
         (["--device=mine", "--peak-tflops=100"], "--memory-gib=N"),
         (["--world-size=0"], "--world-size=0 should be 1 or more"),
+        (["--world-size=1000000000000"], "at most 1,000,000"),
+        (["--mfu=nan"], "--mfu=nan should be above 0"),
+        (["--peak-tflops=1e308"], "--peak-tflops should be above 0 and finite"),
+        (["--per-node=0.5"], "--per-node=0.5 should be 1 or more"),
+        (["--tokenizer.path=nowhere.json"], "nowhere.json is not on this machine; --model.vocab_size=N"),
         (["--peak-tflops=-1"], "--peak-tflops should be above 0"),
         (["--train.stepps=1"], "train.steps"),
         (["--world-size=6", "--fsdp.dp_shard=4"], "does not give the world size 6"),
@@ -174,3 +183,48 @@ def test_names_of_drivers() -> None:
 
 def test_nothing_is_left_of_the_fake_world() -> None:
     assert not torch.distributed.is_initialized()
+
+
+ELSEWHERE = ["--compile.enabled=true", '--log.trackers=["wandb","tensorboard"]', "--data.path=/cluster/text"]
+ELSEWHERE += ["--model.init_from=/cluster/run", "--checkpoint.resume=/cluster/other", "--fsdp.param_dtype=bfloat16"]
+
+
+@pytest.mark.parametrize("device", ["h100", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_a_plan_is_the_same_on_every_machine(
+    device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No compiler, no triton, no trackers, no files of the run; other cores, kernels and launchers; GPUs or none."""
+    command = ["--world-size=16", f"--device={device}", "--fsdp.sharding_strategy=HYBRID_SHARD", *ELSEWHERE]
+    command = [c for c in command if device != "cpu" or "HYBRID" not in c]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert plan.main(command) == 0, capsys.readouterr().err
+    here = capsys.readouterr().out
+    assert "/cluster/text is not on this machine" in here
+    env = {"OMP_NUM_THREADS": "7", "ATEN_CPU_CAPABILITY": "default", "PATH": str(tmp_path), "CXX": "no-such-compiler"}
+    env |= {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"PYTHONPATH": str(ROOT), "ONEDNN_MAX_CPU_ISA": "SSE41", "HOME": str(tmp_path)}
+    hidden = "import sys; sys.modules.update(triton=None, wandb=None, tensorboard=None)"
+    code = f"{hidden}\nfrom torchtitan_lite import plan; sys.exit(plan.main(sys.argv[1:]))"
+    there = subprocess.run(
+        [sys.executable, "-c", code, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert there.stdout == here, there.stderr
+
+
+def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> None:
+    """That of the prepared folder or of the tokenizer; if neither is named, of the one that is trained."""
+
+    def found(key: str, value: object) -> tuple[int, str]:
+        return plan.vocabulary(settings.load(None, {key: settings.Setting(value, "test")}, elsewhere=True).config)
+
+    bpe.byte_level().save(str(tmp_path / "tokenizer.json"))
+    assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")
+    (tmp_path / "x.txt").write_text("def")
+    assert found("data.path", str(tmp_path / "x.txt")) == (4096, "")
+    (tmp_path / "meta.json").write_text("{}")
+    assert found("data.path", str(tmp_path)) == (257, "")
+    assert found("data.sources", {str(tmp_path): 1.0}) == (257, "")
+    entries, note = found("data.path", "/cluster/text")
+    assert entries == 4096
+    assert "give --model.vocab_size=N" in note

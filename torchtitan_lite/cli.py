@@ -28,8 +28,13 @@ class Command:
     dry_run: bool
 
 
-def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size: int = 1) -> Command:
+def parse(
+    argv: Sequence[str], elsewhere: bool = False, /, *, world_size: int, n_gpus: int, local_world_size: int = 1
+) -> Command:
     """The command line, checked against the world size and the GPUs of this machine.
+
+    Args:
+        elsewhere: the run is for another machine, so files and packages of this one are not asked for.
 
     Raises:
         ConfigError: everything that is wrong with the file and the options.
@@ -66,6 +71,7 @@ def parse(argv: Sequence[str], *, world_size: int, n_gpus: int, local_world_size
         world_size=world_size,
         n_gpus=n_gpus,
         local_world_size=local_world_size,
+        elsewhere=elsewhere,
         problems=problems,
     )
     return Command(loaded, given["print_config"], given["check_config"], given["inspect"], given["dry_run"])

@@ -1,6 +1,9 @@
 """What accelerators can do at best, as their makers say: dense bfloat16 without sparsity, and nominal bandwidths."""
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, replace
+
+from torchtitan_lite.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,49 @@ def named(reported: str) -> Device | None:
     if "pcie" in text or "nvl" in text or "a100-sxm4-40gb" in text:
         return None  # variants with other figures
     return next((device for name, device in DEVICES.items() if name in text), None)
+
+
+# --- options of a command --------------------------------------------------------------------------------------
+
+# by option: field, unit, help
+OWN = {
+    "peak-tflops": ("bf16_flops", 1e12, "dense TFLOPs per second in the dtype that is computed in"),
+    "memory-gib": ("memory_gib", 1.0, "memory of a device, GiB"),
+    "memory-gbs": ("memory_bandwidth", 1e9, "bandwidth of that memory, GB per second"),
+    "intra-node-gbs": ("intra_node", 1e9, "bandwidth between devices of a machine, GB per second and direction"),
+    "inter-node-gbs": ("inter_node", 1e9, "a device's share of the network, GB per second and direction"),
+    "per-node": ("per_node", 1, "devices of a machine"),
+}
+
+
+def device_of(given: argparse.Namespace) -> Device | None:
+    """The named device, with own figures in place of its; None for the CPU.
+
+    Raises:
+        ConfigError: the name is not known, and there are not figures enough to do without.
+    """
+    values = {
+        field: getattr(given, flag.replace("-", "_")) * unit
+        for flag, (field, unit, _) in OWN.items()
+        if getattr(given, flag.replace("-", "_")) is not None
+    }
+    bad = [flag for flag, (field, _, _) in OWN.items() if field in values and not 0 < values[field] < float("inf")]
+    if bad:
+        raise ConfigError("; ".join(f"--{flag} should be above 0 and finite" for flag in bad))
+    if "bf16_flops" in values:
+        values["fp32_flops"] = values["bf16_flops"]
+    if "per_node" in values:
+        values["per_node"] = int(values["per_node"])
+        if values["per_node"] < 1:
+            raise ConfigError(f"--per-node={given.per_node} should be 1 or more")
+    if given.device == "cpu" and not values:
+        return None
+    if given.device in DEVICES:
+        return replace(DEVICES[given.device], **values)
+    missing = [flag for flag, (field, _, _) in OWN.items() if field not in values and field != "per_node"]
+    if missing:
+        raise ConfigError(
+            f"--device={given.device} is not known: {', '.join(DEVICES)} and cpu are. For another give its figures: "
+            + " ".join(f"--{flag}=N" for flag in missing)
+        )
+    return Device(given.device, **({"per_node": 8} | values))

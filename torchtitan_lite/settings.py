@@ -261,12 +261,14 @@ def load(
     world_size: int = 1,
     n_gpus: int = 0,
     local_world_size: int = 1,
+    elsewhere: bool = False,
     problems: Iterable[str] = (),
 ) -> Loaded:
     """The config of an optional file and of overrides by "section.key".
 
     Args:
         world_size, n_gpus, local_world_size: what the rules about the mesh and the device are held against.
+        elsewhere: the run is for another machine: files, packages and the compiler of this one do not matter.
         problems: what was already found (on the command line); it is reported with the rest.
 
     Raises:
@@ -277,7 +279,7 @@ def load(
     if file and "run.name" not in settings:
         settings["run.name"] = Setting(file.stem, "name of the file")
     settings |= _strategy_layer(settings, local_world_size, problems)
-    config = build(settings, conflicts(world_size, n_gpus, local_world_size), problems)
+    config = build(settings, conflicts(world_size, n_gpus, local_world_size, elsewhere=elsewhere), problems)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"the configuration has {count}:", *problems]))
