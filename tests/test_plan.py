@@ -174,11 +174,55 @@ def test_own_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not bounded" in capsys.readouterr().out
 
 
-def test_names_of_drivers() -> None:
-    assert named("NVIDIA H100 80GB HBM3") == DEVICES["h100"]
-    assert named("NVIDIA GeForce RTX 4090") == DEVICES["rtx4090"]
-    assert named("NVIDIA H100 PCIe") is None
-    assert named("Tesla T4") is None
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        *(("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")),
+        *(("NVIDIA GH200 480GB", "gh200"), ("NVIDIA B200", "b200"), ("NVIDIA B300 SXM6 AC", "b300")),
+        *(("NVIDIA GB200", "gb200"), ("NVIDIA GB300", "gb300"), ("NVIDIA L40S", "l40s")),
+        *(("AMD Instinct MI300X", "mi300x"), ("AMD Instinct MI325X", "mi325x")),
+        *(("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 5090", "rtx5090")),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+        # in configs
+        *(("H100 80 GB", "h100"), ("A100 80 GB", "a100"), ("RTX 4090 24 GB", "rtx4090")),
+    ],
+)
+def test_names_of_drivers(reported: str, name: str) -> None:
+    assert named(reported) == DEVICES[name]
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        *("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA H800", "NVIDIA H20", "Tesla T4", "", "cpu"),
+        *("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM-64GB"),
+        *(
+            "NVIDIA RTX A1000",
+            "NVIDIA A10",
+            "NVIDIA A800-SXM4-80GB",
+            "NVIDIA L40",
+            "NVIDIA L4",
+            "NVIDIA GH200 144G HBM3e",
+        ),
+        *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA H200 MIG 7g.141gb"),
+        *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 D"),
+        *("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+        *("NVIDIA RTX 6000 Ada Generation", "AMD Instinct MI300A", "AMD Instinct MI300X VF", "AMD Instinct MI250X"),
+    ],
+)
+def test_devices_that_are_others(reported: str) -> None:
+    assert named(reported) is None
+
+
+def test_figures_of_devices_are_plausible() -> None:
+    """Units slip easily: each is between the least and the most of what is sold."""
+    for device in DEVICES.values():
+        assert 1e14 < device.bf16_flops < 3e15
+        assert 1.5 < device.bf16_flops / device.fp32_flops < 35
+        assert 20 < device.memory_gib < 300
+        assert 0.5e12 < device.memory_bandwidth <= 8e12
+        assert 1e9 < device.inter_node <= device.intra_node < 1e12
+        assert device.per_node in (1, 8, 72)
 
 
 def test_nothing_is_left_of_the_fake_world() -> None:
