@@ -27,9 +27,10 @@ STEPS, LOG_EVERY, SEQUENCES = 40, 5, 8  # per GPU and step
 # Dense bfloat16 products, nominal, in FLOP/s. A GPU that is not here gets no MFU.
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12}
 
-GPT = ["--config=configs/gpt_124m.toml", "--fsdp.explicit_prefetching=false", "--train.micro_batch_size=8"]
+PLAIN = ["--fsdp.explicit_prefetching=false", "--fsdp.reshard_after_forward=default", "--compile.enabled=false"]
+GPT = ["--config=configs/gpt_124m.toml", *PLAIN, "--train.micro_batch_size=8"]
 # 1.24 B parameters, sequences of 4,096 tokens, Llama 3's vocabulary
-LLAMA = ["--config=configs/llama_1b.toml", "--fsdp.explicit_prefetching=false", "--model.vocab_size=128256"]
+LLAMA = ["--config=configs/llama_1b.toml", *PLAIN, "--train.micro_batch_size=2"]
 FIELD = [*LLAMA, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true", "--activation_checkpointing.mode=selective"]
 NO_CHECKPOINTING = "--activation_checkpointing.mode=none"
 SETTINGS = {

@@ -20,7 +20,7 @@ def main() -> None:
         config = settings.load(Path(file), {}, world_size=8).config
         mesh = build_mesh(derive(config, 8), torch.device("cpu"))
         with torch.device("meta"):
-            model = models.build(config.model, config.tokenizer.vocab_size)
+            model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
         apply_fsdp(model, mesh, config.fsdp)
         total, mine = 0, 0
         for name, parameter in model.named_parameters():

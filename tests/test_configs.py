@@ -1,11 +1,17 @@
-"""Every shipped config: it is parsed, and runs two steps or, where it is too big, is sharded on the meta device."""
+"""Every shipped config: it is parsed, and runs two steps or, where it is too big, is sharded on the meta device.
 
+Each says in its first lines what it is for and on which cluster, and is planned there.
+"""
+
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
-from torchtitan_lite import settings
+from torchtitan_lite import devices, plan, settings
+from torchtitan_lite.devices import Device
+from torchtitan_lite.sizes import PARAMETERS
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 BIG = [file for file in CONFIGS if settings.load(file, {}).config.model.dim >= 512]
@@ -39,3 +45,73 @@ def test_big_configs_are_sharded_over_8_ranks() -> None:
         _, total, mine = line.split()
         assert int(total) > 100e6
         assert int(mine) / int(total) == pytest.approx(1 / 8, rel=0.01)
+
+
+GIB = 2**30
+ROOM = 0.8  # of the device's memory: the rest is for its context, NCCL, gaps, and what a simulation can't know
+PUBLISHED = {"gpt_124m", "gpt_1558m", "llama_150m", "llama_1b", "llama_8b", "llama_70b"}
+
+
+def cluster(file: Path) -> tuple[int, Device | None]:
+    """Ranks and device that a config names in its second line; None for a CPU."""
+    purpose, line = file.read_text().splitlines()[:2]
+    assert purpose.startswith("# ")
+    found = re.fullmatch(r"# Cluster: (\d+) x (.+)", line)
+    assert found, f"{file.name}: {line}"
+    device = devices.named(found[2])
+    assert device is not None or found[2] == "CPU", f"{file.name}: {found[2]} is not known to devices.py"
+    return int(found[1]), device
+
+
+def planned(file: Path, **more: object) -> plan.Plan:
+    """The plan of a config on its own cluster."""
+    ranks_, device = cluster(file)
+    n_gpus = min(ranks_, device.per_node) if device else 0
+    overrides = {key.replace("__", "."): settings.Setting(value, "test") for key, value in more.items()}
+    loaded = settings.load(
+        file, overrides, world_size=ranks_, n_gpus=n_gpus, local_world_size=n_gpus or ranks_, elsewhere=True
+    )
+    return plan.make_plan(loaded.config, ranks_, device)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
+    found = planned(file)
+    limit = found.device.memory_gib if found.device else 4.0  # a CPU config is for any laptop
+    assert sum(found.device_bytes.values()) <= ROOM * limit * GIB
+    assert found.layout.masked_sequences == 0, "the batch divides evenly"
+    assert found.vocab_size >= found.config.tokenizer.vocab_size, "the default tokenizer fits"
+    model = found.config.model
+    assert (file.stem in PUBLISHED) == ((model.family, model.size) in PARAMETERS)
+    if file.stem in PUBLISHED:
+        assert (found.vocab_size, found.n_parameters) == PARAMETERS[model.family, model.size]
+    if found.device:
+        assert max(found.sent_s(found.device).values(), default=0.0) < found.compute_s(found.device), (
+            "bound by computing"
+        )
+        assert found.config.fsdp.param_dtype == "bfloat16"
+        assert found.config.compile.enabled
+
+
+@pytest.mark.slow
+def test_copies_of_the_70b_fit_as_its_comment_says() -> None:
+    file = ROOT / "configs/llama_70b.toml"
+    assert "--fsdp.dp_shard=64 makes 8 copies" in file.read_text()
+    found = planned(file, fsdp__dp_shard=64)
+    assert found.layout.dp_replicate == 8
+    assert found.device
+    assert sum(found.device_bytes.values()) <= ROOM * found.device.memory_gib * GIB
+
+
+def test_counts_are_the_published_ones() -> None:
+    """What the test above compares with; of https://huggingface.co/meta-llama and openai-community."""
+    assert PARAMETERS["llama", "8B"] == (128256, 8_030_261_248)
+    assert PARAMETERS["llama", "70B"] == (128256, 70_553_706_496)
+    assert PARAMETERS["gpt", "124M"] == (50257, 124_439_808)
+    assert PARAMETERS["gpt", "1558M"] == (50257, 1_557_611_200)
+
+
+def test_the_8b_can_be_checked_on_this_machine() -> None:
+    assert "the configuration is fine" in succeeded(
+        ranks(1, "--config", str(ROOT / "configs/llama_8b.toml"), "--check-config")
+    )

@@ -41,3 +41,12 @@ def test_the_table_of_strategies_is_that_of_the_code() -> None:
                 key: {"true": True, "false": False}.get(v) if v.isalpha() else int(v) for key, v in pairs
             }
     assert found == STRATEGIES
+
+
+def test_what_is_called_used_is_used_outside_of_the_tests() -> None:
+    files = [*(ROOT / "torchtitan_lite").rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]
+    code = "\n".join(file.read_text() for file in files)
+    methods = {row[0].strip("`"): row[1] for row in ROWS if len(row) == 2 and row[0].strip("`") in dir(FSDPModule)}
+    assert len(methods) > 15
+    for method, what in methods.items():
+        assert bool(re.search(rf"\.{method}\(", code)) != what.startswith(("not ", "in the tests")), f"{method}: {what}"

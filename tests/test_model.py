@@ -132,8 +132,6 @@ def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None
     if expected:
         assert count == expected
         assert count / scale == pytest.approx(float(name[:-1]), rel=0.25 if name == "1B" else 0.08)
-    elif name == "150M":
-        assert count - model.tok_embeddings.weight.numel() == pytest.approx(1.1e8, rel=0.1)
     else:  # named after the matrices of the layers
         matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
         assert matrices / scale == pytest.approx(float(name[:-1]), rel=0.25)

@@ -2,7 +2,10 @@
 
 import functools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import ROOT, ranks, succeeded
 from tests.memory_cases import CASES, SLOW, VOCABULARY, config_of
-from torchtitan_lite import init, plan, simulate
+from torchtitan_lite import init, plan, settings, simulate
 from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.devices import DEVICES, named
 from torchtitan_lite.flops import flops_per_token
 from torchtitan_lite.layout import Layout
@@ -109,7 +113,7 @@ def test_a_link_takes_its_time() -> None:
     assert plan.link_s(summed, h100, layout(2, 4), 8) == pytest.approx(2 * 0.5 / 450)
 
 
-BIG = ["--config", str(ROOT / "configs/llama_70b.toml"), "--model.size=405B", "--model.vocab_size=128256"]
+BIG = ["--config", str(ROOT / "configs/llama_70b.toml"), "--model.size=405B", "--train.micro_batch_size=1"]
 
 
 def test_405b_on_1024_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +149,11 @@ def test_advice_is_true(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device=h1000"], "--device=h1000 is not known: a100, h100, h200"),
         (["--device=mine", "--peak-tflops=100"], "--memory-gib=N"),
         (["--world-size=0"], "--world-size=0 should be 1 or more"),
+        (["--world-size=1000000000000"], "at most 1,000,000"),
+        (["--mfu=nan"], "--mfu=nan should be above 0"),
+        (["--peak-tflops=1e308"], "--peak-tflops should be above 0 and finite"),
+        (["--per-node=0.5"], "--per-node=0.5 should be 1 or more"),
+        (["--tokenizer.path=nowhere.json"], "nowhere.json is not on this machine; --model.vocab_size=N"),
         (["--peak-tflops=-1"], "--peak-tflops should be above 0"),
         (["--train.stepps=1"], "train.steps"),
         (["--world-size=6", "--fsdp.dp_shard=4"], "does not give the world size 6"),
@@ -165,12 +174,101 @@ def test_own_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not bounded" in capsys.readouterr().out
 
 
-def test_names_of_drivers() -> None:
-    assert named("NVIDIA H100 80GB HBM3") == DEVICES["h100"]
-    assert named("NVIDIA GeForce RTX 4090") == DEVICES["rtx4090"]
-    assert named("NVIDIA H100 PCIe") is None
-    assert named("Tesla T4") is None
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        *(("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")),
+        *(("NVIDIA GH200 480GB", "gh200"), ("NVIDIA B200", "b200"), ("NVIDIA B300 SXM6 AC", "b300")),
+        *(("NVIDIA GB200", "gb200"), ("NVIDIA GB300", "gb300"), ("NVIDIA L40S", "l40s")),
+        *(("AMD Instinct MI300X", "mi300x"), ("AMD Instinct MI325X", "mi325x")),
+        *(("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 5090", "rtx5090")),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+        # in configs
+        *(("H100 80 GB", "h100"), ("A100 80 GB", "a100"), ("RTX 4090 24 GB", "rtx4090")),
+    ],
+)
+def test_names_of_drivers(reported: str, name: str) -> None:
+    assert named(reported) == DEVICES[name]
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        *("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA H800", "NVIDIA H20", "Tesla T4", "", "cpu"),
+        *("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM-64GB"),
+        *(
+            "NVIDIA RTX A1000",
+            "NVIDIA A10",
+            "NVIDIA A800-SXM4-80GB",
+            "NVIDIA L40",
+            "NVIDIA L4",
+            "NVIDIA GH200 144G HBM3e",
+        ),
+        *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA H200 MIG 7g.141gb"),
+        *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 D"),
+        *("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+        *("NVIDIA RTX 6000 Ada Generation", "AMD Instinct MI300A", "AMD Instinct MI300X VF", "AMD Instinct MI250X"),
+    ],
+)
+def test_devices_that_are_others(reported: str) -> None:
+    assert named(reported) is None
+
+
+def test_figures_of_devices_are_plausible() -> None:
+    """Units slip easily: each is between the least and the most of what is sold."""
+    for device in DEVICES.values():
+        assert 1e14 < device.bf16_flops < 3e15
+        assert 1.5 < device.bf16_flops / device.fp32_flops < 35
+        assert 20 < device.memory_gib < 300
+        assert 0.5e12 < device.memory_bandwidth <= 8e12
+        assert 1e9 < device.inter_node <= device.intra_node < 1e12
+        assert device.per_node in (1, 8, 72)
 
 
 def test_nothing_is_left_of_the_fake_world() -> None:
     assert not torch.distributed.is_initialized()
+
+
+ELSEWHERE = ["--compile.enabled=true", '--log.trackers=["wandb","tensorboard"]', "--data.path=/cluster/text"]
+ELSEWHERE += ["--model.init_from=/cluster/run", "--checkpoint.resume=/cluster/other", "--fsdp.param_dtype=bfloat16"]
+
+
+@pytest.mark.parametrize("device", ["h100", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_a_plan_is_the_same_on_every_machine(
+    device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No compiler, no triton, no trackers, no files of the run; other cores, kernels and launchers; GPUs or none."""
+    command = ["--world-size=16", f"--device={device}", "--fsdp.sharding_strategy=HYBRID_SHARD", *ELSEWHERE]
+    command = [c for c in command if device != "cpu" or "HYBRID" not in c]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert plan.main(command) == 0, capsys.readouterr().err
+    here = capsys.readouterr().out
+    assert "/cluster/text is not on this machine" in here
+    env = {"OMP_NUM_THREADS": "7", "ATEN_CPU_CAPABILITY": "default", "PATH": str(tmp_path), "CXX": "no-such-compiler"}
+    env |= {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"PYTHONPATH": str(ROOT), "ONEDNN_MAX_CPU_ISA": "SSE41", "HOME": str(tmp_path)}
+    hidden = "import sys; sys.modules.update(triton=None, wandb=None, tensorboard=None)"
+    code = f"{hidden}\nfrom torchtitan_lite import plan; sys.exit(plan.main(sys.argv[1:]))"
+    there = subprocess.run(
+        [sys.executable, "-c", code, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert there.stdout == here, there.stderr
+
+
+def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> None:
+    """That of the prepared folder or of the tokenizer; if neither is named, of the one that is trained."""
+
+    def found(key: str, value: object) -> tuple[int, str]:
+        return plan.vocabulary(settings.load(None, {key: settings.Setting(value, "test")}, elsewhere=True).config)
+
+    bpe.byte_level().save(str(tmp_path / "tokenizer.json"))
+    assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")
+    (tmp_path / "x.txt").write_text("def")
+    assert found("data.path", str(tmp_path / "x.txt")) == (4096, "")
+    (tmp_path / "meta.json").write_text("{}")
+    assert found("data.path", str(tmp_path)) == (257, "")
+    assert found("data.sources", {str(tmp_path): 1.0}) == (257, "")
+    entries, note = found("data.path", "/cluster/text")
+    assert entries == 4096
+    assert "give --model.vocab_size=N" in note

@@ -30,6 +30,8 @@ class Command:
 
 def parse(
     argv: Sequence[str],
+    elsewhere: bool = False,
+    /,
     *,
     world_size: int,
     n_gpus: int,
@@ -37,6 +39,9 @@ def parse(
     checks: Sequence[settings.Check] = (),
 ) -> Command:
     """The command line, checked against the world size and the GPUs of this machine, and by more `checks`.
+
+    Args:
+        elsewhere: the run is for another machine, so files and packages of this one are not asked for.
 
     Raises:
         ConfigError: everything that is wrong with the file and the options.
@@ -73,6 +78,7 @@ def parse(
         world_size=world_size,
         n_gpus=n_gpus,
         local_world_size=local_world_size,
+        elsewhere=elsewhere,
         problems=problems,
         checks=checks,
     )

@@ -15,20 +15,30 @@ from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.layout import derive
 from torchtitan_lite.paths import expand, problem
 
+# rules that look at this machine: its files, its packages, its compiler
+_OF_THIS_MACHINE = {
+    *("data.path", "data.sources", "tokenizer.path", "model.init_from", "checkpoint.resume"),
+    *("model.vocab_size tokenizer.vocab_size", "compile.enabled compile.backend run.device"),
+    *("log.trackers tensorboard", "log.trackers wandb"),
+}
 
-def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[Config], dict[str, str]]:
+
+def conflicts(
+    world_size: int, n_gpus: int, local_world_size: int, *, elsewhere: bool = False
+) -> Callable[[Config], dict[str, str]]:
     """The rules between keys, for this world size and machine.
 
     Args:
         n_gpus: of this machine.
         local_world_size: the ranks of this machine.
+        elsewhere: the run is for another machine, so nothing is asked of this one.
 
     Returns:
         a function of a config; it returns the broken rules as {"the keys involved": "what is wrong and what works"}.
     """
 
     def check(config: Config) -> dict[str, str]:
-        return (
+        found = (
             _run_conflicts(config.run, n_gpus, local_world_size)
             | _model_conflicts(config.model)
             | _length_conflicts(config)
@@ -38,6 +48,7 @@ def conflicts(world_size: int, n_gpus: int, local_world_size: int) -> Callable[[
             | _path_conflicts(config)
             | _log_conflicts(config)
         )
+        return {keys: said for keys, said in found.items() if not (elsewhere and keys in _OF_THIS_MACHINE)}
 
     return check
 

@@ -1,6 +1,10 @@
 """What accelerators can do at best, as their makers say: dense bfloat16 without sparsity, and nominal bandwidths."""
 
-from dataclasses import dataclass
+import argparse
+import re
+from dataclasses import dataclass, replace
+
+from torchtitan_lite.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,9 @@ class Device:
     per_node: int = 8
 
 
-# Network: one 400 Gbit/s port (50 GB/s) a GPU for h100, h200 and b200, 200 Gbit/s (25 GB/s) for a100, as in the
-# datasheets of NVIDIA's DGX A100, H100, H200 and B200; PCIe cards: 16 lanes, and a shared 100 Gbit/s port.
+# Network: one port a GPU, of 400 Gbit/s (50 GB/s); 800 for b300 and gb300, 200 for a100, as in the datasheets of
+# NVIDIA's DGX systems and of AMD's platforms of 8. PCIe cards: 16 lanes, and a shared 100 Gbit/s port. A machine is
+# what NVLink spans: 72 GPUs for gb200 and gb300.
 DEVICES = {
     d.name: d
     for d in (
@@ -28,19 +33,99 @@ DEVICES = {
         Device("h100", 989e12, 67e12, 79.6, 3.35e12, 450e9, 50e9),
         # NVIDIA H200 datasheet (2024), SXM: as H100, 141 GB at 4.8 TB/s
         Device("h200", 989e12, 67e12, 140.4, 4.8e12, 450e9, 50e9),
+        # NVIDIA GH200 datasheet (2024), 96 GB HBM3: as H100, 4 TB/s; one GPU a machine, NVLink goes to its CPU
+        Device("gh200", 989e12, 67e12, 95.0, 4e12, 50e9, 50e9, 1),
         # NVIDIA DGX B200 datasheet (2024), an eighth: 2.25 PFLOPS, 180 GB at 8 TB/s, NVLink 1.8 TB/s both ways
         Device("b200", 2250e12, 75e12, 179.0, 8e12, 900e9, 50e9),
+        # NVIDIA DGX B300 and HGX B300 datasheets (2025), an eighth: 2.25 PFLOPS, 288 GB (270 usable) at 8 TB/s
+        Device("b300", 2250e12, 75e12, 268.0, 8e12, 900e9, 100e9),
+        # NVIDIA GB200 NVL72 datasheet (2024), a 72nd: 2.5 PFLOPS (half of the sparse), 186 GB at 8 TB/s
+        Device("gb200", 2500e12, 80e12, 185.0, 8e12, 900e9, 50e9, 72),
+        # NVIDIA GB300 NVL72 datasheet (2025), a 72nd: 2.5 PFLOPS (half of the sparse), 279 GB at 8 TB/s
+        Device("gb300", 2500e12, 80e12, 277.0, 8e12, 900e9, 100e9, 72),
+        # AMD Instinct MI300X datasheet (2023): 1,307.4 TFLOPS, 192 GiB at 5.3 TB/s, 7 links of 128 GB/s both ways
+        Device("mi300x", 1307.4e12, 163.4e12, 191.9, 5.3e12, 448e9, 50e9),
+        # AMD Instinct MI325X datasheet (2024): as MI300X, 256 GiB at 6 TB/s
+        Device("mi325x", 1307.4e12, 163.4e12, 255.9, 6e12, 448e9, 50e9),
         # NVIDIA L40S datasheet (2023): 362 TFLOPS, 864 GB/s, PCIe 4.0 x16 64 GB/s both ways
         Device("l40s", 362e12, 91.6e12, 45.0, 0.864e12, 32e9, 12.5e9 / 8),
+        # NVIDIA RTX Blackwell PRO whitepaper (2025), RTX PRO 6000 Workstation Edition: 503.8 TFLOPS, 96 GB at
+        # 1,792 GB/s, PCIe 5.0 x16 128 GB/s both ways
+        Device("rtxpro6000", 503.8e12, 125e12, 95.6, 1.792e12, 64e9, 12.5e9 / 8),
+        # NVIDIA RTX Blackwell whitepaper (2025): 209.5 TFLOPS with fp32 accumulation, 32 GB at 1,792 GB/s, PCIe 5.0 x16
+        Device("rtx5090", 209.5e12, 104.8e12, 31.8, 1.792e12, 64e9, 12.5e9 / 8),
         # NVIDIA Ada architecture whitepaper (2022): 165.2 TFLOPS with fp32 accumulation, 1,008 GB/s, PCIe 4.0 x16
         Device("rtx4090", 165.2e12, 82.6e12, 24.0, 1.008e12, 32e9, 12.5e9 / 8),
     )
 }
 
+# What drivers report, without the maker and the family. The whole name has to match: whatever is added to it (PCIe,
+# NVL, D, Laptop GPU, Max-Q, MIG 1g.10gb, 40GB) makes it another device with other figures.
+_NAMES = {
+    "a100": r"a100[- ]sxm4?[- ]80 ?gb|a100 80 ?gb",
+    "h100": r"h100( sxm5?)?( 80 ?gb)?( hbm3)?",
+    "h200": r"h200( sxm5?)?( 141 ?gb)?( hbm3e)?",
+    "gh200": r"gh200( 480gb)?",
+    "b200": r"b200( 180 ?gb)?",
+    "b300": r"b300( sxm6( ac)?)?( 288 ?gb)?",
+    "gb200": r"gb200",
+    "gb300": r"gb300",
+    "mi300x": r"mi300x( oam)?( 192 ?gb)?",
+    "mi325x": r"mi325x( oam)?( 256 ?gb)?",
+    "l40s": r"l40s( 48 ?gb)?",
+    "rtxpro6000": r"rtx pro 6000 blackwell workstation edition",
+    "rtx5090": r"rtx 5090( 32 ?gb)?",
+    "rtx4090": r"rtx 4090( 24 ?gb)?",
+}
+
 
 def named(reported: str) -> Device | None:
     """The device whose name a driver reports, e.g. "NVIDIA H100 80GB HBM3"; None where it is another or uncertain."""
-    text = reported.lower().replace(" ", "")
-    if "pcie" in text or "nvl" in text or "a100-sxm4-40gb" in text:
-        return None  # variants with other figures
-    return next((device for name, device in DEVICES.items() if name in text), None)
+    text = re.sub(r"^(nvidia |amd )?(geforce |instinct )?", "", " ".join(reported.lower().split()))
+    return next((DEVICES[name] for name, pattern in _NAMES.items() if re.fullmatch(pattern, text)), None)
+
+
+# --- options of a command --------------------------------------------------------------------------------------
+
+# by option: field, unit, help
+OWN = {
+    "peak-tflops": ("bf16_flops", 1e12, "dense TFLOPs per second in the dtype that is computed in"),
+    "memory-gib": ("memory_gib", 1.0, "memory of a device, GiB"),
+    "memory-gbs": ("memory_bandwidth", 1e9, "bandwidth of that memory, GB per second"),
+    "intra-node-gbs": ("intra_node", 1e9, "bandwidth between devices of a machine, GB per second and direction"),
+    "inter-node-gbs": ("inter_node", 1e9, "a device's share of the network, GB per second and direction"),
+    "per-node": ("per_node", 1, "devices of a machine"),
+}
+
+
+def device_of(given: argparse.Namespace) -> Device | None:
+    """The named device, with own figures in place of its; None for the CPU.
+
+    Raises:
+        ConfigError: the name is not known, and there are not figures enough to do without.
+    """
+    values = {
+        field: getattr(given, flag.replace("-", "_")) * unit
+        for flag, (field, unit, _) in OWN.items()
+        if getattr(given, flag.replace("-", "_")) is not None
+    }
+    bad = [flag for flag, (field, _, _) in OWN.items() if field in values and not 0 < values[field] < float("inf")]
+    if bad:
+        raise ConfigError("; ".join(f"--{flag} should be above 0 and finite" for flag in bad))
+    if "bf16_flops" in values:
+        values["fp32_flops"] = values["bf16_flops"]
+    if "per_node" in values:
+        values["per_node"] = int(values["per_node"])
+        if values["per_node"] < 1:
+            raise ConfigError(f"--per-node={given.per_node} should be 1 or more")
+    if given.device == "cpu" and not values:
+        return None
+    if given.device in DEVICES:
+        return replace(DEVICES[given.device], **values)
+    missing = [flag for flag, (field, _, _) in OWN.items() if field not in values and field != "per_node"]
+    if missing:
+        raise ConfigError(
+            f"--device={given.device} is not known: {', '.join(DEVICES)} and cpu are. For another give its figures: "
+            + " ".join(f"--{flag}=N" for flag in missing)
+        )
+    return Device(given.device, **({"per_node": 8} | values))

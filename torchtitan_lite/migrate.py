@@ -144,7 +144,7 @@ def _prefetch(t: Translation, name: str, value: Any) -> None:
 YES = {True: True, False: False}
 _LAUNCH = _anyway("the launcher's: the command below")
 _TPU = _none("for TPUs")
-_ONE_PROCESS_READS = _anyway("always so: rank 0 reads, and every rank is sent its own rows")
+_ONE_PROCESS_READS = _anyway("always so: no rank holds the whole model, each gets its own rows")
 _BLOCKS = _anyway("always so: each block of the model is a group, its embeddings and its head are two more")
 _STRATEGY_BY_NUMBER = dict(
     zip("12345", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *list(STRATEGIES)[2:4]], strict=True)

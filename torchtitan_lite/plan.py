@@ -4,10 +4,11 @@ Memory and communication are those of a simulated step (simulate.py); the time i
 """
 
 import argparse
+import glob
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,13 +17,15 @@ from torchtitan_lite import cli, models
 from torchtitan_lite.config import Config
 from torchtitan_lite.console import duration
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.devices import DEVICES, Device
+from torchtitan_lite.data.meta import is_prepared
+from torchtitan_lite.devices import DEVICES, OWN, Device, device_of
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.flops import flops_per_token
 from torchtitan_lite.layout import Layout, derive
 from torchtitan_lite.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 
 GIB = 2**30
+MOST_RANKS = 1_000_000
 RESERVE = 0.06  # of the device's memory: its context, the buffers of NCCL, gaps between blocks of the allocator
 
 
@@ -34,6 +37,7 @@ class Plan:
     world_size: int
     device: Device | None
     layout: Layout
+    vocab_size: int
     n_parameters: int
     flops_per_token: int
     simulated: Simulated
@@ -102,15 +106,32 @@ def link_s(collective: Collective, device: Device, layout: Layout, world_size: i
     return rounds * max(inside if machines == 1 or rounds == 1 else 0.0, between)
 
 
+def vocabulary(config: Config) -> tuple[int, str]:
+    """Entries of the tokenizer that training would use, and what is not known of it here; empty if all is.
+
+    Raises:
+        ConfigError: `tokenizer.path` is not on this machine.
+    """
+    data, path = config.data, config.tokenizer.path
+    texts = [*([data.path] if isinstance(data.path, str) else data.path), *data.sources]
+    prepared = [p for p in texts if p and is_prepared(p)]
+    if prepared or path:
+        file = Path(prepared[0]).expanduser() / "tokenizer.json" if prepared else Path(path).expanduser()
+        if not file.is_file():
+            raise ConfigError(f"{file} is not on this machine; --model.vocab_size=N gives its number of entries")
+        return bpe.size(bpe.load(file)), ""
+    missing = [p for p in texts if p and not glob.glob(str(Path(p).expanduser()), recursive=True)]
+    note = f"{', '.join(missing[:1])} is not on this machine: if it is a prepared folder, give --model.vocab_size=N"
+    return config.tokenizer.vocab_size, note if missing else ""
+
+
 def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu: bool | None = None) -> Plan:
     """Simulate a step and count.
 
     Args:
         on_gpu: whether it is a GPU, if that does not follow from `device`: one whose figures are not known.
     """
-    vocab_size = config.model.vocab_size or config.tokenizer.vocab_size
-    if config.tokenizer.path and not config.model.vocab_size:
-        vocab_size = bpe.size(bpe.load(Path(config.tokenizer.path)))
+    vocab_size = config.model.vocab_size or vocabulary(config)[0]
     with torch.device("meta"):
         model = models.build(config.model, vocab_size)
     train = config.train
@@ -120,6 +141,7 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
         world_size=world_size,
         device=device,
         layout=derive(config, world_size),
+        vocab_size=vocab_size,
         n_parameters=sum(p.numel() for p in model.parameters()),
         flops_per_token=flops_per_token(model, train.seq_len),
         simulated=simulate(config, world_size, vocab_size, on_gpu=device is not None if on_gpu is None else on_gpu),
@@ -143,9 +165,11 @@ def size(n_bytes: float) -> str:
 def _model_lines(plan: Plan) -> list[str]:
     config, layout = plan.config, plan.layout
     on = plan.device.name if plan.device else "cpu"
+    note = "" if config.model.vocab_size else vocabulary(config)[1]
     return [
-        f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers: "
-        f"{plan.n_parameters:,} parameters, computes in {config.fsdp.param_dtype}",
+        f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers, vocabulary "
+        f"{plan.vocab_size:,}: {plan.n_parameters:,} parameters, computes in {config.fsdp.param_dtype}",
+        *([f"        {note}"] if note else []),
         f"mesh    {plan.world_size} x {on} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}",
         f"batch   {config.train.micro_batch_size} sequences x {plan.world_size} ranks x {layout.grad_accum_steps} "
         f"accumulation, of {config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step",
@@ -269,15 +293,6 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
 
 # --- the command line -------------------------------------------------------------------------------------------
 
-_OWN = {
-    "peak-tflops": ("bf16_flops", 1e12, "dense TFLOPs per second in the dtype that is computed in"),
-    "memory-gib": ("memory_gib", 1.0, "memory of a device, GiB"),
-    "memory-gbs": ("memory_bandwidth", 1e9, "bandwidth of that memory, GB per second"),
-    "intra-node-gbs": ("intra_node", 1e9, "bandwidth between devices of a machine, GB per second and direction"),
-    "inter-node-gbs": ("inter_node", 1e9, "a device's share of the network, GB per second and direction"),
-    "per-node": ("per_node", 1, "devices of a machine"),
-}
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -290,40 +305,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="h100", help=f"cpu, {', '.join(DEVICES)}, or own figures (default: h100)")
     parser.add_argument("--mfu", type=float, default=0.4, help="a share of the peak to expect (default: 0.4)")
     own = parser.add_argument_group("own figures, for another device")
-    for flag, (_, _, text) in _OWN.items():
+    for flag, (_, _, text) in OWN.items():
         own.add_argument(f"--{flag}", type=float, metavar="N", help=text)
     return parser
-
-
-def device_of(given: argparse.Namespace) -> Device | None:
-    """The named device, with own figures in place of its; None for the CPU.
-
-    Raises:
-        ConfigError: the name is not known, and there are not figures enough to do without.
-    """
-    values = {
-        field: getattr(given, flag.replace("-", "_")) * unit
-        for flag, (field, unit, _) in _OWN.items()
-        if getattr(given, flag.replace("-", "_")) is not None
-    }
-    bad = [flag for flag, (field, _, _) in _OWN.items() if field in values and not 0 < values[field] < float("inf")]
-    if bad:
-        raise ConfigError("; ".join(f"--{flag} should be above 0" for flag in bad))
-    if "bf16_flops" in values:
-        values["fp32_flops"] = values["bf16_flops"]
-    if "per_node" in values:
-        values["per_node"] = int(values["per_node"])
-    if given.device == "cpu" and not values:
-        return None
-    if given.device in DEVICES:
-        return replace(DEVICES[given.device], **values)
-    missing = [flag for flag, (field, _, _) in _OWN.items() if field not in values and field != "per_node"]
-    if missing:
-        raise ConfigError(
-            f"--device={given.device} is not known: {', '.join(DEVICES)} and cpu are. For another give its figures: "
-            + " ".join(f"--{flag}=N" for flag in missing)
-        )
-    return Device(given.device, **({"per_node": 8} | values))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -333,12 +317,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    if given.world_size < 1 or not 0 < given.mfu <= 1:
-        raise ConfigError(f"--world-size={given.world_size} should be 1 or more, --mfu={given.mfu} in (0, 1]")
+    if not 1 <= given.world_size <= MOST_RANKS:
+        raise ConfigError(f"--world-size={given.world_size} should be 1 or more, and at most {MOST_RANKS:,}")
+    if not 0 < given.mfu <= 1:
+        raise ConfigError(f"--mfu={given.mfu} should be above 0 and at most 1, e.g. 0.4")
     device = device_of(given)
     per_node = min(device.per_node if device else given.world_size, given.world_size)
-    gpus = 0 if device is None else per_node
-    command = cli.parse(rest, world_size=given.world_size, n_gpus=gpus, local_world_size=per_node)
+    sizes = {"world_size": given.world_size, "local_world_size": per_node}
+    elsewhere = True
+    command = cli.parse(rest, elsewhere, n_gpus=0 if device is None else per_node, **sizes)
     plan = make_plan(command.loaded.config, given.world_size, device)
     print(describe(plan, given.mfu), flush=True)
     print("\n".join(advice(plan)))

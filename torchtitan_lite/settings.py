@@ -316,6 +316,7 @@ def load(
     world_size: int = 1,
     n_gpus: int = 0,
     local_world_size: int = 1,
+    elsewhere: bool = False,
     problems: Iterable[str] = (),
     checks: Sequence[Check] = (),
 ) -> Loaded:
@@ -323,6 +324,7 @@ def load(
 
     Args:
         world_size, n_gpus, local_world_size: what the rules about the mesh and the device are held against.
+        elsewhere: the run is for another machine: files, packages and the compiler of this one do not matter.
         problems: what was already found (on the command line); it is reported with the rest.
         checks: more checks, which may build the model (see `build`).
 
@@ -335,7 +337,9 @@ def load(
         settings["run.name"] = Setting(file.stem, "name of the file", level=0)
     settings |= _strategy_layer(settings, local_world_size, problems)
     notes: list[str] = []
-    config = build(settings, [conflicts(world_size, n_gpus, local_world_size), *checks], problems, notes)
+    config = build(
+        settings, [conflicts(world_size, n_gpus, local_world_size, elsewhere=elsewhere), *checks], problems, notes
+    )
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"the configuration has {count}:", *problems]))

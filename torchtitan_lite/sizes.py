@@ -44,12 +44,13 @@ LLAMA: dict[str, dict[str, Any]] = {
     "405B": _llama(16384, 126, 128, 8, 53248, theta=5e5),  # Llama 3.1
 }
 
-# name: (vocabulary, parameters); what the publishers' checkpoints hold
+# name: (vocabulary, parameters); what the publishers' checkpoints hold, GPT-2's with tied embeddings
 PARAMETERS = {
     ("gpt", "124M"): (50257, 124_439_808),
     ("gpt", "355M"): (50257, 354_823_168),
     ("gpt", "774M"): (50257, 774_030_080),
     ("gpt", "1558M"): (50257, 1_557_611_200),
+    ("llama", "150M"): (65536, 151_020_288),  # nobody's but ours
     ("llama", "1B"): (128256, 1_235_814_400),
     ("llama", "3B"): (128256, 3_212_749_824),
     ("llama", "8B"): (128256, 8_030_261_248),
