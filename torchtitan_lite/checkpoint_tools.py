@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from torchtitan_lite import hf, paths, shards, storage
@@ -125,7 +126,10 @@ def import_config(folder: Path, out: Path | None) -> None:
 
 def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:
     """The tensors of a full checkpoint as the part of a single rank."""
-    tensors = {prefix + name: t for prefix, file in PARTS for name, t in load_file(folder / file).items()}
+    try:
+        tensors = {prefix + name: t for prefix, file in PARTS for name, t in load_file(folder / file).items()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder} can't be read: {error}") from None
     return shards.write_whole(out, tensors)
 
 

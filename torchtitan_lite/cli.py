@@ -1,6 +1,7 @@
 """The command line of train.py: every key of the config is an option, and `--help` is made from the config itself."""
 
 import argparse
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,7 @@ def parse(
     return Command(loaded, given["print_config"], given["check_config"], given["inspect"], given["dry_run"])
 
 
+@functools.cache
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.py",

@@ -83,7 +83,7 @@ class ModelConfig(Section):
     """entries of the embedding; 0: as many as the tokenizer has"""
     dim: Width = 128
     """width of the residual stream"""
-    n_layers: int = Field(default=4, gt=0, le=10_000)
+    n_layers: int = Field(default=4, gt=0, le=2048)
     """number of Transformer blocks"""
     n_heads: Width = 4
     """attention heads"""

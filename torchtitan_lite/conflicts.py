@@ -40,7 +40,7 @@ def conflicts(
     def check(config: Config) -> dict[str, str]:
         found = (
             _run_conflicts(config.run, n_gpus, local_world_size)
-            | _model_conflicts(config.model)
+            | model_conflicts(config.model)
             | _length_conflicts(config)
             | _mesh_conflicts(config, world_size)
             | _fsdp_conflicts(config, world_size, n_gpus)
@@ -244,7 +244,8 @@ def _has_checkpoint(config: Config) -> bool:
         return False
 
 
-def _model_conflicts(model: ModelConfig) -> dict[str, str]:
+def model_conflicts(model: ModelConfig) -> dict[str, str]:
+    """The broken rules between the keys of [model]."""
     found = {}
     if model.dim % model.n_heads and not model.head_dim:
         works = max(d for d in range(1, model.n_heads + 1) if model.dim % d == 0)

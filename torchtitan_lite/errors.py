@@ -111,9 +111,11 @@ def run_cli(name: str, main: Callable[[], int], say: Callable[[str], None] | Non
         message = explain(error)
         if not message:
             raise
-        if sys.stdout.closed or (isinstance(error, OSError) and error.filename is None):
-            _forget_stdout()  # it may be what failed, and the interpreter would flush it again
         say(f"{name}: {message}")
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is what failed, and the interpreter would flush it again
+            _forget_stdout()
         return 1 if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE else UserError.exit_code
 
 

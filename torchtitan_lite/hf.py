@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -43,7 +44,7 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
     Raises:
         CheckpointError: it is none of those, is damaged, or its config is that of another model.
     """
-    folder = path.expanduser()
+    folder = paths.expand(path)
     if (folder / "config.json").is_file():
         theirs = from_hf_config(storage.read_json(folder / "config.json"))
         del theirs["vocab_size"]  # shapes tell, with the tokenizer's
@@ -80,7 +81,10 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
     """The same of a checkpoint that has been verified."""
     if storage.read_manifest(folder).state_dict == "sharded":
         return shards.WholeTensors(folder, "model.")
-    return load_file(folder / storage.MODEL)
+    try:
+        return load_file(folder / storage.MODEL)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / storage.MODEL} can't be read: {error}") from None
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -89,11 +93,7 @@ def config_of(folder: Path) -> ModelConfig:
     Raises:
         CheckpointError: its architecture is not ours, or a value makes no sense.
     """
-    values = from_hf_config(storage.read_json(folder / "config.json"))
-    try:
-        return ModelConfig.model_validate(values)
-    except ValidationError as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+    return ModelConfig.model_validate(from_hf_config(storage.read_json(folder / "config.json")))
 
 
 def trained_config(folder: Path) -> ModelConfig:
@@ -106,7 +106,11 @@ def trained_config(folder: Path) -> ModelConfig:
     if not state.config:
         raise CheckpointError(f"{folder} does not hold the config that it was trained with")
     values = {key.removeprefix("model."): value for key, value in state.config.items() if key.startswith("model.")}
-    return ModelConfig.model_validate(values)
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        wrong = "; ".join(f"model.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise CheckpointError(f"{folder / storage.STATE} is damaged: {wrong}") from None
 
 
 def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | None:
@@ -165,6 +169,8 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
         raise CheckpointError(f"{out} is there already; name a new folder")
     weights = whole_weights(folder)
     announced = shards.announced(weights)
+    if len(announced.get("tok_embeddings.weight", ("", ()))[1]) != 2:
+        raise CheckpointError(f"{folder} has no token embeddings: it is not a checkpoint of a model")
     content = to_hf_config(config, announced["tok_embeddings.weight"][1][0])
     beside = out.with_name(f".{out.name}.tmp")
     try:

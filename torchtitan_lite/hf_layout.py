@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, shortened
 
 # ours -> theirs; {} is the layer
 _LLAMA = {
@@ -52,7 +53,7 @@ def rename(name: str, table: Mapping[str, str]) -> str:
     for known in (general, general.rpartition(".")[0]):
         if known in table:
             return (table[known] + general[len(known) :]).replace("{}", layer)
-    raise CheckpointError(f"there is no place for a tensor of the name {name}")
+    raise CheckpointError(f"there is no place for a tensor of the name {shortened(name)}")
 
 
 # --- weights ----------------------------------------------------------------------------------------------------
@@ -90,8 +91,10 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
             continue  # the causal mask
         prefix = "" if name.startswith(("transformer.", "lm_head.")) else "transformer."  # GPT2Model has no prefix
         renamed = rename(prefix + name, table)
-        whole = tensor.T if renamed.endswith(_TRANSPOSED) else tensor
+        whole = tensor.T if tensor.ndim == 2 and renamed.endswith(_TRANSPOSED) else tensor
         if ".wqkv." in renamed:
+            if not whole.ndim or len(whole) % 3:
+                raise CheckpointError(f"{name} of shape {list(tensor.shape)} does not hold queries, keys and values")
             for w, part in zip(("wq", "wk", "wv"), whole.chunk(3), strict=True):
                 ours[renamed.replace("wqkv", w)] = part
         else:
@@ -120,66 +123,96 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """Our [model] keys for a Hugging Face config.json.
 
     Raises:
-        CheckpointError: an architecture, or a variant of one, that is not ours; or a value that is missing.
+        CheckpointError: an architecture, or a variant of one, that is not ours; or a value that is missing or wrong.
     """
+    keys = _model_keys(content)
     try:
-        return _model_keys(content)
-    except KeyError as error:
-        raise CheckpointError(f"config.json lacks {error}") from None
+        ModelConfig.model_validate(keys)
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc']))} = {shortened(e['input'])}: {e['msg']}" for e in error.errors()
+        )
+        raise CheckpointError(f"config.json describes a model that can't be built: {wrong}") from None
+    return keys
+
+
+def _value(content: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    """A value of config.json. Whatever is null is as if it were absent."""
+    value = content.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"config.json lacks '{key}'" + (", which is null" if key in content else ""))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
+        value = float(value)
+    if type(value) is not kind:
+        word = {int: "a whole number", float: "a number", bool: "true or false", dict: "a table", str: "a text"}[kind]
+        raise CheckpointError(f"config.json: {key} = {shortened(repr(value))} should be {word}")
+    return value
+
+
+def _count(content: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value: int = _value(content, key, int, default)
+    if not 0 < value < 2**31:
+        raise CheckpointError(f"config.json: {key} = {shortened(value)} should be above 0, and below 2**31")
+    return value
 
 
 def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    model_type = content.get("model_type")
+    model_type = _value(content, "model_type", str)
     if model_type not in _KINDS:
-        raise CheckpointError(f'model_type "{model_type}" is not among {", ".join(_KINDS)}')
+        raise CheckpointError(f'model_type "{shortened(model_type)}" is not among {", ".join(_KINDS)}')
     fixed = _KINDS[model_type][1]
     if model_type == "gpt2":
         if content.get("activation_function", "gelu_new") != "gelu_new":
-            raise CheckpointError(f"activation_function {content['activation_function']} is not gelu_new")
+            raise CheckpointError(f"activation_function {shortened(content['activation_function'])} is not gelu_new")
         if content.get("scale_attn_by_inverse_layer_idx") or not content.get("scale_attn_weights", True):
             raise CheckpointError("scale_attn_by_inverse_layer_idx and unscaled attention are not supported")
         return fixed | {
-            "vocab_size": content["vocab_size"],
-            "dim": content["n_embd"],
-            "n_layers": content["n_layer"],
-            "n_heads": content["n_head"],
-            "max_seq_len": content["n_positions"],
-            "norm_eps": float(content.get("layer_norm_epsilon", 1e-5)),
-            "tie_embeddings": content.get("tie_word_embeddings", True),
+            "vocab_size": _count(content, "vocab_size"),
+            "dim": _count(content, "n_embd"),
+            "n_layers": _count(content, "n_layer"),
+            "n_heads": _count(content, "n_head"),
+            "max_seq_len": _count(content, "n_positions"),
+            "norm_eps": _value(content, "layer_norm_epsilon", float, 1e-5),
+            "tie_embeddings": _value(content, "tie_word_embeddings", bool, True),
         }
     if content.get("mlp_bias") or (content.get("attention_bias") and model_type != "qwen2"):
         raise CheckpointError("biases of attention or feed-forward are not supported for this architecture")
     if content.get("use_sliding_window") or content.get("hidden_act", "silu") != "silu":
         raise CheckpointError("sliding windows and activations other than silu are not supported")
-    heads = content["num_attention_heads"]
+    heads, dim = _count(content, "num_attention_heads"), _count(content, "hidden_size")
+    head_dim = 128 if model_type == "qwen3" else dim // heads
     return fixed | {
-        "vocab_size": content["vocab_size"],
-        "dim": content["hidden_size"],
-        "n_layers": content["num_hidden_layers"],
+        "vocab_size": _count(content, "vocab_size"),
+        "dim": dim,
+        "n_layers": _count(content, "num_hidden_layers"),
         "n_heads": heads,
-        "n_kv_heads": content.get("num_key_value_heads") or heads,
-        "head_dim": content.get("head_dim") or (128 if model_type == "qwen3" else content["hidden_size"] // heads),
-        "hidden_dim": content["intermediate_size"],
-        "max_seq_len": content.get("max_position_embeddings", 2048),
-        "norm_eps": float(content.get("rms_norm_eps", 1e-6)),
-        "tie_embeddings": content.get("tie_word_embeddings", False),
+        "n_kv_heads": _count(content, "num_key_value_heads", heads),
+        "head_dim": _count(content, "head_dim", head_dim),
+        "hidden_dim": _count(content, "intermediate_size"),
+        # absent it is Llama's 2048; null says nothing about the model
+        "max_seq_len": _count({"max_position_embeddings": 2048} | dict(content), "max_position_embeddings"),
+        "norm_eps": _value(content, "rms_norm_eps", float, 1e-6),
+        "tie_embeddings": _value(content, "tie_word_embeddings", bool, False),
         **_rope_keys(content),
     }
 
 
 def _rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    keys = {"rope_theta": float(rope.get("rope_theta") or content.get("rope_theta") or 1e4), "rope_factor": 1.0}
+    key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
+    rope: dict[str, Any] = _value(content, key, dict, {})
+    theta = _value(content, "rope_theta", float, 1e4)
+    keys = {"rope_theta": _value(rope, "rope_theta", float, theta), "rope_factor": 1.0}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "llama3":
         keys |= {
-            "rope_factor": float(rope["factor"]),
-            "rope_low_freq_factor": float(rope["low_freq_factor"]),
-            "rope_high_freq_factor": float(rope["high_freq_factor"]),
-            "rope_original_max_seq_len": rope["original_max_position_embeddings"],
+            "rope_factor": _value(rope, "factor", float),
+            "rope_low_freq_factor": _value(rope, "low_freq_factor", float),
+            "rope_high_freq_factor": _value(rope, "high_freq_factor", float),
+            "rope_original_max_seq_len": _count(rope, "original_max_position_embeddings"),
         }
     elif kind != "default":
-        raise CheckpointError(f"rope_type {kind} is not supported; default and llama3 are")
+        raise CheckpointError(f"rope_type {shortened(kind)} is not supported; default and llama3 are")
     return keys
 
 

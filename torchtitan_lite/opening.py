@@ -9,8 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from torchtitan_lite import hf, storage
+from torchtitan_lite import hf, paths, storage
 from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.conflicts import model_conflicts
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.models import Transformer, build
@@ -38,7 +39,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: 
         CheckpointError: there is none, or it is damaged.
         DataError: there is no tokenizer.json, or it has more entries than the model.
     """
-    folder = path.expanduser()
+    folder = paths.expand(path)
     if (folder / "config.json").is_file():
         config = hf.config_of(folder)
         return _ready(folder, config, hf.open_weights(folder, config), device, dtype, tokenizer or folder, [])
@@ -88,8 +89,13 @@ def _ready(
     notes: list[str],
 ) -> Opened:
     tokenizer, end = _tokenizer(tokenizer_in, folder)
+    embeddings = weights.get("tok_embeddings.weight")
+    if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
+        raise CheckpointError(f"{folder} has no token embeddings: it holds another kind of model")
+    if problems := model_conflicts(config):
+        raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
     with torch.device("meta"):
-        model = build(config, weights["tok_embeddings.weight"].shape[0])
+        model = build(config, embeddings.shape[0])
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     storage.compare(folder, {name: tuple(t.shape) for name, t in weights.items()}, shapes, "model", "it can't be used")
     if bpe.size(tokenizer) > model.tok_embeddings.num_embeddings:

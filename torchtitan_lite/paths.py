@@ -43,6 +43,7 @@ def problem(path: str | Path) -> str:
         return f"nothing at {shortened(path)} (looked in {Path.cwd()})"
     except (OSError, ValueError) as error:  # ValueError: a NUL
         return f"{shortened(path)}: {getattr(error, 'strerror', None) or error}"
-    if not os.access(where, os.R_OK | os.X_OK if is_folder else os.R_OK):
-        return f"{path}: permission denied to uid {os.getuid()}"
+    effective = os.access in os.supports_effective_ids
+    if not os.access(where, os.R_OK | os.X_OK if is_folder else os.R_OK, effective_ids=effective):
+        return f"{path}: permission denied to uid {os.geteuid()}"
     return ""

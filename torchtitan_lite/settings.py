@@ -13,6 +13,7 @@ that lists everything it found: unknown keys, wrong types, combinations that mak
 """
 
 import difflib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,8 +48,10 @@ class Setting:
 Settings = dict[str, Setting]  # by "section.key"
 Check = Callable[[Config], dict[str, str]]  # the broken rules of a config, as `conflicts` gives them
 _DEFAULT = -(10**6)  # below any file
+_LONGEST = 16 << 20  # bytes of a config; /dev/zero has no end
 
 
+@functools.cache
 def known_keys() -> dict[str, Any]:
     """Each "section.key" with pydantic's description of the field, in the order of the file."""
     return {
@@ -68,8 +71,7 @@ def type_name(key: str) -> str:
 
 def default_of(key: str) -> Any:
     """The default of "section.key"."""
-    section, name = key.split(".")
-    return getattr(getattr(Config(), section), name)
+    return known_keys()[key].default
 
 
 def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> Settings:
@@ -85,7 +87,11 @@ def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> 
         problems.append(f"{path}: base files form a cycle: {loop}; remove one of the `base` lines")
         return {}
     try:
-        tree = tomli.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as stream:
+            content = stream.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise ValueError(f"it has more than {_LONGEST:,} bytes")
+        tree = tomli.loads(content.decode())
     except FileNotFoundError:
         here = path.parent.glob("*.toml") if os.access(path.parent, os.R_OK | os.X_OK) else ()
         near = difflib.get_close_matches(path.name, [p.name for p in here], n=1)

@@ -8,6 +8,7 @@ storage. Its own puts the plan into a pickle, and so runs whatever code a checkp
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
@@ -29,11 +31,20 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchtitan_lite import progress
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, shortened
 from torchtitan_lite.storage import open_tensors, read_json, read_shapes
-from torchtitan_lite.tensorfile import Announced, FileRecord, TensorFileWriter, announcement, write_tensors, write_text
+from torchtitan_lite.tensorfile import (
+    WRITABLE,
+    Announced,
+    FileRecord,
+    TensorFileWriter,
+    announcement,
+    write_tensors,
+    write_text,
+)
 
 INDEX = "index.json"
+DTYPES = {str(dtype).removeprefix("torch.") for dtype in WRITABLE}
 
 
 def _done(value: Any) -> Future[Any]:
@@ -210,17 +221,37 @@ def read_index(folder: Path) -> dict[str, Any]:
     content = read_json(path)
     try:
         for name, entry in content.items():
-            shape, parts = torch.Size(entry["shape"]), entry["parts"]
-            if not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
+            shape, parts = _sizes(entry["shape"]), entry["parts"]
+            if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name} has the dtype {entry['dtype']}")
-            if sum(torch.Size(part["shape"]).numel() for part in parts) != shape.numel():
-                raise ValueError(f"the parts of {name} do not add up to its shape {list(shape)}")
+            if sum(math.prod(_sizes(part["shape"])) for part in parts) != math.prod(shape):
+                raise ValueError(f"the parts of {name} do not add up to its shape {shape}")
             for part in parts:
-                if Path(part["file"]).name != part["file"] or part["file"].startswith("."):
-                    raise ValueError(f"{name} is in {part['file']!r}, which is no plain file of its folder")
+                _require_part(name, shape, part)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+        raise CheckpointError(f"{path} is damaged: {shortened(error)}") from None
     return content
+
+
+def _sizes(value: Any) -> list[int]:
+    """Sizes or offsets of an index."""
+    if not isinstance(value, list) or any(type(n) is not int or not 0 <= n < 2**62 for n in value):
+        raise ValueError(f"{shortened(value)} should be a list of sizes")
+    return value
+
+
+def _require_part(name: str, shape: list[int], part: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError, TypeError, KeyError: it is no part of a tensor of this shape.
+    """
+    file, key, offsets, sizes = part["file"], part["key"], _sizes(part["offsets"]), _sizes(part["shape"])
+    if not isinstance(key, str) or Path(file).name != file or file.startswith("."):
+        raise ValueError(f"{name} is in {file!r}, which is no plain file of its folder")
+    if not len(offsets) == len(sizes) == len(shape) or any(
+        offset + size > n for offset, size, n in zip(offsets, sizes, shape, strict=True)
+    ):
+        raise ValueError(f"{name} of shape {shape} has no part of shape {sizes} at {offsets}")
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -230,12 +261,20 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         CheckpointError: a file is damaged, or lacks a part.
     """
     index = read_index(folder)
+    _require_held(folder, index)
+    return {name: tuple(entry["shape"]) for name, entry in index.items()}
+
+
+def _require_held(folder: Path, index: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        CheckpointError: a file is damaged, or lacks a part.
+    """
     parts = [part for entry in index.values() for part in entry["parts"]]
     inside = {file: read_shapes(folder / file) for file in {part["file"] for part in parts}}
     for part in parts:
         if inside[part["file"]].get(part["key"]) != tuple(part["shape"]):
             raise CheckpointError(f"{folder / part['file']} does not hold {part['key']} of shape {part['shape']}")
-    return {name: tuple(entry["shape"]) for name, entry in index.items()}
 
 
 class WholeTensors(Mapping[str, Tensor]):
@@ -243,7 +282,9 @@ class WholeTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._folder = folder
-        self._entries = {n.removeprefix(prefix): e for n, e in read_index(folder).items() if n.startswith(prefix)}
+        index = read_index(folder)
+        _require_held(folder, index)
+        self._entries = {n.removeprefix(prefix): e for n, e in index.items() if n.startswith(prefix)}
 
     def announced(self) -> Announced:
         """Name, dtype and shape of each."""
@@ -253,7 +294,10 @@ class WholeTensors(Mapping[str, Tensor]):
         entry = self._entries[name]
         whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         for part in entry["parts"]:
-            tensor = open_tensors(self._folder / part["file"]).get_tensor(part["key"])
+            try:
+                tensor = open_tensors(self._folder / part["file"]).get_tensor(part["key"])
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self._folder / part['file']} can't be read: {error}") from None
             whole[tuple(slice(o, o + n) for o, n in zip(part["offsets"], part["shape"], strict=True))] = tensor
         return whole
 

@@ -124,7 +124,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         files = {name: FileRecord(int(r["bytes"]), str(r["sha256"])) for name, r in content["files"].items()}
         manifest = Manifest(int(content["step"]), str(content["state_dict"]), int(content["world_size"]), files)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}") from None
     try:
         bad = [name for name in files if not _PLAIN.fullmatch(name) or (folder / name).is_symlink()]

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite import progress
+from torchtitan_lite.errors import CheckpointError
 
-_NAMES = {
+WRITABLE = {  # the dtypes that a file may hold, and what safetensors calls them
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -125,8 +126,10 @@ def layout(tensors: Announced) -> tuple[bytes, list[str]]:
     end = 0
     for name in order:
         dtype, shape = tensors[name]
+        if dtype not in WRITABLE:
+            raise CheckpointError(f"{name} has the dtype {dtype}, which a checkpoint can't hold")
         start, end = end, end + dtype.itemsize * int(torch.Size(shape).numel())
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": WRITABLE[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, order
