@@ -12,6 +12,7 @@ _BF16 = {"fsdp.param_dtype": "bfloat16"}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, bfloat16, selective": _BF16 | {"activation_checkpointing.mode": "selective"},
+    "llama, selective": {"activation_checkpointing.mode": "selective"},
     "llama, full": {"activation_checkpointing.mode": "full"},
     "llama, full, every other of 6": {
         **{"activation_checkpointing.mode": "full", "activation_checkpointing.every": 2, "model.n_layers": 6}
@@ -24,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt, dropout, long": {"model.family": "gpt", "model.dropout": 0.1, "train.seq_len": 512, "optim.name": "sgd"},
     "tied, bfloat16, prefetching": _BF16 | {"model.tie_embeddings": True, "fsdp.explicit_prefetching": True},
 }
+EXTENDED = ("llama, bfloat16, selective",)  # large products in bfloat16, which some CPUs have no instructions for
 SLOW = "llama", "llama, full", "gpt", "llama, wide, accumulating", "gpt, dropout, long"
 
 # on a GPU: so much that the workspace of cuBLAS does not matter

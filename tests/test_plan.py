@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import ROOT, ranks, succeeded
-from tests.memory_cases import CASES, SLOW, VOCABULARY, config_of
+from tests.memory_cases import CASES, EXTENDED, SLOW, VOCABULARY, config_of
 from torchtitan_lite import init, plan, settings, simulate
 from torchtitan_lite.config import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
@@ -23,14 +23,22 @@ from torchtitan_lite.models import build
 from torchtitan_lite.simulate import Collective
 
 
+def mark_of(name: str) -> str:
+    return "slow" if name in SLOW else "extended" if name in EXTENDED else ""
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [getattr(pytest.mark, mark)] if (mark := mark_of(name)) else []
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], dict[str, int]]:
-    """Bytes by case, for a world size and the slow or the other cases."""
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict[str, int]]:
+    """Bytes by case, for a world size and those cases that are marked in the same way."""
 
     @functools.cache
-    def measure(world_size: int, slow: bool) -> dict[str, int]:
+    def measure(world_size: int, marked: str) -> dict[str, int]:
         file = tmp_path_factory.mktemp("memory") / "found.json"
-        names = [name for name in CASES if (name in SLOW) == slow]
+        names = [name for name in CASES if mark_of(name) == marked]
         succeeded(ranks(world_size, str(file), "cpu", *names, entry="tests.plan_worker"))
         return json.loads(file.read_text())
 
@@ -38,15 +46,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], 
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
-def test_memory_is_what_is_measured(
-    name: str, world_size: int, measured: Callable[[int, bool], dict[str, int]]
-) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=marks_of(n)) for n in CASES])
+def test_memory_is_what_is_measured(name: str, world_size: int, measured: Callable[[int, str], dict[str, int]]) -> None:
     found = simulate.simulate(config_of(name, world_size), world_size, VOCABULARY, on_gpu=False)
-    assert found.peak_bytes == pytest.approx(measured(world_size, name in SLOW)[name], rel=0.05)
+    assert found.peak_bytes == pytest.approx(measured(world_size, mark_of(name))[name], rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama, full, every other of 6", "tied, bfloat16, prefetching"])
+@pytest.mark.parametrize("name", [
+    pytest.param("llama, full, every other of 6", marks=pytest.mark.extended), "tied, bfloat16, prefetching",
+])  # fmt: skip
 def test_a_deep_model_is_what_two_shallow_ones_say(name: str) -> None:
     config = config_of(name, 4, **{"model.n_layers": 9, "train.global_batch_size": 32})
     found = simulate.simulate(config, 4, VOCABULARY, on_gpu=False)
