@@ -13,8 +13,7 @@ read them. Sharded: every rank writes and reads its own part, and nothing is gat
 and each of the four ways loads what any other has written, on any world size. The dtensor way shows what happens and is
 where to customise; the dcp way leaves it to torch.
 
-`python checkpoint.py verify | inspect | convert | export | import` looks at checkpoints: checkpoint_tools.py.
-When a checkpoint counts: torchtitan_lite/storage.py. Which one is loaded: choose.py. Saving beside training: saving.py.
+Also `python checkpoint.py verify | inspect | convert | export | import`. In storage.py: when a checkpoint is committed.
 """
 
 import functools

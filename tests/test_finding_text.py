@@ -121,9 +121,9 @@ def test_fifos_and_devices_are_never_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("~nobody-of-this-name/text", "the home folder in ~nobody-of-this-name/text is unknown"),
-        ("a\0b", "contains a NUL character"),
-        ("x" * 5000, "can't be read: File name too long"),
+        ("~nobody-of-this-name/text", "nobody-of-this-name"),
+        ("a\0b", "NUL character"),
+        ("x" * 5000, "File name too long"),
         (["a.txt", ""], "a name in the list is empty"),
     ],
 )
@@ -164,8 +164,9 @@ def test_folders_that_may_not_be_read(tmp_path: Path) -> None:
     tree(tmp_path, "in/a.txt", "in/secret/b.txt", "in/secret/deep/c.txt")
     places = [tmp_path / "in", tmp_path / "in/secret", tmp_path / "in/secret/deep"]
     globs = [tmp_path / "in" / name for name in ("**/*.txt", "secret/*.txt", "*/*.txt", "secret/b.txt")]
-    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's own, which nobody else may enter
-        folder.chmod(folder.stat().st_mode | 0o711)
+    for folder in (tmp_path, *tmp_path.parents):  # pytest's own, which nobody else may enter
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o711)
     (tmp_path / "in/secret").chmod(0)
     try:
         command = [sys.executable, "-c", FIND, *map(str, [*places, *globs])]

@@ -106,7 +106,6 @@ VALUES: list[tuple[list[str], str]] = [
     (["--out", "."], "--out . should name a folder that is not there yet, e.g. --out prepared"),
     (["--out", "/"], "--out / should name a folder that is not there yet, e.g. --out /prepared"),
     (["--out", "a/.."], "should name a folder that is not there yet"),
-    (["--out", "~nobody-of-this-name/x"], "--out: the home folder in ~nobody-of-this-name/x is unknown"),
     (["--tokenizer", "."], "can't be read as a tokenizer.json: it is a folder"),
     (["--tokenizer", "/dev/zero"], "can't be read as a tokenizer.json: it is a device"),
 ]
@@ -120,6 +119,13 @@ def test_options_that_make_no_sense(
     assert main([str(source), "--out", str(tmp_path / "out"), *options]) == 2
     assert expected in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_the_home_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["a.jsonl", "--out", "~nobody-of-this-name/x"])
+    assert left.value.code == 2
+    assert "there is no user nobody-of-this-name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["file", "nothing", "empty folder", "fifo"])

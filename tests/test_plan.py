@@ -275,6 +275,7 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     (tmp_path / "x.txt").write_text("def")
     assert found("data.path", str(tmp_path / "x.txt")) == (4096, "")
     (tmp_path / "meta.json").write_text("{}")
+    (tmp_path / "train.idx").touch()  # the folder of a preparation, whatever its meta.json says
     assert found("data.path", str(tmp_path)) == (257, "")
     assert found("data.sources", {str(tmp_path): 1.0}) == (257, "")
     entries, note = found("data.path", "/cluster/text")

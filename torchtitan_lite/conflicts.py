@@ -209,7 +209,7 @@ def _path_conflicts(config: Config) -> dict[str, str]:
         found["data.cache_dir"] = f"data.cache_dir: {wrong}"
     paths = [data.path] if isinstance(data.path, str) else data.path
     for key, named in (("data.path", paths), ("data.sources", data.sources)):
-        if missing := [why for p in named if p and (why := unfound(p))]:
+        if missing := [why for p in named if p and (why := _missing_text(p))]:
             found[key] = f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
     if not paths:
         found["data.path"] = 'data.path = [] names no text; data.path = "" is Python\'s standard library'
@@ -224,6 +224,12 @@ def _path_conflicts(config: Config) -> dict[str, str]:
             "data.path and data.sources are both set; leave data.path out, or name it in data.sources with a weight"
         )
     return found
+
+
+def _missing_text(path: str) -> str:
+    """Why there is no text at a path or glob; empty if there is something."""
+    wrong = problem(path)
+    return unfound(path) if wrong.startswith("nothing at") else wrong
 
 
 def _not_a_folder(path: str) -> str:

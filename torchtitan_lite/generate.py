@@ -148,8 +148,8 @@ def _problems(given: argparse.Namespace) -> list[str]:
         found.append(f"--top-k={given.top_k} should be 0 (all) or more, e.g. 50")
     if not 0 < given.top_p <= 1:
         found.append(f"--top-p={given.top_p} should be above 0 and at most 1, e.g. 0.95")
-    if not -(2**63) <= given.seed < 2**64:
-        found.append(f"--seed={given.seed} should have at most 64 bits, e.g. 0")
+    if not 0 <= given.seed < 2**63:
+        found.append(f"--seed={given.seed} should be 0 or more and have at most 63 bits, e.g. 0")
     if given.device not in ("auto", "cpu", "cuda"):
         found.append(f"--device={given.device} should be auto, cpu or cuda")
     elif given.device == "cuda" and not torch.cuda.is_available():

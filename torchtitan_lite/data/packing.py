@@ -147,12 +147,13 @@ def _make(folder: Path, meta: Meta, seq_len: int, index: Path | None) -> dict[st
     made: dict[str, File] = {}
     for split in SPLITS:
         ends_file = folder / f"{split}.idx"
+        ends = document_ends(folder, meta, split)
         if File.of(ends_file) != meta.files[ends_file.name]:
             raise DataError(
                 f"{ends_file} has changed since it was made: the prepared data is damaged; {remedy(folder)}"
             )
         pieces, rows = (_Hashed(index / f"{split}.{what}" if index else None) for what in ("pieces", "rows"))
-        _write(pieces, rows, document_ends(folder, meta, split), seq_len)
+        _write(pieces, rows, ends, seq_len)
         made |= {f"{split}.pieces": pieces.close(), f"{split}.rows": rows.close()}
     return made
 
