@@ -12,7 +12,7 @@ from hypothesis import given, strategies
 from hypothesis import settings as bounds
 
 from tests.helpers import python, succeeded
-from torchtitan_lite import migrate, settings
+from torchtitan_lite import migrate, settings, strict_yaml
 from torchtitan_lite.errors import ConfigError
 
 # what `accelerate config` writes for FSDP, as in Accelerate's documentation
@@ -193,7 +193,7 @@ def migrated(content: str | bytes, tmp_path: Path) -> str:
     """The output for a file of this content."""
     file = tmp_path / "accelerate.yaml"
     file.write_bytes(content.encode() if isinstance(content, str) else content)
-    read = migrate.read(file)
+    read = strict_yaml.read(file)
     return migrate.to_toml(migrate.translate(read), read, file.name)
 
 
@@ -265,7 +265,7 @@ def test_any_content_gives_toml_with_known_keys_or_a_message(content: dict[Any, 
 @given(strategies.binary(max_size=200) | strategies.text(max_size=200).map(lambda t: t.encode("utf-8", "replace")))
 def test_any_bytes_give_toml_or_a_message(content: bytes) -> None:
     try:
-        read = migrate._parse(content)
+        read = strict_yaml.parse(content)
     except ConfigError:
         return
     assert keys_of(migrate.to_toml(migrate.translate(read), read, "x")) <= KNOWN
