@@ -72,6 +72,18 @@ def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -
     assert signal.getsignal(number) is before
 
 
+def test_what_a_child_is_sent_is_not_for_its_parent() -> None:
+    """Such as the workers of a pool that is ended."""
+    with Leaving(0) as leaving:
+        if not (pid := os.fork()):
+            os.kill(os.getpid(), TERM)
+            signal.pause()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -TERM
+        os.kill(os.getpid(), USR1)  # which comes after it
+        wait_until(leaving.asked)
+        assert leaving.reason == "SIGUSR1"
+
+
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:

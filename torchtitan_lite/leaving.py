@@ -52,14 +52,22 @@ class Leaving:
         self._pipe = writing, signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         threading.Thread(target=self._read, args=(reading,), name="signals", daemon=True).start()
         self._before = {number: signal.signal(number, _ignore) for number in SIGNALS if not _stays_ignored(number)}
+        _in_use.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _in_use.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         writing, before = self._pipe
         signal.set_wakeup_fd(before)
         os.close(writing)  # which ends the thread
+
+    def in_child(self) -> None:
+        """A forked process has the same pipe, and must not answer for this one."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _read(self, reading: int) -> None:
         while numbers := os.read(reading, 64):
@@ -94,6 +102,17 @@ class Leaving:
         if not self.reason and self._clock() - self._started > self._limit_s:
             self.reason = f"run.max_minutes = {self._max_minutes:g}"
         return bool(self.reason)
+
+
+_in_use: list[Leaving] = []
+
+
+def _in_child() -> None:
+    for leaving in _in_use:
+        leaving.in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def prepare_process() -> None:
