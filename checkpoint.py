@@ -11,9 +11,8 @@ FSDP2's parameters and AdamW's moments are DTensors: each rank holds its rows.
 Full: whole tensors, which rank 0 alone writes and reads; no shared file system is needed, and one plain process can
 read them. Sharded: every rank writes and reads its own part, and nothing is gathered. Both APIs write the same files,
 and each of the four ways loads what any other has written, on any world size. The dtensor way shows what happens and is
-where to customise; the dcp way leaves it to torch.
-
-Also `python checkpoint.py verify | inspect | convert | export | import`. In storage.py: when a checkpoint is committed.
+where to customise; the dcp way leaves it to torch. Also:
+`python checkpoint.py verify | inspect | convert | export | import`.
 """
 
 import functools
@@ -218,7 +217,8 @@ class Checkpointer:
         return records
 
     def _whole(self, value: Tensor) -> Tensor:
-        """The whole tensor on rank 0's CPU. All ranks gather it, and the others let it go."""
+        """The whole tensor on rank 0's CPU. All ranks gather it; a slow disk of rank 0 is waited for before."""
+        dist.barrier(group=self._saver.group)  # training's groups, over which it is gathered, wait less long
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.cpu().contiguous() if self.world.rank == 0 else torch.empty(0)
 

@@ -88,7 +88,6 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         raise DataError(
             f"rank {world.rank} prepared other data than rank 0: is data.path the same text on every machine?"
         )
-
     if 0 < config.model.vocab_size < data.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} entries; "
@@ -124,6 +123,10 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
             if config.model.init_from and not loaded:
                 source = Path(config.model.init_from)
                 checkpointer.load_weights(lambda verify: hf.open_weights(source, config.model, verify))
+    except BaseException:
+        watch.close()
+        loader.close()
+        raise
     finally:
         for note in checkpointer.notes:
             log.say(f"note    {note}")
@@ -308,7 +311,7 @@ def start(argv: Sequence[str]) -> int:
                 print(to_toml_with_origins(command.loaded) if command.print_config else "\n".join(fine))
             return 0
         for note in command.loaded.notes if speaks else ():
-            print(f"note    {note}", flush=True)
+            show(f"note    {note}")
         if not command.inspect and not command.dry_run:
             run_folder.make(config.folder)
         with out_of_memory.explained(config):

@@ -261,3 +261,18 @@ def test_a_checkpoint_that_can_t_be_renamed_leaves_all_their_names(
     with pytest.raises(CheckpointError, match="step-00000004 can't be set aside"):
         choose.set_aside(tmp_path, [(6, "old"), (4, "old"), (2, "old")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_run_json_that_can_t_be_read_refuses_the_attempt(run: Path, text: Path, tmp_path: Path) -> None:
+    """What it says of earlier attempts decides what may be set aside: unreadable is not empty."""
+    (run / "run.json").unlink()
+    (run / "run.json").mkdir()
+    result = ranks(1, *command(text, tmp_path, checkpoint__resume="never"))
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "run.json can't be read: Is a directory" in result.stderr
+    assert set_aside(run) == []
+
+
+def test_a_refused_command_leaves_no_stacks(run: Path, text: Path, tmp_path: Path) -> None:
+    assert ranks(1, *command(text, tmp_path, train__steps=12, train__seq_len=16)).returncode == 2
+    assert not (run / "stacks").exists()

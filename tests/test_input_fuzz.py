@@ -425,7 +425,6 @@ def _parquet() -> bytes:
     return base64.b64encode(zlib.compress(stream.getvalue()))
 
 
-@pytest.mark.xfail(reason="the report does not yet check the types of a record", strict=False)
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_hostile_metrics(run: Path, amount: int) -> None:
     record = {

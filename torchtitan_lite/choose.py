@@ -4,6 +4,7 @@
 has been accepted. A process that dies in between has changed nothing, and the same command plans the same again.
 """
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,7 +118,8 @@ def set_aside(checkpoints: Path, planned: list[tuple[int, str]]) -> list[str]:
                 moved.append((folder, aside))
         except (OSError, CheckpointError) as error:
             for before, after in reversed(moved):
-                after.rename(before)
+                with contextlib.suppress(OSError):
+                    after.rename(before)
             raise CheckpointError(f"{folder} can't be set aside: {error}") from None
     return [f"{before} was set aside as {after}" for before, after in moved]
 

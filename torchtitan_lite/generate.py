@@ -15,6 +15,7 @@ import torch
 
 from torchtitan_lite import paths
 from torchtitan_lite.config import MIN_TEMPERATURE
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.generation import Sampler, new_tokens, pieces
 from torchtitan_lite.opening import Opened, open_model
@@ -33,8 +34,8 @@ def encode(opened: Opened, prompt: str) -> list[int]:
         raise ConfigError(f"the prompt is not valid UTF-8: {prompt[:40]!a}") from None
     try:
         ids = [int(i) for i in opened.tokenizer.encode(prompt, add_special_tokens=False).ids]
-    except Exception as error:  # the library raises no other kind, e.g. for a word without an entry
-        raise ConfigError(f"the tokenizer can't encode the prompt {prompt[:40]!a}: {error}") from None
+    except BaseException as error:  # for a word without an entry; the library panics with one of its own
+        raise ConfigError(f"the tokenizer can't encode the prompt {prompt[:40]!a}: {bpe.reason(error)}") from None
     limit = opened.model.config.max_seq_len
     if not ids:
         raise ConfigError('the prompt is empty; give the model a beginning, e.g. --prompt "def "')

@@ -4,12 +4,10 @@ Memory and communication are those of a simulated step (simulate.py); the time i
 """
 
 import argparse
-import glob
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,11 +15,13 @@ from torchtitan_lite import cli, models
 from torchtitan_lite.config import Config
 from torchtitan_lite.console import duration
 from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.corpus import unfound
 from torchtitan_lite.data.meta import is_prepared
 from torchtitan_lite.devices import DEVICES, OWN, Device, device_of
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.flops import flops_per_token
 from torchtitan_lite.layout import Layout, derive
+from torchtitan_lite.paths import expand
 from torchtitan_lite.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 
 GIB = 2**30
@@ -116,11 +116,11 @@ def vocabulary(config: Config) -> tuple[int, str]:
     texts = [*([data.path] if isinstance(data.path, str) else data.path), *data.sources]
     prepared = [p for p in texts if p and is_prepared(p)]
     if prepared or path:
-        file = Path(prepared[0]).expanduser() / "tokenizer.json" if prepared else Path(path).expanduser()
+        file = expand(prepared[0]) / "tokenizer.json" if prepared else expand(path)
         if not file.is_file():
             raise ConfigError(f"{file} is not on this machine; --model.vocab_size=N gives its number of entries")
         return bpe.size(bpe.load(file)), ""
-    missing = [p for p in texts if p and not glob.glob(str(Path(p).expanduser()), recursive=True)]
+    missing = [p for p in texts if p and unfound(p)]
     note = f"{', '.join(missing[:1])} is not on this machine: if it is a prepared folder, give --model.vocab_size=N"
     return config.tokenizer.vocab_size, note if missing else ""
 

@@ -81,17 +81,24 @@ def begin(folder: Path, world: World, resume: str) -> str:
     """
     counts = [0] * world.world_size
     dist.all_gather_object(counts, env_int("TORCHELASTIC_RESTART_COUNT", 0))  # of its machine
-    restart = False
+    restart, problem = False, ""
     if world.rank == 0:
-        before = _read(folder)
+        try:
+            before = _read(folder, strict=True)
+        except OSError as error:
+            before, problem = {}, f"{folder / 'run.json'} can't be read: {error.strerror or error}"
         recorded, launch = before.get("carried_out"), _launch()
         if isinstance(recorded, dict):
             same_job, same_run = (launch[key] and recorded.get(key) == launch[key] for key in launch)
             restart = recorded.get("resume") == resume and bool(same_job or (same_run and max(counts)))
             if same_run and not max(counts):
                 before["carried_out"] = recorded | {"torchelastic_run_id": ""}  # of an earlier launch of this name
-        _write(folder, before | _now("starting", before.get("step", 0), ""))
-    return "auto" if from_rank0(restart) else resume
+        if not problem:
+            _write(folder, before | _now("starting", before.get("step", 0), ""))
+    restart, problem = from_rank0((restart, problem))
+    if problem:  # what it says of earlier attempts decides what this one may set aside
+        raise ConfigError(problem)
+    return "auto" if restart else resume
 
 
 def _launch() -> dict[str, str]:
@@ -157,12 +164,21 @@ def _now(status: str, step: int, reason: str) -> dict[str, Any]:
     return now | {"attempt": attempt_id()}
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    """What run.json holds; nothing if it can't be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+def _read(folder: Path, strict: bool = False) -> dict[str, Any]:
+    """What run.json holds; nothing if there is none, or if it is damaged.
+
+    Args:
+        strict: raise an OSError if the system can't read it now; else that, too, is nothing.
+    """
+    try:
         content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}
-    return {}
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    except OSError:
+        if strict:
+            raise
+        return {}
 
 
 def _encoded(content: dict[str, Any]) -> bytes:

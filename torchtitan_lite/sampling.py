@@ -58,7 +58,11 @@ def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
         if tokenizer is None:
             n, fits = 0, bool(prompt)
         else:
-            n = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
+            try:
+                n = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
+            except BaseException as error:  # the library panics with one of its own
+                found.append(f"sample.prompts: the tokenizer can't encode {prompt[:40]!a}: {bpe.reason(error)}")
+                continue
             fits = 0 < n < limit
         if not fits:
             found.append(

@@ -46,7 +46,8 @@ def start(
             # later checkpoints that would be set aside are still there: the run has got further than this
             run_folder.write_status(config.folder, world, "complete", None if t.checkpointer.aside else step)
             return None
-        t.checkpointer.require_space()
+        with t.watch.loading("comparing the space on the disk"):
+            t.checkpointer.require_space()
         facts = run_folder.facts(t.layout, world, machines, sys.argv)
 
         def take_over() -> list[str]:
@@ -59,7 +60,9 @@ def start(
             saves = t.checkpointer
             return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))
 
-        for note in on_rank0(world, take_over):
+        with t.watch.loading("changing the files of the run"):
+            notes = on_rank0(world, take_over)
+        for note in notes:
             log.say(f"note    {note}")
         refused.pop_all()
     return t

@@ -62,6 +62,10 @@ def plan_of(corpus: Corpus, job: worker.Job, options: Options) -> str:
         *(hashlib.sha256(job.tokenizer.encode()).hexdigest(), job.end_token, job.held_out_below),
         *(options.max_document_bytes, options.shard_tokens, readers.CHUNK_BYTES, readers.CHUNK_DOCUMENTS),
     ]
+    definition = json.loads(job.tokenizer)
+    special = {entry["id"] for entry in definition.get("added_tokens", []) if entry.get("special")}
+    if definition["model"]["type"] != "BPE" or job.end_token not in special:
+        decides.append("literal text 1")  # an older version let text of these tokenizers become the end mark
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
 

@@ -131,7 +131,7 @@ class TokenFiles:
         if len(data) != n * size:
             raise DataError(f"{file} ends before token {offset + n:,}: it was cut while it was being read")
         tokens = np.frombuffer(data, self._dtype)
-        if int(tokens.max()) >= self._vocab_size:
+        if n and int(tokens.max()) >= self._vocab_size:
             bad = int(np.argmax(tokens >= self._vocab_size))
             raise DataError(
                 f"{file} is damaged: token {offset + bad:,} (at byte {(offset + bad) * size:,}) is {int(tokens[bad])}, "

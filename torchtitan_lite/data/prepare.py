@@ -52,7 +52,7 @@ def cache_folder(data: DataConfig) -> Path:
     if data.cache_dir:
         return expanded(data.cache_dir, "data.cache_dir")
     if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "torchtitan_lite"
+        return expanded(given, "XDG_CACHE_HOME") / "torchtitan_lite"
     try:
         return Path.home() / ".cache" / "torchtitan_lite"
     except RuntimeError:
@@ -322,7 +322,7 @@ def _make(arguments: argparse.Namespace) -> int:
     work.mkdir(exist_ok=True)
     try:
         with FileLock(work / "lock", blocking=False):
-            corpus = content.known(corpus, work)
+            corpus = content.known(corpus, _records(work))
             plan = plan_for([corpus], config, arguments.val_fraction, work, options, print)
             job = plan.jobs[0]
             if not out.exists():
@@ -336,6 +336,16 @@ def _make(arguments: argparse.Namespace) -> int:
     shutil.rmtree(work)
     print(report(out, plan.tokenizer))
     return 0
+
+
+def _records(work: Path) -> Path:
+    """Where it is remembered what a text was, so that other text of the same size and time is not taken for it."""
+    try:
+        folder = cache_folder(DataConfig())
+        folder.mkdir(parents=True, exist_ok=True)
+    except (DataError, OSError):  # no home folder, or a read-only one: only this preparation remembers
+        return work
+    return folder
 
 
 def _out(given: Path) -> Path:
