@@ -71,6 +71,7 @@ from torchtitan_lite.sampling import Prompts, sample
 from torchtitan_lite.scaler import GradScaler
 from torchtitan_lite.settings import Loaded, to_toml_with_origins
 from torchtitan_lite.shared_memory import apply_shared_memory
+from torchtitan_lite.storage import TrainState
 from torchtitan_lite.terminal import complain, show
 from torchtitan_lite.trackers import Trackers
 from torchtitan_lite.training import Training, judge, log_step, peak_flops, report_save, save, source_lines, validate
@@ -119,17 +120,11 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     fresh = fresh_state(config, data, world, validation.identity())
     try:
         with watch.loading("loading a checkpoint"):
-            loaded = checkpointer.load(fresh.identity)
-            if config.model.init_from and not loaded:
-                source = Path(config.model.init_from)
-                checkpointer.load_weights(lambda verify: hf.open_weights(source, config.model, verify))
+            loaded = load_newest(config, checkpointer, fresh, log)
     except BaseException:
         watch.close()
         loader.close()
         raise
-    finally:
-        for note in checkpointer.notes:
-            log.say(f"note    {note}")
     state = continued(loaded, fresh) if loaded else fresh
 
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
@@ -140,6 +135,19 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         *(prompts, checkpointer, state, log, Clock(), samples, Profile(config.profile, config.folder, world)),
         *(flops_per_token(model, config.train.seq_len), peak_flops(config, world), loaded),
     )
+
+
+def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, log: Log) -> TrainState | None:
+    """Load the checkpoint that the run resumes from, or the weights that it starts from. Returns the saved state."""
+    try:
+        loaded = checkpointer.load(fresh.identity)
+    finally:
+        for note in checkpointer.notes:
+            log.say(f"note    {note}")
+    if config.model.init_from and not loaded:
+        source = Path(config.model.init_from)
+        checkpointer.load_weights(lambda verify: hf.open_weights(source, config.model, verify))
+    return loaded
 
 
 def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
