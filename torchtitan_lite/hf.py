@@ -121,7 +121,7 @@ def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | N
     if state.end_token is not None or tokenizer is None:
         return state.end_token
     try:
-        return bpe.end_token(tokenizer, state.config.get("tokenizer.end_token", ""))
+        return bpe.end_token(tokenizer, str(state.config.get("tokenizer.end_token", "")))
     except DataError:
         return None
 
