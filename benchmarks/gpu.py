@@ -19,14 +19,12 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite import models, settings
+from torchtitan_lite import devices, models, settings
 
 ROOT = Path(__file__).parent.parent
 STEPS, LOG_EVERY, SEQUENCES = 40, 5, 8  # per GPU and step
 
 # Dense bfloat16 products, nominal, in FLOP/s. A GPU that is not here gets no MFU.
-PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12}
-
 PLAIN = ["--fsdp.explicit_prefetching=false", "--fsdp.reshard_after_forward=default", "--compile.enabled=false"]
 GPT = ["--config=configs/gpt_124m.toml", *PLAIN, "--train.micro_batch_size=8"]
 # 1.24 B parameters, sequences of 4,096 tokens, Llama 3's vocabulary
@@ -98,8 +96,9 @@ def flops_per_token(options: list[str], *, causal: bool) -> int:
 
 
 def peak_flops(name: str) -> float:
-    """Of a GPU by its name; NaN if it is not known."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if all(w in name for w in part.split())), math.nan)
+    """Of a GPU by the name that its driver reports; NaN if it is not known."""
+    known = devices.named(name)
+    return known.bf16_flops if known else math.nan
 
 
 def measure(options: list[str], n: int) -> Measured | str:

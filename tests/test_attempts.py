@@ -263,6 +263,16 @@ def test_a_checkpoint_that_can_t_be_renamed_leaves_all_their_names(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
+def test_a_file_that_can_t_be_replaced_leaves_the_checkpoints_alone(run: Path, text: Path, tmp_path: Path) -> None:
+    (run / "config.toml").unlink()
+    (run / "config.toml").mkdir()
+    result = ranks(1, *command(text, tmp_path, checkpoint__resume="never"))
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "config.toml can't be written: it is a folder" in result.stderr
+    assert set_aside(run) == []
+    assert not list(run.glob(".*.new"))
+
+
 def test_a_run_json_that_can_t_be_read_refuses_the_attempt(run: Path, text: Path, tmp_path: Path) -> None:
     """What it says of earlier attempts decides what may be set aside: unreadable is not empty."""
     (run / "run.json").unlink()

@@ -18,15 +18,18 @@ from torchtitan_lite import storage
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def agents(*commands: list[str]) -> list[subprocess.Popen[str]]:
+def agents(*commands: list[str], fault: str = "") -> list[subprocess.Popen[str]]:
     """A torchrun for each command, which meet on a free port."""
     endpoint = f"127.0.0.1:{free_port()}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(commands)), "--nproc-per-node", "1"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x", "--local-addr", "127.0.0.1"]
+    launcher += ["--max-restarts", "2"] if fault else []
+    program = "tests/faults/worker.py" if fault else "train.py"
+    env = os.environ | ENV | {"FAULT": fault, "FAULT_SECONDS": "5"}
     return [
         subprocess.Popen(
-            [*launcher, "train.py", *command],
-            cwd=ROOT, env=os.environ | ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*launcher, program, *command],
+            cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for command in commands
     ]  # fmt: skip
@@ -47,6 +50,22 @@ def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
     assert (about["status"], about["world_size"], about["mesh"]["dp_shard"]) == ("complete", 2, 2)
     assert len(about["machines"]) == 1
     assert "--run.name=two" in about["argv"]
+
+
+def test_a_rank_killed_on_one_machine_restarts_both(text: Path, tmp_path: Path) -> None:
+    """torchrun counts a restart only on the machine whose rank died; the ranks still meet.
+
+    Rank 0 is slow, so that its torchrun hears of the restart before its rank fails for want of the other.
+    """
+    more = {"train__steps": 6, "checkpoint__every": 2, "checkpoint__resume": "never"}
+    command = tiny(text, tmp_path, run__name="two", **more)
+    both = agents(command, command, fault="kill:1:5:batch,slow:0:5:batch")
+    said = [agent.communicate(timeout=HANGS_S) for agent in both]
+    assert [agent.returncode for agent in both] == [0, 0], said
+    output = "".join(out for out, _ in said)
+    assert output.count("FAULT kill fired on rank 1") == 1, output
+    assert "resumed after step 4" in output
+    assert [record["step"] for record in records(tmp_path / "two")][-1] == 6
 
 
 def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path) -> None:

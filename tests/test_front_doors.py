@@ -343,6 +343,7 @@ def test_an_inherited_key_that_nothing_reads_is_noted(tmp_path: Path, capsys: py
     (tmp_path / "mine.toml").write_text('base = "base.toml"\n[model]\nfamily = "gpt"\n')
     loaded = parse(f"--config={tmp_path / 'mine.toml'}", "--optim.name=adamw")
     assert loaded.config.optim.momentum == 0.9
+    assert loaded.origins["optim.momentum"] == loaded.origins["model.rope_theta"] == "default"
     assert [note.split(": ", 1)[1] for note in loaded.notes] == [
         'model.rope_theta = 500000.0 means nothing without model.family = "llama"; it stays at its default',
         'optim.momentum = 0.8 means nothing without optim.name = "sgd"; it stays at its default',

@@ -51,15 +51,15 @@ def test_logits_are_the_same_with_the_cache(model: Transformer, chunks: list[int
 @torch.no_grad()
 def test_tokens_are_the_same_with_the_cache(model: Transformer) -> None:
     prompt = [5, 6, 7]
-    found = list(new_tokens(model, prompt, 100, Sampler(temperature=0), end=None))
+    found = list(new_tokens(model, prompt, 100, Sampler(temperature=0)))
     expected: list[int] = []
     while len(prompt) + len(expected) < 24:
         expected.append(int(model(torch.tensor([prompt + expected]))[0, -1].argmax()))
     assert found == expected
     assert len(set(found)) > 3
     stop = found[5]
-    assert list(new_tokens(model, prompt, 100, Sampler(temperature=0), end=stop)) == found[: found.index(stop)]
-    assert list(new_tokens(model, prompt, 4, Sampler(temperature=0), end=None)) == found[:4]
+    assert list(new_tokens(model, prompt, 100, Sampler(temperature=0), ends=(stop,))) == found[: found.index(stop)]
+    assert list(new_tokens(model, prompt, 4, Sampler(temperature=0))) == found[:4]
 
 
 def drawn(sampler: Sampler, logits: Tensor, n: int = 300) -> list[int]:

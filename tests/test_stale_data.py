@@ -289,8 +289,13 @@ def test_ours_that_is_damaged_is_still_ours(damage: bytes, lines: Path, tmp_path
             use()
         assert "delete" not in str(caught.value)
         assert "keep this one, which also holds notes.txt" in str(caught.value)
-    (tmp_path / "out/meta.json").unlink()
     (tmp_path / "out/notes.txt").unlink()
+    (tmp_path / "out/packed-8-0123abcd").mkdir()
+    (tmp_path / "out/packed-8-0123abcd/mine.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"keep this one, which also holds packed-8-0123abcd/mine\.txt"):
+        read_meta(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/packed-8-0123abcd")
+    (tmp_path / "out/meta.json").unlink()
     with pytest.raises(DataError, match="looks like a prepared folder, but its meta.json is missing"):
         corpus.find(str(tmp_path / "out"))
 

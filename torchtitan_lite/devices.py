@@ -1,4 +1,8 @@
-"""What accelerators can do at best, as their makers say: dense bfloat16 without sparsity, and nominal bandwidths."""
+"""What accelerators can do at best, as their makers publish it: dense bfloat16 without sparsity, nominal bandwidths.
+
+The comments name the document that publishes a figure. Check it against the current edition before you rely on it,
+above all for b300, gb200 and gb300, whose figures changed between editions.
+"""
 
 import argparse
 import re

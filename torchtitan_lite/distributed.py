@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,13 +91,44 @@ def process_group(run: RunConfig) -> Iterator[World]:
                 f"the ranks can't meet at {where}: {str(error).splitlines()[0]}\n  If the port is in use, choose "
                 "another MASTER_PORT; torchrun --standalone takes a free one"
             ) from None
-        # after a restart the old ranks' keys are still there, and would be taken for the new ranks'
-        store = dist.PrefixStore(f"attempt {env_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _store_of_this_attempt(store, rank, world_size, timeout)
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     local_world_size = env_int("LOCAL_WORLD_SIZE", 1)
     yield World(dist.get_rank(), dist.get_world_size(), device, threads, local_world_size, patient_group())
+
+
+def _store_of_this_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """A store of the same ranks under a prefix that no earlier attempt has used.
+
+    torchrun keeps its store across restarts, with the keys of the ranks that died. TORCHELASTIC_RESTART_COUNT does not
+    tell attempts apart: each machine counts its own failures. So rank 0 chooses the prefix and offers it to whoever
+    registered last as rank r, until it is acknowledged: a dead rank never does.
+
+    Raises:
+        DistStoreError: a rank did not register within the timeout.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    if rank != 0:
+        me = uuid.uuid4().hex
+        store.set(f"attempt/rank {rank}", me)
+        prefix = store.get(f"attempt/prefix for {me}").decode()
+        store.set(f"attempt/{prefix} has {me}", "")
+        return dist.PrefixStore(prefix, store)
+    prefix = uuid.uuid4().hex
+    for other in range(1, world_size):
+        while True:
+            registered = store.get(f"attempt/rank {other}").decode()
+            store.set(f"attempt/prefix for {registered}", prefix)
+            try:
+                store.wait([f"attempt/{prefix} has {registered}"], timedelta(seconds=1))
+                break
+            except dist.DistStoreError:  # of an earlier attempt, or slow
+                if time.monotonic() > deadline:
+                    raise dist.DistStoreError(f"rank {other} did not arrive within {timeout}") from None
+    return dist.PrefixStore(prefix, store)
 
 
 _PATIENT = "patient"

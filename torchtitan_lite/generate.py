@@ -58,7 +58,7 @@ def answer(opened: Opened, prompt: str, max_tokens: int, sampler: Sampler) -> st
     times: list[float] = []
 
     def timed() -> Iterator[int]:
-        for token in new_tokens(opened.model, ids, max_tokens, sampler, opened.end):
+        for token in new_tokens(opened.model, ids, max_tokens, sampler, opened.ends):
             times.append(time.perf_counter())
             yield token
 

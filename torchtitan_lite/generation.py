@@ -1,6 +1,6 @@
 """Text from a model, token by token: what `generate` and the samples of a training run share."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -50,21 +50,21 @@ class Sampler:
 
 @torch.no_grad()
 def new_tokens(
-    model: Transformer, prompt: list[int], max_tokens: int, choose: Callable[[Tensor], int], end: int | None
+    model: Transformer, prompt: list[int], max_tokens: int, choose: Callable[[Tensor], int], ends: Collection[int] = ()
 ) -> Iterator[int]:
-    """The tokens that follow a prompt, at most max_tokens, up to the end token or the model's max_seq_len.
+    """The tokens that follow a prompt, at most max_tokens, up to an end token or the model's max_seq_len.
 
     Args:
         choose: the next token, given logits (V,), e.g. a Sampler.
         prompt: at least one token, and fewer than max_seq_len.
-        end: a token that ends the text; it is not returned.
+        ends: tokens that end the text; they are not returned.
     """
     device = model.tok_embeddings.weight.device
     cache = [KeysValues() for _ in model.layers]
     fed = prompt
     for _ in range(min(max_tokens, model.config.max_seq_len - len(prompt))):
         token = choose(model(torch.tensor([fed], device=device), None, cache)[0, -1])
-        if token == end:
+        if token in ends:
             return
         yield token
         fed = [token]

@@ -126,6 +126,12 @@ def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | N
         return None
 
 
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text, by the config.json of a Hugging Face folder: one number, a list, or none."""
+    named = storage.read_json(folder / "config.json").get("eos_token_id")
+    return tuple(end for end in (named if isinstance(named, list) else [named]) if type(end) is int)
+
+
 def _compare(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
     """What a folder says of its model, against ours."""
     here = config.resolved()
@@ -239,6 +245,9 @@ def section(folder: Path) -> Iterator[str]:
         yield ""
         yield "[tokenizer]"
         yield f"path = {settings.show(str(folder / 'tokenizer.json'))}"
+        tokenizer = bpe.load(folder / "tokenizer.json")
+        if end := next((name for i in end_tokens(folder) if 0 <= i < 2**32 and (name := tokenizer.id_to_token(i))), ""):
+            yield f"end_token = {settings.show(end)}"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """A trained model with its tokenizer, in one process: from a run, one of its checkpoints, or a Hugging Face folder."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ class Opened:
     source: str  # what was opened, in words
     model: Transformer
     tokenizer: Tokenizer
-    end: int | None  # the token that ends a document
+    ends: tuple[int, ...]  # tokens that end a document
     notes: list[str]  # checkpoints that were passed over
 
 
@@ -88,7 +87,7 @@ def _ready(
     tokenizer_in: Path,
     notes: list[str],
 ) -> Opened:
-    tokenizer, end = _tokenizer(tokenizer_in, folder)
+    tokenizer, ends = _tokenizer(tokenizer_in, folder)
     embeddings = weights.get("tok_embeddings.weight")
     if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
         raise CheckpointError(f"{folder} has no token embeddings: it holds another kind of model")
@@ -110,16 +109,16 @@ def _ready(
         setattr(model, name, torch.empty_like(buffer, device=device))
     model.reset_buffers()
     source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
-    return Opened(source, model.eval().requires_grad_(False), tokenizer, end, notes)
+    return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes)
 
 
-def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, int | None]:
-    """The tokenizer.json in a folder, or that file; and the token that ends a document, if anybody knows."""
+def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
+    """The tokenizer.json in a folder, or that file; and the tokens that end a document, as far as they are known."""
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
         raise DataError(f"{file} is not there: name the model's own with --tokenizer=FILE")
     tokenizer = bpe.load(file)
     if (folder / "config.json").is_file():
-        end = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
-        return tokenizer, end if isinstance(end, int) else None
-    return tokenizer, hf.end_token(storage.read_state(folder, named_by_step=False), tokenizer)
+        return tokenizer, hf.end_tokens(folder)
+    end = hf.end_token(storage.read_state(folder, named_by_step=False), tokenizer)
+    return tokenizer, () if end is None else (end,)

@@ -1,6 +1,7 @@
 """The folder of a run: it can be written, nobody else writes to it, and run.json says what happened in it."""
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
+from torchtitan_lite.data.writer import write_durably
 from torchtitan_lite.distributed import World, env_int, from_rank0
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.layout import Layout
@@ -134,7 +136,9 @@ def take_over(folder: Path, files: Mapping[str, bytes], set_aside: Callable[[], 
     try:
         for name, content in files.items():
             try:
-                staged[name].write_bytes(content)
+                if (folder / name).is_dir():
+                    raise IsADirectoryError(errno.EISDIR, "it is a folder")
+                write_durably(staged[name], content)
             except OSError as error:
                 raise ConfigError(f"{folder / name} can't be written: {error.strerror or error}") from None
         notes = set_aside()

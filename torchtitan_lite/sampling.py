@@ -88,7 +88,7 @@ def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: Wo
                 dist.broadcast(token, src=0)
                 return int(token)
 
-            tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, prompts.end))
+            tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, (prompts.end,)))
             prompt = prompts.config.prompts[i]
             text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompt)
             seconds = time.perf_counter() - began

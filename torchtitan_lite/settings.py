@@ -143,7 +143,13 @@ def parse_value(key: str, text: str) -> Any:
 # --- from settings to a config ----------------------------------------------------------------------------------
 
 
-def build(settings: Settings, checks: Sequence[Check], problems: list[str], notes: list[str] | None = None) -> Config:
+def build(
+    settings: Settings,
+    checks: Sequence[Check],
+    problems: list[str],
+    notes: list[str] | None = None,
+    left_out: set[str] | None = None,
+) -> Config:
     """The config that the settings describe.
 
     A setting that is refused is named in `problems` and left out, so that the rest can still be checked: each of
@@ -152,7 +158,8 @@ def build(settings: Settings, checks: Sequence[Check], problems: list[str], note
     Args:
         checks: the first holds for any values (see `conflicts`); those after it build the model, and are asked only
             if nothing is wrong with [model].
-        notes: gets what is left at its default because another layer made it meaningless (unread.py).
+        notes: gets a sentence for each setting that nothing reads (unread.py).
+        left_out: gets the keys of those that were left at their default.
 
     Returns:
         the config; it counts only if `problems` stayed empty.
@@ -173,7 +180,10 @@ def build(settings: Settings, checks: Sequence[Check], problems: list[str], note
                 problems.append(_describe(key, layers[key], f"{_sentence(item)}; {example(key)}"))
             refused.add(key)
         config = _validate(layers, refused)
-    _leave_out_unread(config, layers, refused, problems, [] if notes is None else notes)
+    for key in _unread(config, layers, refused, problems, [] if notes is None else notes):
+        refused.add(key)
+        if left_out is not None:
+            left_out.add(key)
     config = _validate(layers, refused)
     for check in checks:
         found = _conflicting(check(config), layers, refused)
@@ -183,10 +193,10 @@ def build(settings: Settings, checks: Sequence[Check], problems: list[str], note
     return config
 
 
-def _leave_out_unread(
+def _unread(
     config: Config, settings: Settings, refused: set[str], problems: list[str], notes: list[str]
-) -> None:
-    """Refuse keys that nothing reads, or leave those at their default that come from below the choice."""
+) -> Iterator[str]:
+    """Refuse keys that nothing reads; yield those that a layer below the choice has set: they stay at their default."""
     for found in unread(config):
         key, rule = found.key, found.rule
         if key not in settings or not refused.isdisjoint((key, *rule.choice)):
@@ -197,7 +207,7 @@ def _leave_out_unread(
             notes.append(f"{setting.origin}: {found.message}")
         elif setting.level < chosen:
             notes.append(f"{setting.origin}: {found.message}; it stays at its default")
-            refused.add(key)
+            yield key
         else:
             problems.append(f"{setting.origin}: {found.message}; leave it out, or set that")
             refused.add(key)
@@ -343,14 +353,14 @@ def load(
         settings["run.name"] = Setting(file.stem, "name of the file", level=0)
     settings |= _strategy_layer(settings, local_world_size, problems)
     notes: list[str] = []
-    config = build(
-        settings, [conflicts(world_size, n_gpus, local_world_size, elsewhere=elsewhere), *checks], problems, notes
-    )
+    left_out: set[str] = set()
+    fixed = conflicts(world_size, n_gpus, local_world_size, elsewhere=elsewhere)
+    config = build(settings, [fixed, *checks], problems, notes, left_out)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"the configuration has {count}:", *problems]))
-    sizes = {k: s.origin for k, s in _size_layer(settings, [], set()).items()}
-    return Loaded(config, sizes | {key: setting.origin for key, setting in settings.items()}, notes)
+    written = {key: s.origin for key, s in (_size_layer(settings, [], set()) | settings).items()}
+    return Loaded(config, written | dict.fromkeys(left_out, "default"), notes)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------

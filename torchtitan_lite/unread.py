@@ -114,7 +114,7 @@ RULES = (
         refuse=False,
     ),
     Rule(
-        _keys("data", "text_key", "val_fraction"),
+        _keys("data", "text_key", "val_fraction", "cache_dir"),
         ("data.path", "data.sources"),
         "text to prepare",
         lambda c: not _all_prepared(c),

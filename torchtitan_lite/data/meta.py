@@ -40,6 +40,7 @@ OURS = re.compile(
     r"(train|val)(-\d+\.bin|\.idx)|skipped\.log|(meta|progress|tokenizer)\.json(\.new)?"
     r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
 )  # the names in a prepared folder
+_PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.new)?")  # in a packed-* folder
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,13 @@ def is_prepared(path: str | Path) -> bool:
 
 def foreign(folder: Path) -> list[str]:
     """What a folder holds that is no part of prepared data, sorted."""
-    return sorted(entry.name for entry in os.scandir(folder) if not OURS.fullmatch(entry.name))
+    names = []
+    for entry in os.scandir(folder):
+        if not OURS.fullmatch(entry.name):
+            names.append(entry.name)
+        elif entry.is_dir():  # of packing.py
+            names += [f"{entry.name}/{name}" for name in os.listdir(entry) if not _PACKED.fullmatch(name)]
+    return sorted(names)
 
 
 def remedy(folder: Path) -> str:

@@ -34,6 +34,7 @@ _WINDOW = 1 << 15  # documents that are packed together
 Pairs = NDArray[np.int64]
 NAMES = tuple(f"{split}.{what}" for split in SPLITS for what in ("pieces", "rows"))
 HASHES = "hashes.json"
+REMEDY = f"delete the files {', '.join(NAMES)} and {HASHES} and this folder: the next start makes them again"
 _checked: dict[Path, tuple[tuple[int, ...], ...]] = {}  # indices, and the state of their files when they were hashed
 
 
@@ -81,10 +82,7 @@ def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, say:
             _write_hashes(index, wanted)  # not into a folder that may only be read: then at each start
     for name, file in wanted.items():
         if wrong := _what_is_wrong(index / name, file):
-            raise DataError(
-                f"{index}: the index of packed documents is damaged ({name} {wrong}); delete the files "
-                f"{', '.join(NAMES)} and {HASHES} and this folder: the next start makes them again"
-            )
+            raise DataError(f"{index}: the index of packed documents is damaged ({name} {wrong}); {REMEDY}")
     _checked[index] = state
 
 

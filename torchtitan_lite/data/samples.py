@@ -17,7 +17,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.meta import TokenFiles, read_meta
 from torchtitan_lite.data.mixture import Interleave
 from torchtitan_lite.data.order import Indices, sample_indices
-from torchtitan_lite.data.packing import pack
+from torchtitan_lite.data.packing import REMEDY, pack
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.loss import IGNORE
 
@@ -107,7 +107,7 @@ class Samples:
             if not (0 < begin < begin + length <= self._n_tokens and at + length <= self.seq_len):
                 raise DataError(
                     f"{self._index} is damaged: sequence {index:,} takes {length:,} tokens from {begin:,} on, after "
-                    f"{at:,} others; delete that folder, and the next run makes it again"
+                    f"{at:,} others; {REMEDY}"
                 )
             stream = self._stream.read(begin - 1, begin + length)
             rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = stream[:-1], stream[1:]
