@@ -14,6 +14,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported, but not by name
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -100,7 +101,7 @@ def process_group(run: RunConfig) -> Iterator[World]:
     yield World(dist.get_rank(), dist.get_world_size(), device, threads, local_world_size, patient_group())
 
 
-def _store_of_this_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _store_of_this_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """A store of the same ranks under a prefix that no earlier attempt has used.
 
     torchrun keeps its store across restarts, with the keys of the ranks that died. TORCHELASTIC_RESTART_COUNT does not
@@ -116,7 +117,7 @@ def _store_of_this_attempt(store: dist.Store, rank: int, world_size: int, timeou
         store.set(f"attempt/rank {rank}", me)
         prefix = store.get(f"attempt/prefix for {me}").decode()
         store.set(f"attempt/{prefix} has {me}", "")
-        return dist.PrefixStore(prefix, store)
+        return PrefixStore(prefix, store)
     prefix = uuid.uuid4().hex
     for other in range(1, world_size):
         while True:
@@ -128,7 +129,7 @@ def _store_of_this_attempt(store: dist.Store, rank: int, world_size: int, timeou
             except dist.DistStoreError:  # of an earlier attempt, or slow
                 if time.monotonic() > deadline:
                     raise dist.DistStoreError(f"rank {other} did not arrive within {timeout}") from None
-    return dist.PrefixStore(prefix, store)
+    return PrefixStore(prefix, store)
 
 
 _PATIENT = "patient"
