@@ -12,7 +12,8 @@ Full: whole tensors, which rank 0 alone writes and reads; no shared file system 
 read them. Sharded: every rank writes and reads its own part, and nothing is gathered. Both APIs write the same files,
 and each of the four ways loads what any other has written, on any world size. The dtensor way shows what happens and is
 where to customise; the dcp way leaves it to torch. Also:
-`python checkpoint.py verify | inspect | convert | export | import`.
+`python checkpoint.py verify | inspect | convert | export | import` looks at checkpoints: tools/checkpoints.py.
+When a checkpoint is committed: checkpointing/storage.py. Which one is loaded: select.py. In the background: save.py.
 """
 
 import functools
@@ -39,19 +40,28 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_lite import checkpoint_tools, names, progress, shards, storage
-from torchtitan_lite.choose import choose, on_rank0
-from torchtitan_lite.config import CheckpointConfig
-from torchtitan_lite.distributed import World
+from torchtitan_lite.checkpointing import dcp_storage, progress, storage
+from torchtitan_lite.checkpointing.compatibility import with_defaults
+from torchtitan_lite.checkpointing.gathering import Gathering, to_be_copied
+from torchtitan_lite.checkpointing.safetensors_file import (
+    Announced,
+    FileRecord,
+    TensorFileWriter,
+    announcement,
+    layout,
+    write_tensors,
+)
+from torchtitan_lite.checkpointing.save import Saver, Write
+from torchtitan_lite.checkpointing.select import choose, on_rank0
+from torchtitan_lite.checkpointing.storage import Manifest, TrainState
+from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed import names
+from torchtitan_lite.distributed.initialize import local_rows
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.gathering import Gathering, to_be_copied
-from torchtitan_lite.init import local_rows
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.optim import make_state
-from torchtitan_lite.resume import with_defaults
-from torchtitan_lite.saving import Saver, Write
-from torchtitan_lite.storage import Manifest, TrainState
-from torchtitan_lite.tensorfile import Announced, FileRecord, TensorFileWriter, announcement, layout, write_tensors
+from torchtitan_lite.optim.optimizer import make_state
+from torchtitan_lite.tools import checkpoints
 
 Tensors = dict[str, Tensor]
 
@@ -144,7 +154,7 @@ class Checkpointer:
         def compare() -> None:
             nonlocal weights
             weights = open_weights(True)
-            found = {name: shape for name, (_, shape) in shards.announced(weights).items()}
+            found = {name: shape for name, (_, shape) in dcp_storage.announced(weights).items()}
             advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
             storage.compare(Path("model.init_from"), found, _shapes(targets), "model", advice)
 
@@ -172,7 +182,9 @@ class Checkpointer:
 
     def _compare(self, folder: Path, manifest: Manifest) -> None:
         if manifest.state_dict == "sharded":
-            storage.compare(folder, shards.shapes(folder), _shapes(names.by_name(self._parts())), "model or optimizer")
+            storage.compare(
+                folder, dcp_storage.shapes(folder), _shapes(names.by_name(self._parts())), "model or optimizer"
+            )
             return
         for file, tensors in self._parts().items():
             storage.compare(folder, storage.read_shapes(folder / file), _shapes(tensors), file.split(".")[0])
@@ -261,7 +273,7 @@ class Checkpointer:
         copies = self._copied(state) if beside else None
 
         def write(folder: Path) -> dict[str, FileRecord]:
-            writer = shards.ShardWriter(folder, copies)
+            writer = dcp_storage.ShardWriter(folder, copies)
             try:
                 dcp.save(state, storage_writer=writer, process_group=self._saver.group)
             except CheckpointException as error:  # no Exception, and with every rank's traceback in its text
@@ -293,7 +305,7 @@ class Checkpointer:
         elif manifest.state_dict == "full":
             self._set_full(folder)
         elif self.config.api == "dtensor":
-            shards.load(names.by_name(self._parts()), folder, self.world.patient)
+            dcp_storage.load(names.by_name(self._parts()), folder, self.world.patient)
         else:
             self._set_sharded(folder)
 
@@ -326,7 +338,7 @@ class Checkpointer:
     def _set_sharded(self, folder: Path) -> None:
         ours = names.hyperparameters(self.optimizer)
         state = names.by_name(self._parts())
-        shards.load(state, folder, self.world.patient)
+        dcp_storage.load(state, folder, self.world.patient)
         model, optimizer = (
             {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
             for prefix in (names.prefix(storage.MODEL), names.prefix(storage.OPTIMIZER))
@@ -347,4 +359,4 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 if __name__ == "__main__":
-    sys.exit(checkpoint_tools.main(sys.argv[1:]))
+    sys.exit(checkpoints.main(sys.argv[1:]))

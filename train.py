@@ -22,15 +22,28 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
-from torchtitan_lite import checks, cli, hf, inspection, models, out_of_memory, run_folder, starting
-from torchtitan_lite.config import Config, LogConfig
-from torchtitan_lite.console import duration, what_next
+from torchtitan_lite import models
+from torchtitan_lite.checkpointing.compatibility import continued, fresh_state
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config import cli
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.load import Loaded, to_toml_with_origins
+from torchtitan_lite.config.schema import Config, LogConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Ahead, Loader
 from torchtitan_lite.data.packing import pack_all
-from torchtitan_lite.data.prepare import prepare_all
+from torchtitan_lite.data.prepare.cache import prepare_all
 from torchtitan_lite.data.samples import open_samples
-from torchtitan_lite.distributed import (
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import (
+    apply_activation_checkpointing,
+    apply_compile,
+    apply_fast_paths,
+    apply_fsdp,
+    before_micro_batch,
+    unshard_first,
+)
+from torchtitan_lite.distributed.process_group import (
     World,
     build_mesh,
     env_int,
@@ -41,41 +54,37 @@ from torchtitan_lite.distributed import (
     say_once,
     sum_over_ranks,
 )
+from torchtitan_lite.distributed.shared_memory import apply_shared_memory
 from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, run_cli
-from torchtitan_lite.evaluate import Validation
-from torchtitan_lite.flops import flops_per_token
-from torchtitan_lite.garbage import on_schedule
-from torchtitan_lite.guard import FiniteGuard, require_equal_copies, require_finite
-from torchtitan_lite.init import materialise
-from torchtitan_lite.layout import derive
-from torchtitan_lite.leaving import Leaving, prepare_process
-from torchtitan_lite.metrics import Clock, Log
-from torchtitan_lite.optim import (
-    build_optimizer,
-    clip_gradients,
-    freeze,
-    learning_rate,
-    set_learning_rate,
-)
-from torchtitan_lite.parallelize import (
-    apply_activation_checkpointing,
-    apply_compile,
-    apply_fast_paths,
-    apply_fsdp,
-    before_micro_batch,
-    unshard_first,
-)
-from torchtitan_lite.profiling import Profile
-from torchtitan_lite.resume import continued, fresh_state
-from torchtitan_lite.sampling import Prompts, sample
-from torchtitan_lite.scaler import GradScaler
-from torchtitan_lite.settings import Loaded, to_toml_with_origins
-from torchtitan_lite.shared_memory import apply_shared_memory
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.huggingface import weights
+from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring.console import duration, what_next
+from torchtitan_lite.monitoring.flops import flops_per_token
+from torchtitan_lite.monitoring.metrics import Clock, Log
+from torchtitan_lite.monitoring.profiler import Profile
+from torchtitan_lite.monitoring.trackers import Trackers
+from torchtitan_lite.monitoring.watchdog import Watch
+from torchtitan_lite.optim.finite_guard import FiniteGuard, require_equal_copies, require_finite
+from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, learning_rate, set_learning_rate
 from torchtitan_lite.terminal import complain, show
-from torchtitan_lite.trackers import Trackers
-from torchtitan_lite.training import Training, judge, log_step, peak_flops, report_save, save, source_lines, validate
-from torchtitan_lite.watch import Watch
+from torchtitan_lite.tools import inspect
+from torchtitan_lite.training import checks, out_of_memory
+from torchtitan_lite.training import start as starting
+from torchtitan_lite.training.evaluate import Validation
+from torchtitan_lite.training.garbage import on_schedule
+from torchtitan_lite.training.preemption import Leaving, prepare_process
+from torchtitan_lite.training.sampling import Prompts, sample
+from torchtitan_lite.training.session import (
+    Training,
+    judge,
+    log_step,
+    peak_flops,
+    report_save,
+    save,
+    source_lines,
+    validate,
+)
 
 
 def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "") -> Training:
@@ -146,7 +155,7 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
             log.say(f"note    {note}")
     if config.model.init_from and not loaded:
         source = Path(config.model.init_from)
-        checkpointer.load_weights(lambda verify: hf.open_weights(source, config.model, verify))
+        checkpointer.load_weights(lambda verify: weights.open_weights(source, config.model, verify))
     return loaded
 
 
@@ -338,7 +347,7 @@ def prepare_and_run(command: cli.Command) -> None:
     if config.data.packing == "best_fit":
         pack_all(data, config.train.seq_len, show)
     if command.dry_run:
-        from torchtitan_lite import dry_run  # with the simulator: a run does not load it
+        from torchtitan_lite.tools import dry_run
 
         dry_run.run(command.loaded, data, build, train_step)
         return
@@ -347,7 +356,7 @@ def prepare_and_run(command: cli.Command) -> None:
             mesh = build_mesh(derive(config, world.world_size), world.device)
             model = sharded_model(config, data.vocab_size, mesh)
             if world.rank == 0:
-                print(inspection.describe(model, config.fsdp))
+                print(inspect.describe(model, config.fsdp))
             return
         lock = run_folder.lock(config.folder, world)
         run(command.loaded, data, world, Log(config.folder, speaks=world.rank == 0))

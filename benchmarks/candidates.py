@@ -19,13 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from benchmarks.contenders import Shape, training_of
-from torchtitan_lite import shared_memory
-from torchtitan_lite.config import RunConfig
-from torchtitan_lite.distributed import leave, process_group
-from torchtitan_lite.loss import summed_cross_entropy
-from torchtitan_lite.models import block_attention, fused, head
-from torchtitan_lite.models.common import attend
+from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.distributed import shared_memory
+from torchtitan_lite.distributed.process_group import leave, process_group
+from torchtitan_lite.models import attention as block_attention
+from torchtitan_lite.models import fused, head
 from torchtitan_lite.models.llama import rotate
+from torchtitan_lite.models.loss import summed_cross_entropy
+from torchtitan_lite.models.transformer import attend
 
 SHAPE = Shape()
 BF16, TIMES = torch.bfloat16, 7

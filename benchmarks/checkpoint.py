@@ -23,13 +23,14 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite import names, settings
-from torchtitan_lite.config import CheckpointConfig, Config, RunConfig
-from torchtitan_lite.distributed import World, build_mesh, leave, process_group
-from torchtitan_lite.init import materialise
-from torchtitan_lite.layout import derive
-from torchtitan_lite.optim import build_optimizer, make_state
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config import load as settings
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
+from torchtitan_lite.distributed import names
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
 ROOT = Path(__file__).parent.parent
 SIZE = {

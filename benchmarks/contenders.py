@@ -26,21 +26,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import train
-from torchtitan_lite import models, settings
-from torchtitan_lite.config import Config, ModelConfig, RunConfig
+from torchtitan_lite import models
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config import load
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed import World, build_mesh, leave, process_group
-from torchtitan_lite.guard import FiniteGuard
-from torchtitan_lite.init import materialise
-from torchtitan_lite.layout import derive
-from torchtitan_lite.leaving import Leaving
-from torchtitan_lite.metrics import Clock
-from torchtitan_lite.optim import build_optimizer
-from torchtitan_lite.scaler import GradScaler
-from torchtitan_lite.storage import TrainState
-from torchtitan_lite.training import Training
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
+from torchtitan_lite.monitoring.metrics import Clock
+from torchtitan_lite.optim.finite_guard import FiniteGuard
+from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.training.preemption import Leaving
+from torchtitan_lite.training.session import Training
 
 Step = Callable[[], None]
 
@@ -108,9 +109,9 @@ def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str =
         "tokenizer.vocab_size": shape.vocab_size,
         "model.n_kv_heads": shape.n_heads,
     }
-    given = {key: settings.Setting(value, "benchmark") for key, value in (values | more).items()}
+    given = {key: load.Setting(value, "benchmark") for key, value in (values | more).items()}
     n_gpus = torch.cuda.device_count() if device == "cuda" else 0
-    return settings.load(None, given, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size).config
+    return load.load(None, given, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size).config
 
 
 def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Training:

@@ -24,10 +24,11 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from torchtitan_lite.data import corpus, meta
+from torchtitan_lite.data import token_files
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.prepare import corpus
+from torchtitan_lite.data.prepare.writer import write_durably
 from torchtitan_lite.data.samples import Mixture, Samples
-from torchtitan_lite.data.writer import write_durably
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, BATCH = 1024, 512
@@ -134,17 +135,17 @@ def corpus_of(folder: Path, n_tokens: int) -> Path:
     out = folder / f"tokens-{n_tokens}"
     out.mkdir()
     write_durably(out / "tokenizer.json", b"{}")
-    files = {"tokenizer.json": meta.File.of(out / "tokenizer.json")}
+    files = {"tokenizer.json": token_files.File.of(out / "tokenizer.json")}
     for split, n in (("train", n_tokens), ("val", 4 * SEQ_LEN)):
-        for number, length in enumerate(meta.shard_lengths(n, 1 << 28)):
-            path = out / meta.shard_name(split, number)
+        for number, length in enumerate(token_files.shard_lengths(n, 1 << 28)):
+            path = out / token_files.shard_name(split, number)
             path.write_bytes(np.random.default_rng(0).integers(0, 8192, min(length, 10**6), np.uint16).tobytes())
             os.truncate(path, length * 2)
-            files[path.name] = meta.File(length * 2, "", meta.spots(path))
+            files[path.name] = token_files.File(length * 2, "", token_files.spots(path))
         np.array([n], np.int64).tofile(out / f"{split}.idx")
-        files[f"{split}.idx"] = meta.File.of(out / f"{split}.idx")
-    described = meta.Meta(
-        *(meta.FORMAT_VERSION, 2, 1, 0, 0, n_tokens, 4 * SEQ_LEN, 0, 8192, 0, 1 << 28, "", "", ""), files, {}, []
+        files[f"{split}.idx"] = token_files.File.of(out / f"{split}.idx")
+    described = token_files.Meta(
+        *(token_files.FORMAT_VERSION, 2, 1, 0, 0, n_tokens, 4 * SEQ_LEN, 0, 8192, 0, 1 << 28, "", "", ""), files, {}, []
     )
     (out / "meta.json").write_text(json.dumps(asdict(described)))
     return out

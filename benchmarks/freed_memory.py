@@ -21,11 +21,11 @@ def worker() -> None:
     """train.py, with or without the function."""
     sys.path.insert(0, str(ROOT))
     import train
-    from torchtitan_lite import distributed
+    from torchtitan_lite.distributed import process_group
 
     if os.environ["KEEP"] == "0":
-        distributed.keep_freed_memory = lambda: None
-    distributed.leave(train.main(sys.argv[1:]))
+        process_group.keep_freed_memory = lambda: None
+    process_group.leave(train.main(sys.argv[1:]))
 
 
 def run(keep: bool, out_dir: str) -> tuple[float, list[float]]:

@@ -19,7 +19,9 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite import devices, models, settings
+from torchtitan_lite import models
+from torchtitan_lite.config import load
+from torchtitan_lite.monitoring import devices
 
 ROOT = Path(__file__).parent.parent
 STEPS, LOG_EVERY, SEQUENCES = 40, 5, 8  # per GPU and step
@@ -83,11 +85,11 @@ def flops_per_token(options: list[str], *, causal: bool) -> int:
     Args:
         causal: count only the half of attention that a causal model needs.
     """
-    given: settings.Settings = {}
+    given: load.Settings = {}
     for option in options[1:]:
         key, value = option.removeprefix("--").split("=", 1)
-        given[key] = settings.Setting(settings.parse_value(key, value), "benchmark")
-    config = settings.load(ROOT / options[0].split("=")[1], given).config
+        given[key] = load.Setting(load.parse_value(key, value), "benchmark")
+    config = load.load(ROOT / options[0].split("=")[1], given).config
     with torch.device("meta"):
         model = models.build(config.model, config.tokenizer.vocab_size)
     inside = sum(p.numel() for p in (*model.layers.parameters(), *model.norm.parameters(), model.output.weight))

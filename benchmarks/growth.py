@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.config.schema import ModelConfig
 
 ROOT = Path(__file__).parent.parent
 Points = list[tuple[float, float]]

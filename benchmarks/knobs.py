@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite import settings
-from torchtitan_lite.allocator import peak_of
-from torchtitan_lite.init import materialise
+from torchtitan_lite.config import load
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing
 from torchtitan_lite.models import build
-from torchtitan_lite.parallelize import apply_activation_checkpointing
+from torchtitan_lite.tools.allocator import peak_of
 
 ROOT = Path(__file__).parent.parent
 BASE = ["--train.micro_batch_size=4", "--train.global_batch_size=16", "--fsdp.param_dtype=bfloat16"]
@@ -50,8 +50,8 @@ def rate(options: list[str]) -> float:
 
 def peak_mib(mode: str) -> float:
     """The most that one forward and backward hold beyond parameters, in MiB: gradients and activations."""
-    setting = {"activation_checkpointing.mode": settings.Setting(mode, ""), "model.size": settings.Setting("15M", "")}
-    config = settings.load(None, setting).config
+    setting = {"activation_checkpointing.mode": load.Setting(mode, ""), "model.size": load.Setting("15M", "")}
+    config = load.load(None, setting).config
     with torch.device("meta"):
         model = build(config.model, 4096)
     apply_activation_checkpointing(model, config.activation_checkpointing)

@@ -24,12 +24,12 @@ import torch
 
 import train
 from benchmarks.contenders import Shape, training_of
-from torchtitan_lite.allocator import peak_of
-from torchtitan_lite.config import RunConfig
-from torchtitan_lite.distributed import leave, process_group
-from torchtitan_lite.init import local_rows
+from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.distributed.initialize import local_rows
+from torchtitan_lite.distributed.process_group import leave, process_group
 from torchtitan_lite.models.head import CHUNK
-from torchtitan_lite.training import Training
+from torchtitan_lite.tools.allocator import peak_of
+from torchtitan_lite.training.session import Training
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20

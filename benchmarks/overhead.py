@@ -15,18 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.distributed import leave
+from torchtitan_lite.distributed.process_group import leave
 
 ROOT = Path(__file__).parent.parent
 IMPORTS = "import torch, torch.distributed.fsdp, torch.distributed.tensor"
 SCRIPT = f"{IMPORTS}\nimport os, time\nif os.environ.get('RANK', '0') == '0': print('NOW', time.time(), flush=True)\n"
 RECORDS = {
     "train": ("log_step", "report_save", "source_lines"),
-    "torchtitan_lite.metrics.Log": ("say", "record", "start_bar", "advance_bar", "close"),
-    "torchtitan_lite.watch.Watch": ("step", "computing"),
-    "torchtitan_lite.profiling.Profile": ("begin", "end"),
-    "torchtitan_lite.metrics.Clock": ("lap",),
-    "torchtitan_lite.run_folder": ("write_status", "facts"),
+    "torchtitan_lite.monitoring.metrics.Log": ("say", "record", "start_bar", "advance_bar", "close"),
+    "torchtitan_lite.monitoring.watchdog.Watch": ("step", "computing"),
+    "torchtitan_lite.monitoring.profiler.Profile": ("begin", "end"),
+    "torchtitan_lite.monitoring.metrics.Clock": ("lap",),
+    "torchtitan_lite.monitoring.run_folder": ("write_status", "facts"),
 }
 STEPS = 60
 

@@ -20,22 +20,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
-from torchtitan_lite.config import CheckpointConfig, FsdpConfig, GradScalerConfig, ModelConfig, OptimConfig, RunConfig
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import (
+    CheckpointConfig,
+    FsdpConfig,
+    GradScalerConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+)
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed import World, leave, process_group
+from torchtitan_lite.distributed.initialize import local_rows, materialise
+from torchtitan_lite.distributed.parallelize import apply_fsdp
+from torchtitan_lite.distributed.process_group import World, leave, process_group
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
-from torchtitan_lite.evaluate import Validation, evaluate
-from torchtitan_lite.guard import FiniteGuard, require_finite
-from torchtitan_lite.init import local_rows, materialise
-from torchtitan_lite.loss import IGNORE
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT
-from torchtitan_lite.optim import build_optimizer, clip_gradients, freeze, set_learning_rate
-from torchtitan_lite.parallelize import apply_fsdp
-from torchtitan_lite.scaler import GradScaler
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.optim.finite_guard import FiniteGuard, require_finite
+from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate
+from torchtitan_lite.training.evaluate import Validation, evaluate
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
 MODEL = ModelConfig(family="gpt", dim=30, n_heads=2, n_layers=2, max_seq_len=3)

@@ -8,16 +8,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lite import models, settings
-from torchtitan_lite.distributed import build_mesh
-from torchtitan_lite.layout import derive
-from torchtitan_lite.parallelize import apply_fsdp
+from torchtitan_lite import models
+from torchtitan_lite.config import load
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.distributed.parallelize import apply_fsdp
+from torchtitan_lite.distributed.process_group import build_mesh
 
 
 def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     for file in sys.argv[1:]:
-        config = settings.load(Path(file), {}, world_size=8).config
+        config = load.load(Path(file), {}, world_size=8).config
         mesh = build_mesh(derive(config, 8), torch.device("cpu"))
         with torch.device("meta"):
             model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)

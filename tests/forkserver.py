@@ -126,7 +126,7 @@ def _fork(env: Mapping[str, str], argv: Sequence[str], out: Path, err: Path, ent
         for number, path in ((1, out), (2, err)):
             with path.open("a") as stream:
                 os.dup2(stream.fileno(), number)
-        from torchtitan_lite.distributed import leave
+        from torchtitan_lite.distributed.process_group import leave
 
         if fault:
             from tests.faults import worker

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.forkserver import ADDRESS, Server
 from tests.forkserver import HANGS_S as HANGS_S
-from torchtitan_lite import shards
+from torchtitan_lite.checkpointing import dcp_storage
 
 ROOT = Path(__file__).parent.parent
 
@@ -143,6 +143,6 @@ def checkpoint(run: Path, step: int) -> Path:
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint of either kind: those of the model, and of the optimizer as exp_avg.NAME."""
-    if (folder / shards.INDEX).is_file():
-        return {name.split(".", 1)[1]: tensor for name, tensor in shards.WholeTensors(folder, "").items()}
+    if (folder / dcp_storage.INDEX).is_file():
+        return {name.split(".", 1)[1]: tensor for name, tensor in dcp_storage.WholeTensors(folder, "").items()}
     return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed.initialize import local_rows
+from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.errors import ConfigError, NonFiniteError
-from torchtitan_lite.init import local_rows
-from torchtitan_lite.parallelize import groups_of
-from torchtitan_lite.training import Training
+from torchtitan_lite.training.session import Training
 
 Build = Callable[..., Training]
 LAYERS = ["layers.0", "layers.1", "layers.2"]

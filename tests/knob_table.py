@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lite import settings
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 
@@ -48,9 +48,9 @@ class Case:
     def config(self, device: str = "cpu") -> Config:
         """As if all of it had been given on the command line."""
         values = {"llama": LLAMA, "gpt": GPT}[self.base] | {"model.size": "1M", "run.device": device} | self.set
-        given = {key: settings.Setting(value, "command line") for key, value in values.items()}
+        given = {key: load.Setting(value, "command line") for key, value in values.items()}
         n_gpus = int(device == "cuda")
-        return settings.load(None, given, world_size=self.ranks, n_gpus=n_gpus, local_world_size=2 - n_gpus).config
+        return load.load(None, given, world_size=self.ranks, n_gpus=n_gpus, local_world_size=2 - n_gpus).config
 
 
 BF16 = {"fsdp.param_dtype": "bfloat16"}

@@ -23,19 +23,19 @@ import torch.distributed as dist
 import train
 from tests import knob_effects
 from tests.knob_table import CASES, ON_CUDA, STEPS, VOCABULARY, FixedSamples
-from torchtitan_lite.config import Config, RunConfig
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
-from torchtitan_lite.distributed import World, build_mesh, leave, process_group
-from torchtitan_lite.guard import FiniteGuard
-from torchtitan_lite.init import local_rows, materialise
-from torchtitan_lite.layout import derive
-from torchtitan_lite.leaving import Leaving
-from torchtitan_lite.metrics import Clock
-from torchtitan_lite.models import block_attention, head
-from torchtitan_lite.optim import build_optimizer
-from torchtitan_lite.scaler import GradScaler
-from torchtitan_lite.storage import TrainState
-from torchtitan_lite.training import Training
+from torchtitan_lite.distributed.initialize import local_rows, materialise
+from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
+from torchtitan_lite.models import attention, head
+from torchtitan_lite.monitoring.metrics import Clock
+from torchtitan_lite.optim.finite_guard import FiniteGuard
+from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.training.preemption import Leaving
+from torchtitan_lite.training.session import Training
 
 
 def training(config: Config, world: World) -> Training:
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     device: Literal["cpu", "cuda"] = "cuda" if argv[1:] == ["cuda"] else "cpu"
     wanted = set(argv[1:]) or {*CASES, *knob_effects.EFFECTS}  # all
     # a micro-batch of 16 tokens, in several pieces, the last ones not full
-    block_attention.BLOCK, head.CHUNK = 6, {"cpu": 7, "cuda": 7}
+    attention.BLOCK, head.CHUNK = 6, {"cpu": 7, "cuda": 7}
     with process_group(RunConfig(device=device, threads=1)) as world:
         rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size and name in wanted}
         for name, case in (ON_CUDA if device == "cuda" else rows).items():

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from torchtitan_lite import settings
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import Config
 
 VOCABULARY = 2048
 _LLAMA = {"model.size": "1M", "train.seq_len": 256, "train.micro_batch_size": 4, "train.global_batch_size": 8}
@@ -36,5 +36,5 @@ def config_of(name: str, world_size: int, **more: Any) -> Config:
     values = _LLAMA | CASES[name] | more
     if name.startswith("gpt"):
         values |= {"model.max_seq_len": 512}
-    overrides = {key: settings.Setting(value, "test") for key, value in values.items()}
-    return settings.load(None, overrides, world_size=world_size, n_gpus=8).config
+    overrides = {key: load.Setting(value, "test") for key, value in values.items()}
+    return load.load(None, overrides, world_size=world_size, n_gpus=8).config

@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite import hf, settings
-from torchtitan_lite.config import CheckpointConfig, Config, ModelConfig
-from torchtitan_lite.distributed import World, build_mesh, process_group
-from torchtitan_lite.init import materialise
-from torchtitan_lite.layout import derive
-from torchtitan_lite.optim import build_optimizer, make_state
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config import load
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import CheckpointConfig, Config, ModelConfig
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.process_group import World, build_mesh, process_group
+from torchtitan_lite.huggingface import weights
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
 MODEL = {"model.dim": 512, "model.n_layers": 6, "model.n_heads": 8, "model.hidden_dim": 1408}
 VOCABULARY = 4096
@@ -28,7 +29,7 @@ MIB = 2**20
 
 
 def model_config() -> ModelConfig:
-    return settings.load(None, {key: settings.Setting(value, "") for key, value in MODEL.items()}).config.model
+    return load.load(None, {key: load.Setting(value, "") for key, value in MODEL.items()}).config.model
 
 
 def anonymous() -> int:
@@ -63,8 +64,8 @@ def peak_of(action: Callable[[], object]) -> float:
 
 
 def measure(folder: Path, hf_folder: Path, world: World) -> dict[str, float]:
-    given = {key: settings.Setting(value, "") for key, value in MODEL.items()}
-    config: Config = settings.load(None, given, world_size=world.world_size).config
+    given = {key: load.Setting(value, "") for key, value in MODEL.items()}
+    config: Config = load.load(None, given, world_size=world.world_size).config
     model = train.sharded_model(config, VOCABULARY, build_mesh(derive(config, world.world_size), world.device))
     materialise(model, world.device, 0)
     optimizer = build_optimizer(model, config.optim)
@@ -88,7 +89,7 @@ def measure(folder: Path, hf_folder: Path, world: World) -> dict[str, float]:
             found[f"save {kind} {api}"] = peak_of(lambda kind=kind, api=api: save(kind, api, 2))  # type: ignore[misc]
             found[f"load {kind} {api}"] = peak_of(lambda kind=kind, api=api: checkpointer(kind, api).load({}))  # type: ignore[misc]
     importer = checkpointer("full", "dtensor")
-    found["import"] = peak_of(lambda: importer.load_weights(lambda v: hf.open_weights(hf_folder, config.model, v)))
+    found["import"] = peak_of(lambda: importer.load_weights(lambda v: weights.open_weights(hf_folder, config.model, v)))
     found["gradients"] = sum(p.to_local().numel() for p in model.parameters()) * 4 / MIB  # type: ignore[attr-defined]
     return found
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed_cases import MESHES, loss_of, make_mesh, sharded
-from torchtitan_lite.config import FsdpConfig, RunConfig
-from torchtitan_lite.distributed import leave, limit_waiting, process_group
-from torchtitan_lite.optim import clip_gradients
-from torchtitan_lite.watch import is_lost
+from torchtitan_lite.config.schema import FsdpConfig, RunConfig
+from torchtitan_lite.distributed.process_group import leave, limit_waiting, process_group
+from torchtitan_lite.monitoring.watchdog import is_lost
+from torchtitan_lite.optim.optimizer import clip_gradients
 
 
 def groups() -> dict[str, dist.ProcessGroup]:

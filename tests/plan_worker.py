@@ -16,13 +16,13 @@ from torch import Tensor
 
 import train
 from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
-from torchtitan_lite.allocator import own_bytes, peak_of
-from torchtitan_lite.config import Config, RunConfig
-from torchtitan_lite.distributed import World, build_mesh, leave, process_group
-from torchtitan_lite.init import materialise
-from torchtitan_lite.layout import derive
-from torchtitan_lite.optim import build_optimizer, clip_gradients
-from torchtitan_lite.parallelize import before_micro_batch
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config, RunConfig
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import before_micro_batch
+from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients
+from torchtitan_lite.tools.allocator import own_bytes, peak_of
 
 
 def measure(config: Config, world: World) -> int:

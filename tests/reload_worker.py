@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite import storage
-from torchtitan_lite.config import CheckpointConfig, Config
-from torchtitan_lite.distributed import World, build_mesh, process_group
-from torchtitan_lite.init import materialise
-from torchtitan_lite.layout import derive
-from torchtitan_lite.names import optimizer_tensors, own_tensors
-from torchtitan_lite.optim import build_optimizer, make_state, set_learning_rate
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import CheckpointConfig, Config
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.names import optimizer_tensors, own_tensors
+from torchtitan_lite.distributed.process_group import World, build_mesh, process_group
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state, set_learning_rate
 
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
 # mesh -> number of ranks and of copies; no size below divides evenly

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torchtitan_lite.config import RunConfig
-from torchtitan_lite.distributed import World, process_group
-from torchtitan_lite.shared_memory import AllGather, ReduceScatter, SharedMemory, apply_shared_memory
+from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.distributed.process_group import World, process_group
+from torchtitan_lite.distributed.shared_memory import AllGather, ReduceScatter, SharedMemory, apply_shared_memory
 
 # the names in torch 2.13, and before
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

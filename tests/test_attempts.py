@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from tests.helpers import checkpoint, losses, ranks, records, succeeded, tiny
-from torchtitan_lite import choose, storage
+from torchtitan_lite.checkpointing import select, storage
 from torchtitan_lite.errors import CheckpointError
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
@@ -259,7 +259,7 @@ def test_a_checkpoint_that_can_t_be_renamed_leaves_all_their_names(
 
     monkeypatch.setattr(storage, "set_aside", fails_at_4)
     with pytest.raises(CheckpointError, match="step-00000004 can't be set aside"):
-        choose.set_aside(tmp_path, [(6, "old"), (4, "old"), (2, "old")])
+        select.set_aside(tmp_path, [(6, "old"), (4, "old"), (2, "old")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000006"]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import contenders, gpu
 from tests.helpers import start, succeeded
-from torchtitan_lite import cli
+from torchtitan_lite.config import cli
 from torchtitan_lite.models import build
 
 
@@ -28,7 +28,7 @@ def test_the_comparison_of_speeds_runs(n: int) -> None:
 @pytest.mark.parametrize("name", gpu.SETTINGS)
 def test_the_settings_for_a_gpu_are_configs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be no GPU here for years: at least nothing in them is misspelt or contradicts itself."""
-    monkeypatch.setattr("torchtitan_lite.conflicts._missing_for_inductor", lambda *_: "")  # triton
+    monkeypatch.setattr("torchtitan_lite.config.rules._missing_for_inductor", lambda *_: "")  # triton
     options = gpu.command_line(gpu.SETTINGS[name], 1, str(tmp_path))
     config = cli.parse([*options, "--check-config"], world_size=1, n_gpus=1, local_world_size=1).loaded.config
     assert config.train.seq_len == (4096 if "llama" in options[0] else 1024)

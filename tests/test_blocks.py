@@ -10,12 +10,12 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lite.allocator import peak_of
-from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig, RunConfig
-from torchtitan_lite.conflicts import _missing_for_inductor
-from torchtitan_lite.init import materialise
+from torchtitan_lite.config.rules import _missing_for_inductor
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, RunConfig
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.parallelize import apply_activation_checkpointing, apply_compile
+from torchtitan_lite.tools.allocator import peak_of
 
 LLAMA = ModelConfig(dim=64, n_heads=4, n_layers=4, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=64, n_heads=4, n_layers=4, max_seq_len=64, dropout=0.1)

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save
 
 from tests.helpers import checkpoint, limited, python, ranks, records, succeeded, tensors, tiny
-from torchtitan_lite import retention, shards, storage
+from torchtitan_lite.checkpointing import dcp_storage, retention, storage
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorFileWriter, announcement, write_tensors
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.tensorfile import FileRecord, TensorFileWriter, announcement, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -495,8 +495,8 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
     succeeded(python("convert", str(folder), str(tmp_path / "back/checkpoints"), script="checkpoint.py"))
     again_sharded = checkpoint(tmp_path / "back", 4)
     assert storage.verify(again_sharded) == []
-    found = shards.WholeTensors(again_sharded, "")
-    expected = shards.WholeTensors(checkpoint(sharded, 4), "")
+    found = dcp_storage.WholeTensors(again_sharded, "")
+    expected = dcp_storage.WholeTensors(checkpoint(sharded, 4), "")
     assert found.keys() == expected.keys()
     assert all(found[name].equal(expected[name]) for name in expected)
     again = python("convert", str(sharded), str(tmp_path / "run/checkpoints"), script="checkpoint.py")

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from tests.helpers import ranks, succeeded
 from tests.memory_worker import VOCABULARY, model_config
-from torchtitan_lite import hf_layout
+from torchtitan_lite.huggingface import names
 from torchtitan_lite.models import build
 
 
@@ -20,10 +20,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
     with torch.device("meta"):
         model = build(config, VOCABULARY)
     weights = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
-    parts = hf_layout.hf_names(weights, config.family)
+    parts = names.hf_names(weights, config.family)
     (folder / "hf").mkdir()
-    (folder / "hf/config.json").write_text(json.dumps(hf_layout.to_hf_config(config, VOCABULARY)))
-    content = {name: hf_layout.to_hf(ours, weights.__getitem__, config.family) for name, ours in parts.items()}
+    (folder / "hf/config.json").write_text(json.dumps(names.to_hf_config(config, VOCABULARY)))
+    content = {name: names.to_hf(ours, weights.__getitem__, config.family) for name, ours in parts.items()}
     save_file(content, folder / "hf/model.safetensors")
     succeeded(ranks(2, str(folder), str(folder / "hf"), entry="tests.memory_worker"))
     return json.loads((folder / "found.json").read_text())

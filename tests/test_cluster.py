@@ -13,7 +13,7 @@ import pytest
 
 from tests.forkserver import free_port
 from tests.helpers import HANGS_S, ROOT, losses, ranks, records, succeeded, tiny
-from torchtitan_lite import storage
+from torchtitan_lite.checkpointing import storage
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
-from torchtitan_lite import devices, plan, settings
-from torchtitan_lite.devices import Device
-from torchtitan_lite.sizes import PARAMETERS
+from torchtitan_lite.config import load
+from torchtitan_lite.config.families import PARAMETERS
+from torchtitan_lite.monitoring import devices
+from torchtitan_lite.monitoring.devices import Device
+from torchtitan_lite.tools import plan
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
-BIG = [file for file in CONFIGS if settings.load(file, {}).config.model.dim >= 512]
+BIG = [file for file in CONFIGS if load.load(file, {}).config.model.dim >= 512]
 # the model and the optimizer are the config's; text and batch are ours, to be done in seconds
 OURS = {"data.path", "tokenizer.vocab_size", "run.out_dir", "run.device", "run.threads"}
 OURS |= {"train.steps", "eval.samples", "sample.every"}
@@ -23,7 +25,7 @@ OURS |= {"train.steps", "eval.samples", "sample.every"}
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_every_config_is_complete(file: Path) -> None:
     for world_size in (1, 2, 8):
-        config = settings.load(file, {}, world_size=world_size).config
+        config = load.load(file, {}, world_size=world_size).config
         assert config.run.name == file.stem
     assert file.read_text().startswith("# "), "a config says in a comment what it is for"
 
@@ -67,8 +69,8 @@ def planned(file: Path, **more: object) -> plan.Plan:
     """The plan of a config on its own cluster."""
     ranks_, device = cluster(file)
     n_gpus = min(ranks_, device.per_node) if device else 0
-    overrides = {key.replace("__", "."): settings.Setting(value, "test") for key, value in more.items()}
-    loaded = settings.load(
+    overrides = {key.replace("__", "."): load.Setting(value, "test") for key, value in more.items()}
+    loaded = load.load(
         file, overrides, world_size=ranks_, n_gpus=n_gpus, local_world_size=n_gpus or ranks_, elsewhere=True
     )
     return plan.make_plan(loaded.config, ranks_, device)

@@ -12,11 +12,11 @@ from tests.helpers import checkpoint, losses, succeeded, tensors, tiny, torchrun
 from tests.knob_table import ON_CUDA, TOLERANCE
 from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
 from tests.test_knobs import reference
-from torchtitan_lite import init
-from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build, head
-from torchtitan_lite.simulate import simulate
+from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.tools.simulate import simulate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -97,7 +97,7 @@ def test_initial_parameters_are_those_of_the_cpu() -> None:
     for device in ("cpu", "cuda"):
         with torch.device("meta"):
             model = build(ModelConfig(), 517)
-        init.materialise(model, torch.device(device), 0)
+        initialize.materialise(model, torch.device(device), 0)
         models.append(model)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert one.equal(other.cpu())

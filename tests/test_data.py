@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from torchtitan_lite.config import DataConfig, TokenizerConfig
-from torchtitan_lite.data import corpus
-from torchtitan_lite.data.encode import Options
+from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.loader import Batch, Loader
-from torchtitan_lite.data.meta import TokenFiles, read_meta
 from torchtitan_lite.data.order import permute, sample_index
-from torchtitan_lite.data.prepare import documents, prepare
+from torchtitan_lite.data.prepare import corpus
+from torchtitan_lite.data.prepare.cache import documents, prepare
+from torchtitan_lite.data.prepare.encode import Options
 from torchtitan_lite.data.samples import Samples
+from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.data.tokenizer import bytes_per_token, end_token
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.evaluate import unigram_bits_per_byte
-from torchtitan_lite.loss import IGNORE
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.training.evaluate import unigram_bits_per_byte
 
 
 def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: object) -> Path:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from tests.helpers import ROOT, losses, ranks, run_python, succeeded, tiny
-from torchtitan_lite.data.meta import read_meta
+from torchtitan_lite.data.token_files import read_meta
 
 PAGE = (ROOT / "docs/data.md").read_text()
 COMMANDS = [shlex.split(line) for line in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)[0].splitlines()]
@@ -32,9 +32,10 @@ def test_from_a_folder_of_text_to_a_run_in_three_commands(text: Path, tmp_path: 
 
 
 def test_the_page_names_the_limits_that_hold() -> None:
-    from torchtitan_lite.data import encode, mixture, prepare, readers
+    from torchtitan_lite.data import mixture
+    from torchtitan_lite.data.prepare import cache, encode, readers
 
     assert f"{readers.MAX_DOCUMENT_BYTES >> 20} MiB" in PAGE
     assert f"{mixture.LONGEST:,} entries" in PAGE
     assert f"{encode._LISTED:,}" in PAGE
-    assert f"about {prepare.TRAINED_ON_BYTES >> 20} MB" in PAGE
+    assert f"about {cache.TRAINED_ON_BYTES >> 20} MB" in PAGE

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.helpers import losses, ranks, succeeded, tiny
-from torchtitan_lite import init
-from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
+from torchtitan_lite.distributed import initialize
+from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.models.common import attend, within_documents
-from torchtitan_lite.parallelize import apply_activation_checkpointing, apply_compile
+from torchtitan_lite.models.transformer import attend, within_documents
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
@@ -28,7 +28,7 @@ def make(family: str) -> Transformer:
     config = ModelConfig.model_validate({"dim": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 16, **FAMILIES[family]})
     with torch.device("meta"):
         model = build(config, 61)
-    init.materialise(model, torch.device("cpu"), 0)
+    initialize.materialise(model, torch.device("cpu"), 0)
     return model
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from torchtitan_lite import plan
-from torchtitan_lite.config import Config
-from torchtitan_lite.data.meta import TokenFiles, read_meta
-from torchtitan_lite.data.prepare import main
-from torchtitan_lite.sampling import wrong_prompts
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.prepare.cache import main
+from torchtitan_lite.data.token_files import TokenFiles, read_meta
+from torchtitan_lite.tools import plan
+from torchtitan_lite.training.sampling import wrong_prompts
 
 
 def prepared(folder: Path, letter: str) -> Path:

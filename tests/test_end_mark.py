@@ -10,16 +10,17 @@ from tokenizers import Tokenizer
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
 from tests.test_data import make
-from torchtitan_lite import checkpoint_tools, hf
-from torchtitan_lite.config import Config, DataConfig, TokenizerConfig
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.meta import read_meta
-from torchtitan_lite.data.prepare import main, prepare_all
+from torchtitan_lite.data.prepare.cache import main, prepare_all
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.evaluate import Validation
-from torchtitan_lite.opening import open_model
-from torchtitan_lite.sampling import Prompts
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.huggingface import weights
+from torchtitan_lite.tools import checkpoints
+from torchtitan_lite.tools.opening import open_model
+from torchtitan_lite.training.evaluate import Validation
+from torchtitan_lite.training.sampling import Prompts
 
 END, OTHER = 517, 518  # </s> and <END> of the tokenizer below, whose <|endoftext|> is 0
 
@@ -52,9 +53,9 @@ def test_a_run_its_checkpoints_and_its_export_have_the_end_mark_of_the_data(
     command = tiny(prepared["</s>"], tmp_path, run__name="run", train__steps=3, sample__every=3, sample__max_tokens=2)
     succeeded(ranks(1, *command))
     run = tmp_path / "run"
-    hf.export(run, tmp_path / "export")
+    weights.export(run, tmp_path / "export")
     assert json.loads((tmp_path / "export/config.json").read_text())["eos_token_id"] == END
-    moved = checkpoint_tools.convert(checkpoint(run, 3), tmp_path / "elsewhere")
+    moved = checkpoints.convert(checkpoint(run, 3), tmp_path / "elsewhere")
     for folder, tokenizer in (
         (run, None),
         (checkpoint(run, 3), None),
@@ -63,7 +64,7 @@ def test_a_run_its_checkpoints_and_its_export_have_the_end_mark_of_the_data(
     ):
         assert open_model(folder, torch.device("cpu"), torch.float32, tokenizer).ends == (END,)
     named = Tokenizer.from_file(str(run / "tokenizer.json")).id_to_token(END)
-    assert f'end_token = "{named}"' in hf.section(tmp_path / "export")
+    assert f'end_token = "{named}"' in weights.section(tmp_path / "export")
     theirs = json.loads((tmp_path / "export/config.json").read_text())
     (tmp_path / "export/config.json").write_text(json.dumps(theirs | {"eos_token_id": [END, 7]}))
     assert open_model(tmp_path / "export", torch.device("cpu"), torch.float32, None).ends == (END, 7)
@@ -78,8 +79,8 @@ def test_a_run_its_checkpoints_and_its_export_have_the_end_mark_of_the_data(
 def test_an_older_checkpoint_ends_as_its_config_says(prepared: dict[str, Path]) -> None:
     tokenizer = Tokenizer.from_file(str(prepared["usual"] / "tokenizer.json"))
     for config, end in (({}, 0), ({"tokenizer.end_token": "<END>"}, OTHER), ({"tokenizer.end_token": "gone"}, None)):
-        assert hf.end_token(TrainState(config=config), tokenizer) == end
-    assert hf.end_token(TrainState(end_token=END, config={"tokenizer.end_token": "<END>"}), tokenizer) == END
+        assert weights.end_token(TrainState(config=config), tokenizer) == end
+    assert weights.end_token(TrainState(end_token=END, config={"tokenizer.end_token": "<END>"}), tokenizer) == END
 
 
 def test_sources_with_different_end_marks_are_refused(prepared: dict[str, Path]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from tests.helpers import HANGS_S, ROOT, checkpoint, limited, losses, ranks, succeeded, tensors, tiny
-from torchtitan_lite import storage
+from torchtitan_lite.checkpointing import storage
 
 
 def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import HANGS_S, ROOT, checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
-from torchtitan_lite import storage
+from torchtitan_lite.checkpointing import storage
 
 RUN = {"run__name": "run", "eval__every": 0, "log__every": 1, "model__dropout": 0.1, "checkpoint__every": 5}
 SHARDED = {"checkpoint__state_dict": "sharded"}

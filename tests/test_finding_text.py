@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from torchtitan_lite.data import corpus
-from torchtitan_lite.data.prepare import main
+from torchtitan_lite.config.load import Setting, load
+from torchtitan_lite.data.prepare import corpus
+from torchtitan_lite.data.prepare.cache import main
 from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.settings import Setting, load
 
 
 def tree(root: Path, *names: str) -> Path:

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 
 import train
 from tests.helpers import ranks, start, tiny
-from torchtitan_lite import cli, errors, generate, hf_layout, migrate, paths, settings
-from torchtitan_lite.data import prepare
+from torchtitan_lite import errors
+from torchtitan_lite.config import cli, load, paths
+from torchtitan_lite.config.unread import RULES
 from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.prepare import cache
 from torchtitan_lite.errors import CheckpointError, ConfigError, UserError, run_cli
-from torchtitan_lite.unread import RULES
+from torchtitan_lite.huggingface import names
+from torchtitan_lite.tools import generate, migrate_accelerate
 
 
-def parse(*argv: str, world_size: int = 1) -> settings.Loaded:
+def parse(*argv: str, world_size: int = 1) -> load.Loaded:
     return cli.parse(argv, world_size=world_size, n_gpus=0).loaded
 
 
@@ -76,11 +79,11 @@ def test_the_line_that_met_the_error_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "one.yaml").write_text("a: 1")
-    monkeypatch.setattr(migrate, "translate", lambda content: [None] * (1 << 63))
-    assert migrate.main([str(tmp_path / "one.yaml")]) == 2
+    monkeypatch.setattr(migrate_accelerate, "translate", lambda content: [None] * (1 << 63))
+    assert migrate_accelerate.main([str(tmp_path / "one.yaml")]) == 2
     message = capsys.readouterr().err
     assert "migrate: a number is too large: " in message
-    assert "[torchtitan_lite/migrate.py:" in message
+    assert "[torchtitan_lite/tools/migrate_accelerate.py:" in message
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -192,9 +195,9 @@ def test_values_that_no_run_can_use(argv: list[str], expected: str) -> None:
 def test_a_config_of_hugging_face_that_makes_no_sense(changed: dict[str, Any], expected: str) -> None:
     good = {"model_type": "llama", "vocab_size": 9, "num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
     good |= {"intermediate_size": 8, "max_position_embeddings": 16}
-    assert hf_layout.from_hf_config(good)["max_seq_len"] == 16
+    assert names.from_hf_config(good)["max_seq_len"] == 16
     with pytest.raises(CheckpointError) as caught:
-        hf_layout.from_hf_config(good | changed)
+        names.from_hf_config(good | changed)
     assert expected in str(caught.value)
 
 
@@ -218,9 +221,9 @@ def test_every_path_knows_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     loaded = parse("--config=~/mine.toml", "--data.path=~/text.txt", "--tokenizer.path=~/tokenizer.json")
     assert loaded.config.folder == tmp_path / "runs/mine"
     monkeypatch.chdir(tmp_path)
-    assert prepare.main(["~/text.txt", "--out=~/data", "--tokenizer=bytes"]) == 0
+    assert cache.main(["~/text.txt", "--out=~/data", "--tokenizer=bytes"]) == 0
     assert (tmp_path / "data/meta.json").is_file()
-    assert prepare.main(["--verify=~/data"]) == 0
+    assert cache.main(["--verify=~/data"]) == 0
     assert not (tmp_path / "~").exists()
     assert paths.expand("~/a") == tmp_path / "a"
 
@@ -270,24 +273,24 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
 def test_what_is_printed_loads_and_gives_the_same_config(
     tmp_path: Path, chosen: dict[str, Any], mixed: dict[str, float], origin: str, levels: list[int], local: int
 ) -> None:
-    values = {key: settings.Setting(v, origin, level) for (key, v), level in zip(chosen.items(), levels, strict=False)}
+    values = {key: load.Setting(v, origin, level) for (key, v), level in zip(chosen.items(), levels, strict=False)}
     try:
         for name in mixed:
             (tmp_path / name).touch()
     except OSError:  # a name of dots, or too long
         assume(False)
     if mixed:
-        values["data.sources"] = settings.Setting({str(tmp_path / name): w for name, w in mixed.items()}, origin)
+        values["data.sources"] = load.Setting({str(tmp_path / name): w for name, w in mixed.items()}, origin)
     try:
-        loaded = settings.load(None, values, world_size=8, local_world_size=local)
+        loaded = load.load(None, values, world_size=8, local_world_size=local)
     except ConfigError:
         assume(False)
     file = tmp_path / "printed" / "config.toml"
     file.parent.mkdir(exist_ok=True)
-    for text in (settings.to_toml_with_origins(loaded), settings.to_toml(loaded.config)):
+    for text in (load.to_toml_with_origins(loaded), load.to_toml(loaded.config)):
         assert tomli.loads(text)
         file.write_text(text, encoding="utf-8")
-        again = settings.load(file, {}, world_size=8, local_world_size=local)
+        again = load.load(file, {}, world_size=8, local_world_size=local)
         assert again.config == loaded.config
 
 
@@ -365,7 +368,7 @@ def test_what_a_cadence_of_0_switches_off_is_noted_and_kept() -> None:
 
 
 def test_the_table_names_keys_that_exist() -> None:
-    known = settings.known_keys()
+    known = load.known_keys()
     for rule in RULES:
         assert {*rule.keys, *rule.choice} <= known.keys()
     of_one = {k for k, field in known.items() if str(field.description).startswith(("gpt:", "llama:", "sgd:", "wsd:"))}

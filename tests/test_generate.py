@@ -12,12 +12,14 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
-from torchtitan_lite import checkpoint_tools, generate, generation, hf, init
-from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.generation import Sampler, new_tokens, pieces
-from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.models.common import KeysValues
+from torchtitan_lite.distributed import initialize
+from torchtitan_lite.huggingface import weights
+from torchtitan_lite.models import Transformer, build, generation
+from torchtitan_lite.models.generation import Sampler, new_tokens, pieces
+from torchtitan_lite.models.transformer import KeysValues
+from torchtitan_lite.tools import checkpoints, generate
 
 CONFIGS = {
     "gpt": ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=3, max_seq_len=24, dropout=0.1),
@@ -31,7 +33,7 @@ def model(request: pytest.FixtureRequest) -> Transformer:
     """Every parameter is away from its initial value, so that attention matters."""
     with torch.device("meta"):
         made = build(CONFIGS[request.param], 97)
-    init.materialise(made, torch.device("cpu"), 0)
+    initialize.materialise(made, torch.device("cpu"), 0)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -120,9 +122,9 @@ def test_every_kind_of_folder_gives_the_same_text(
     newest = text_of(capsys, run)
     assert len(newest) > 20
     assert text_of(capsys, checkpoint(run, 20)) == newest
-    full = checkpoint_tools.convert(checkpoint(run, 20), tmp_path / "full")
+    full = checkpoints.convert(checkpoint(run, 20), tmp_path / "full")
     assert text_of(capsys, full, f"--tokenizer={run / 'tokenizer.json'}") == newest
-    hf.export(run, tmp_path / "export")
+    weights.export(run, tmp_path / "export")
     assert text_of(capsys, tmp_path / "export") == newest
     assert text_of(capsys, checkpoint(run, 10)) != newest
     assert text_of(capsys, run, "--max-tokens=3") == newest[: len(text_of(capsys, run, "--max-tokens=3")) - 1] + "\n"

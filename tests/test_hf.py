@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from tests.helpers import checkpoint, losses, python, ranks, succeeded, tiny
-from torchtitan_lite import hf, hf_layout, init, settings
-from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.distributed import initialize
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.huggingface import names
+from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.llama import rotary_tables
 
@@ -64,14 +67,14 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def config_of(folder: Path, **more: Any) -> ModelConfig:
-    values = hf_layout.from_hf_config(json.loads((folder / "config.json").read_text()))
+    values = names.from_hf_config(json.loads((folder / "config.json").read_text()))
     return ModelConfig.model_validate(values | more)
 
 
 def ours(config: ModelConfig, weights: Mapping[str, Tensor]) -> Transformer:
     with torch.device("meta"):
         model = build(config, 1)
-    init.materialise(model, torch.device("cpu"), 0)
+    initialize.materialise(model, torch.device("cpu"), 0)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
     assert set(missing) <= ({"output.weight"} if config.tie_embeddings else set())
@@ -97,7 +100,7 @@ def test_logits_and_gradients(theirs: tuple[Any, Path]) -> None:
     mine(TOKENS, targets).backward()
     # the gradient of a tensor changes place as the tensor does
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    expected = hf_layout.drop_tied(hf_layout.from_hf(gradients, config.family), config)
+    expected = names.drop_tied(names.from_hf(gradients, config.family), config)
     found = {name: p.grad for name, p in mine.named_parameters()}
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -111,8 +114,8 @@ def test_weights_go_out_as_they_came(theirs: tuple[Any, Path]) -> None:
     model, folder = theirs
     config = config_of(folder)
     weights = hf.open_weights(folder, config)
-    parts = hf_layout.hf_names(weights, config.family)
-    out = {name: hf_layout.to_hf(ours, weights.__getitem__, config.family) for name, ours in parts.items()}
+    parts = names.hf_names(weights, config.family)
+    out = {name: names.to_hf(ours, weights.__getitem__, config.family) for name, ours in parts.items()}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in out}
     assert out.keys() == {name for name, _ in model.named_parameters()}
     assert all(out[name].equal(state[name]) for name in out)
@@ -121,8 +124,8 @@ def test_weights_go_out_as_they_came(theirs: tuple[Any, Path]) -> None:
 def test_config_goes_out_as_it_came(theirs: tuple[Any, Path]) -> None:
     _, folder = theirs
     config = config_of(folder)
-    again = hf_layout.from_hf_config(hf_layout.to_hf_config(config, config.vocab_size))
-    assert again == hf_layout.from_hf_config(json.loads((folder / "config.json").read_text()))
+    again = names.from_hf_config(names.to_hf_config(config, config.vocab_size))
+    assert again == names.from_hf_config(json.loads((folder / "config.json").read_text()))
 
 
 LLAMA = {
@@ -139,7 +142,7 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     more: dict[str, Any] = (LLAMA if family == "llama" else {}) | {"train__steps": 4}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", **more)))
     exported = tmp_path / "exported"
-    succeeded(python("export", str(tmp_path / "first"), str(exported), script="-m torchtitan_lite.hf"))
+    succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
 
     # transformers computes the same
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager").eval()
@@ -246,12 +249,12 @@ def test_init_from_with_another_vocabulary_names_both(text: Path, tmp_path: Path
 )
 def test_models_that_are_not_ours(content: dict[str, Any], expected: str) -> None:
     with pytest.raises(CheckpointError, match=expected):
-        hf_layout.from_hf_config(content)
+        names.from_hf_config(content)
 
 
 def test_rope_scaling_blends() -> None:
     """The test of parity above would not notice if no wavelength were in the band."""
-    values = hf_layout.from_hf_config(transformers.LlamaConfig(**CASES["llama, rope scaling, tied"][1]).to_dict())
+    values = names.from_hf_config(transformers.LlamaConfig(**CASES["llama, rope scaling, tied"][1]).to_dict())
     scaled, plain = (
         rotary_tables(ModelConfig.model_validate(values | {"rope_factor": factor}))[0][1].acos()
         for factor in (8.0, 1.0)
@@ -264,7 +267,7 @@ def test_rope_scaling_blends() -> None:
 def test_both_norms_and_biases_can_not_go_out() -> None:
     config = ModelConfig(family="llama", qk_norm=True, qkv_bias=True)
     with pytest.raises(CheckpointError, match=r"both model\.qk_norm and model\.qkv_bias"):
-        hf_layout.to_hf_config(config, 97)
+        names.to_hf_config(config, 97)
 
 
 def test_half_precision_comes_in(theirs: tuple[Any, Path], tmp_path: Path) -> None:
@@ -286,7 +289,7 @@ def test_other_rope_scaling_is_refused() -> None:
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}
     }
     with pytest.raises(CheckpointError, match="rope_type yarn is not supported"):
-        hf_layout.from_hf_config(content)
+        names.from_hf_config(content)
 
 
 def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -309,9 +312,9 @@ def test_sharded_folders_are_read(theirs: tuple[Any, Path], tmp_path: Path) -> N
 
 def test_show_prints_a_section_that_works(theirs: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = theirs
-    output = succeeded(python("show", str(folder), script="-m torchtitan_lite.hf"))
+    output = succeeded(python("import", str(folder), script="checkpoint.py"))
     (tmp_path / "c.toml").write_text(
         output + '\n[train]\nseq_len = 32\n[tokenizer]\npath = "c.toml"\n'.replace("c.toml", str(tmp_path / "c.toml"))
     )
-    config = settings.load(tmp_path / "c.toml", {}).config
+    config = load.load(tmp_path / "c.toml", {}).config
     assert hf.open_weights(folder, config.model)

@@ -17,11 +17,11 @@ import zstandard
 from tests.helpers import ROOT
 from tests.test_data import decoded
 from tests.test_prepare import TEXTS, as_csv, as_jsonl, succeeds, write
-from torchtitan_lite.config import DataConfig
-from torchtitan_lite.data import readers
-from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.meta import read_meta
-from torchtitan_lite.data.prepare import cache_folder, main
+from torchtitan_lite.config.schema import DataConfig
+from torchtitan_lite.data.prepare import readers
+from torchtitan_lite.data.prepare.cache import cache_folder, main
+from torchtitan_lite.data.prepare.corpus import Corpus
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError, UserError
 
 BOM = b"\xef\xbb\xbf"
@@ -205,7 +205,7 @@ def spoiled(content: bytes, chance: random.Random) -> bytes:
 
 def read_all(file: Path) -> None:
     """Whatever the reader makes of a file: documents and problems, and no other exception than ours."""
-    from torchtitan_lite.data import worker
+    from torchtitan_lite.data.prepare import worker
 
     with contextlib.suppress(UserError):
         for chunk in readers.chunks(Corpus((file,)), 1 << 20):

@@ -22,26 +22,19 @@ import pytest
 import tomli_w
 
 import train
-from torchtitan_lite import (
-    checkpoint_tools,
-    cli,
-    generate,
-    hf,
-    migrate,
-    models,
-    plan,
-    report,
-    resume,
-    settings,
-    storage,
-)
-from torchtitan_lite.data import corpus, prepare
+from torchtitan_lite import models
+from torchtitan_lite.checkpointing import compatibility, storage
+from torchtitan_lite.checkpointing.safetensors_file import announcement, write_tensors
+from torchtitan_lite.checkpointing.storage import Manifest, TrainState
+from torchtitan_lite.config import cli, load
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.encode import Options
+from torchtitan_lite.data.prepare import cache, corpus
+from torchtitan_lite.data.prepare.encode import Options
+from torchtitan_lite.distributed.names import own_tensors
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.names import own_tensors
-from torchtitan_lite.storage import Manifest, TrainState
-from torchtitan_lite.tensorfile import announcement, write_tensors
+from torchtitan_lite.huggingface import weights as hf
+from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate, plan
+from torchtitan_lite.tools.report import report
 
 Main = Callable[[Sequence[str]], int]
 MODEL = ["--model.dim=16", "--model.n_layers=1", "--model.n_heads=2", "--model.n_kv_heads=2", "--model.hidden_dim=16"]
@@ -95,7 +88,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_every_key_on_the_command_line(amount: int) -> None:
-    cases = [(key, word) for key in settings.known_keys() for word in WORDS]
+    cases = [(key, word) for key in load.known_keys() for word in WORDS]
     for key, word in sample(cases, 150 * amount):
         refused_or_fine(train.main, ["--check-config", *MODEL, f"--{key}={word}"])
 
@@ -103,7 +96,7 @@ def test_every_key_on_the_command_line(amount: int) -> None:
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_every_key_in_a_file(tmp_path: Path, amount: int) -> None:
     file = tmp_path / "config.toml"
-    cases = [(key, value) for key in [*settings.known_keys(), "base.x", "no.such"] for value in VALUES]
+    cases = [(key, value) for key in [*load.known_keys(), "base.x", "no.such"] for value in VALUES]
     for key, value in sample(cases, 100 * amount):
         section, name = key.split(".")
         file.write_text(tomli_w.dumps({section: {name: value}}), encoding="utf-8")
@@ -125,8 +118,8 @@ def test_words_that_are_no_options(option: str) -> None:
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_config_files_of_any_bytes(tmp_path: Path, amount: int) -> None:
     file = tmp_path / "config.toml"
-    good = settings.to_toml(cli.parse(["--run.name=a"], world_size=1, n_gpus=0).loaded.config).encode()
-    extra = [f"base = {settings.show(word)}\n".encode() for word in WORDS if "\udcff" not in word]
+    good = load.to_toml(cli.parse(["--run.name=a"], world_size=1, n_gpus=0).loaded.config).encode()
+    extra = [f"base = {load.show(word)}\n".encode() for word in WORDS if "\udcff" not in word]
     extra += [
         b"base = 'config.toml'",
         b"base = 3",
@@ -169,17 +162,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     }
     identity = {f"model.{key}": value for key, value in config.model.resolved().items()}
-    state = TrainState(step=1, identity=identity, config=resume.flatten(config))
+    state = TrainState(step=1, identity=identity, config=compatibility.flatten(config))
     full = storage.commit(folder, state, "full", 1, records)
-    checkpoint_tools.convert(full, run.parent / "sharded")
+    checkpoints.convert(full, run.parent / "sharded")
     bpe.byte_level().save(str(run / "tokenizer.json"))
     hf.export(run, run.parent / "hf")
-    (run / "config.toml").write_text(settings.to_toml_with_origins(settings.Loaded(config, {})))
+    (run / "config.toml").write_text(load.to_toml_with_origins(load.Loaded(config, {})))
     records_of_run = [{"step": n, "loss": 2.0, "seconds": 1.0, "time": 5.0, "lr": 0.1} for n in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records_of_run))
     (run / "run.json").write_text(json.dumps({"status": "complete", "step": 2}))
     (run.parent / "text.txt").write_text(TEXT)
-    assert prepare.main([str(run.parent / "text.txt"), "--out", str(run.parent / "data"), "--tokenizer", "bytes"]) == 0
+    assert cache.main([str(run.parent / "text.txt"), "--out", str(run.parent / "data"), "--tokenizer", "bytes"]) == 0
     (run.parent / "accelerate.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  a: 1\n")
     return run
 
@@ -201,11 +194,11 @@ def test_every_option_of_the_other_commands(run: Path, amount: int) -> None:
     for word in WORDS:
         cases += [(generate.main, [str(run), "--prompt=a b", "--max-tokens=2", f"--{o}={word}"]) for o in generating]
         cases += [(plan.main, [*MODEL, "--world-size=2", f"--{option}={word}"]) for option in planning]
-        cases += [(prepare.main, ["text.txt", "--out=out", f"--{option}={word}"]) for option in preparing]
-        cases += [(generate.main, [word, "--prompt=a"]), (migrate.main, [word]), (hf.main, ["show", word])]
-        cases += [(hf.main, ["export", str(run), word]), (hf.main, ["export", word, "out"]), (report.main, [word])]
-        cases += [(checkpoint_tools.main, [what, word]) for what in ("verify", "inspect", "import")]
-        cases += [(checkpoint_tools.main, [what, word, "out"]) for what in ("convert", "export", "import")]
+        cases += [(cache.main, ["text.txt", "--out=out", f"--{option}={word}"]) for option in preparing]
+        cases += [(generate.main, [word, "--prompt=a"]), (migrate_accelerate.main, [word])]
+        cases += [(checkpoints.main, ["export", str(run), word]), (report.main, [word])]
+        cases += [(checkpoints.main, [what, word]) for what in ("verify", "inspect", "import")]
+        cases += [(checkpoints.main, [what, word, "out"]) for what in ("convert", "export", "import")]
     for main, argv in sample(cases, 100 * amount):
         refused_or_fine(main, argv)
         for left in ("out", ".out.work"):
@@ -287,10 +280,10 @@ def restored(file: Path) -> Iterator[None]:
 
 def look_at(folder: Path) -> None:
     """Every command that opens a checkpoint."""
-    refused_or_fine(checkpoint_tools.main, ["verify", str(folder)])
-    refused_or_fine(checkpoint_tools.main, ["inspect", str(folder)])
-    refused_or_fine(checkpoint_tools.main, ["convert", str(folder), "converted"])
-    refused_or_fine(checkpoint_tools.main, ["export", str(folder), "exported"])
+    refused_or_fine(checkpoints.main, ["verify", str(folder)])
+    refused_or_fine(checkpoints.main, ["inspect", str(folder)])
+    refused_or_fine(checkpoints.main, ["convert", str(folder), "converted"])
+    refused_or_fine(checkpoints.main, ["export", str(folder), "exported"])
     tokenizer = folder.parent.parent / "run/tokenizer.json"
     tokenizer = tokenizer if tokenizer.is_file() else folder.parent.parent / "tokenizer.json"
     refused_or_fine(generate.main, [str(folder), "--prompt=a", "--max-tokens=1", f"--tokenizer={tokenizer}"])
@@ -357,8 +350,7 @@ def test_a_hostile_folder_of_hugging_face(run: Path, name: str, amount: int) -> 
             contents = versions(file, amount)
         for content in contents:
             file.write_bytes(content)
-            refused_or_fine(hf.main, ["show", str(folder)])
-            refused_or_fine(checkpoint_tools.main, ["import", str(folder)])
+            refused_or_fine(checkpoints.main, ["import", str(folder)])
             refused_or_fine(generate.main, [str(folder), "--prompt=a", "--max-tokens=1"])
             options = [f"--model.init_from={folder}", f"--tokenizer.path={folder / 'tokenizer.json'}"]
             refused_or_fine(train.main, ["--check-config", *MODEL, *options])
@@ -372,20 +364,20 @@ def test_hostile_prepared_data(run: Path, amount: int) -> None:
     with restored(file):
         for content in versions(file, amount):
             file.write_bytes(content)
-            refused_or_fine(prepare.main, ["--verify", str(file.parent)])
+            refused_or_fine(cache.main, ["--verify", str(file.parent)])
             refused_or_fine(train.main, ["--check-config", *MODEL, f"--data.path={file.parent}"])
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_a_hostile_config_of_accelerate(run: Path, amount: int) -> None:
     file = run.parent / "accelerate.yaml"
-    tree = dict.fromkeys((*migrate.TOP, *migrate.SECTIONS), "x")
-    trees = [{**tree, **{name: dict.fromkeys(rules, "x") for name, rules in migrate.SECTIONS.items()}}, tree]
+    tree = dict.fromkeys((*migrate_accelerate.TOP, *migrate_accelerate.SECTIONS), "x")
+    trees = [{**tree, **{name: dict.fromkeys(rules, "x") for name, rules in migrate_accelerate.SECTIONS.items()}}, tree]
     changed = [json.dumps(other).encode() for tree in trees for other in altered(tree, JSON)]
     singles = [json.dumps({name: value}).encode() for name in tree for value in JSON]
     for content in sample([*changed, *singles, *mangled(file.read_bytes())], 60 * amount):
         (changed_file := Path("hostile.yaml")).write_bytes(content)
-        refused_or_fine(migrate.main, [str(changed_file)])
+        refused_or_fine(migrate_accelerate.main, [str(changed_file)])
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
@@ -412,7 +404,7 @@ def test_hostile_text(amount: int) -> None:
             Path(name).write_bytes(content)
             for on_error in ("skip", "stop"):
                 with contextlib.suppress(UserError):
-                    list(prepare.documents(corpus.find(name), Options(on_error=on_error)))
+                    list(cache.documents(corpus.find(name), Options(on_error=on_error)))
         Path(name).unlink()
 
 
@@ -453,11 +445,11 @@ def test_the_fixture_is_read_by_every_command(run: Path) -> None:
     full, sharded = (storage.step_folder(run.parent / kind, 1) for kind in ("run/checkpoints", "sharded"))
     assert isinstance(storage.read_manifest(full), Manifest)
     for folder in (full, sharded):
-        assert checkpoint_tools.main(["verify", str(folder)]) == 0
-        assert checkpoint_tools.main(["inspect", str(folder)]) == 0
+        assert checkpoints.main(["verify", str(folder)]) == 0
+        assert checkpoints.main(["inspect", str(folder)]) == 0
     assert generate.main([str(run), "--prompt=a", "--max-tokens=1"]) == 0
     assert generate.main([str(run.parent / "hf"), "--prompt=a", "--max-tokens=1"]) == 0
     assert report.main([str(run), "--out=report.html"]) == 0
-    assert migrate.main([str(run.parent / "accelerate.yaml")]) == 0
-    assert prepare.main(["--verify", str(run.parent / "data")]) == 0
+    assert migrate_accelerate.main([str(run.parent / "accelerate.yaml")]) == 0
+    assert cache.main(["--verify", str(run.parent / "data")]) == 0
     assert train.main(["--check-config", *MODEL]) == 0

@@ -14,11 +14,11 @@ import torch
 from tests.helpers import ranks
 from tests.knob_effects import EFFECTS
 from tests.knob_table import CASES, EXTENDED, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
-from torchtitan_lite import optim
-from torchtitan_lite.config import RunConfig
-from torchtitan_lite.conflicts import _missing_for_inductor
-from torchtitan_lite.init import materialise
+from torchtitan_lite.config.rules import _missing_for_inductor
+from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.models import build
+from torchtitan_lite.optim import optimizer as optim
 
 
 @pytest.fixture(scope="module")

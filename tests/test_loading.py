@@ -15,18 +15,18 @@ from tokenizers import Tokenizer
 
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from tests.test_data import decoded, make, rows, stream_of
-from torchtitan_lite.config import Config, DataConfig, TokenizerConfig
+from torchtitan_lite.config.load import Setting, load
+from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.loader import Ahead, Batch, Loader
-from torchtitan_lite.data.meta import read_meta
 from torchtitan_lite.data.mixture import Interleave, shares_of
 from torchtitan_lite.data.order import permute, sample_index, sample_indices
 from torchtitan_lite.data.packing import _pieces, _rows
-from torchtitan_lite.data.prepare import main, prepare, prepare_all
+from torchtitan_lite.data.prepare.cache import main, prepare, prepare_all
 from torchtitan_lite.data.samples import Mixture, Samples, open_samples
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.evaluate import Validation
-from torchtitan_lite.loss import IGNORE
-from torchtitan_lite.settings import Setting, load
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.training.evaluate import Validation
 
 CPU = torch.device("cpu")
 

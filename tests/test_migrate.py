@@ -12,8 +12,9 @@ from hypothesis import given, strategies
 from hypothesis import settings as bounds
 
 from tests.helpers import python, succeeded
-from torchtitan_lite import migrate, settings, strict_yaml
+from torchtitan_lite.config import load
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.tools import migrate_accelerate, strict_yaml
 
 # what `accelerate config` writes for FSDP, as in Accelerate's documentation
 EXAMPLE = """
@@ -46,8 +47,8 @@ use_cpu: false
 """
 
 
-def translated(text: str) -> migrate.Translation:
-    return migrate.translate(yaml.safe_load(text))
+def translated(text: str) -> migrate_accelerate.Translation:
+    return migrate_accelerate.translate(yaml.safe_load(text))
 
 
 def values(text: str) -> dict[str, object]:
@@ -57,7 +58,7 @@ def values(text: str) -> dict[str, object]:
 def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
     file = tmp_path / "accelerate.yaml"
     file.write_text(EXAMPLE)
-    output = succeeded(python(str(file), script="torchtitan_lite/migrate.py"))
+    output = succeeded(python(str(file), script="torchtitan_lite/tools/migrate_accelerate.py"))
     for line in EXAMPLE.split():
         key = line.removesuffix(":")
         if line.endswith(":") and key != "fsdp_config":
@@ -65,11 +66,11 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
     assert "not a key that this tool knows" not in output
     mine = tmp_path / "mine.toml"
     mine.write_text(output)
-    fsdp = settings.load(mine, {}, world_size=2).config.fsdp
+    fsdp = load.load(mine, {}, world_size=2).config.fsdp
     assert fsdp.sharding_strategy == "FULL_SHARD"
     assert fsdp.reshard_after_forward is True
     assert (fsdp.param_dtype, fsdp.reduce_dtype) == ("bfloat16", "bfloat16")
-    assert settings.load(mine, {}, world_size=2).config.checkpoint.state_dict == "sharded"
+    assert load.load(mine, {}, world_size=2).config.checkpoint.state_dict == "sharded"
     assert "torchrun --nproc-per-node 2 train.py" in output
 
 
@@ -123,10 +124,12 @@ def test_values(text: str, expected: dict[str, object]) -> None:
 
 def test_the_launch_counts_processes_per_machine() -> None:
     content = {"num_machines": 2, "num_processes": 16}
-    assert "--nnodes 2 --node-rank RANK --master-addr ADDRESS --nproc-per-node 8" in migrate.to_toml(
-        migrate.translate(content), content, "x"
+    assert "--nnodes 2 --node-rank RANK --master-addr ADDRESS --nproc-per-node 8" in migrate_accelerate.to_toml(
+        migrate_accelerate.translate(content), content, "x"
     )
-    assert "--nproc-per-node 1 " in migrate.to_toml(migrate.Translation(), {"num_processes": "two"}, "x")
+    assert "--nproc-per-node 1 " in migrate_accelerate.to_toml(
+        migrate_accelerate.Translation(), {"num_processes": "two"}, "x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_wrong_values(text: str, expected: str) -> None:
 def test_files_that_are_no_config(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    result = python(str(file), script="torchtitan_lite/migrate.py")
+    result = python(str(file), script="torchtitan_lite/tools/migrate_accelerate.py")
     assert result.returncode == 2
     assert result.stderr.startswith("migrate: ")
     assert "Traceback" not in result.stderr
@@ -194,7 +197,7 @@ def migrated(content: str | bytes, tmp_path: Path) -> str:
     file = tmp_path / "accelerate.yaml"
     file.write_bytes(content.encode() if isinstance(content, str) else content)
     read = strict_yaml.read(file)
-    return migrate.to_toml(migrate.translate(read), read, file.name)
+    return migrate_accelerate.to_toml(migrate_accelerate.translate(read), read, file.name)
 
 
 LINE_BREAKS = ["\n", "\r\n", "\x0b", "\x85", "\u2028", "\0", "\x7f"]
@@ -212,7 +215,9 @@ def test_no_text_of_the_file_becomes_toml(place: str, line_break: str) -> None:
         "file": {},
     }
     content = contents[place]
-    output = migrate.to_toml(migrate.translate(content), content, evil if place == "file" else "x.yaml")
+    output = migrate_accelerate.to_toml(
+        migrate_accelerate.translate(content), content, evil if place == "file" else "x.yaml"
+    )
     assert keys_of(output) == set()
     assert output.isascii()
     assert all(line == "" or line.startswith("#") for line in output.split("\n"))
@@ -232,8 +237,10 @@ def tables(rules: dict[str, Any]) -> strategies.SearchStrategy[dict[Any, Any]]:
 
 contents = strategies.builds(
     lambda top, inner: top | inner,
-    tables(migrate.TOP),
-    strategies.fixed_dictionaries({}, optional={name: tables(rules) for name, rules in migrate.SECTIONS.items()}),
+    tables(migrate_accelerate.TOP),
+    strategies.fixed_dictionaries(
+        {}, optional={name: tables(rules) for name, rules in migrate_accelerate.SECTIONS.items()}
+    ),
 )
 
 
@@ -242,16 +249,16 @@ contents = strategies.builds(
 def test_any_content_gives_toml_with_known_keys_or_a_message(content: dict[Any, Any], name: str) -> None:
     message = ""
     try:
-        output = migrate.to_toml(migrate.translate(content), content, name)
+        output = migrate_accelerate.to_toml(migrate_accelerate.translate(content), content, name)
     except ConfigError as error:
         output, message = "", str(error)
     assert message.isprintable()
     assert keys_of(output) <= KNOWN
     assert output.isascii()
     found: list[str] = []
-    settings.build(
+    load.build(
         {
-            f"{section}.{key}": settings.Setting(value, "test")
+            f"{section}.{key}": load.Setting(value, "test")
             for section, table in tomli.loads(output).items()
             for key, value in table.items()
         },
@@ -268,7 +275,7 @@ def test_any_bytes_give_toml_or_a_message(content: bytes) -> None:
         read = strict_yaml.parse(content)
     except ConfigError:
         return
-    assert keys_of(migrate.to_toml(migrate.translate(read), read, "x")) <= KNOWN
+    assert keys_of(migrate_accelerate.to_toml(migrate_accelerate.translate(read), read, "x")) <= KNOWN
 
 
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from torchtitan_lite import init
-from torchtitan_lite.config import ModelConfig, OptimConfig
+from torchtitan_lite.config.schema import ModelConfig, OptimConfig
+from torchtitan_lite.distributed import initialize
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.optim import build_optimizer, learning_rate, make_state, set_learning_rate
+from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, make_state, set_learning_rate
 
 
 @pytest.fixture
 def model() -> Transformer:
     with torch.device("meta"):
         model = build(ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=2, max_seq_len=16), 97)
-    init.materialise(model, torch.device("cpu"), 0)
+    initialize.materialise(model, torch.device("cpu"), 0)
     return model
 
 

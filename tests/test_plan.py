@@ -13,14 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import ROOT, ranks, succeeded
 from tests.memory_cases import CASES, EXTENDED, SLOW, VOCABULARY, config_of
-from torchtitan_lite import init, plan, settings, simulate
-from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.config import load
+from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.devices import DEVICES, named
-from torchtitan_lite.flops import flops_per_token
-from torchtitan_lite.layout import Layout
+from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
-from torchtitan_lite.simulate import Collective
+from torchtitan_lite.monitoring.devices import DEVICES, named
+from torchtitan_lite.monitoring.flops import flops_per_token
+from torchtitan_lite.tools import plan, simulate
+from torchtitan_lite.tools.simulate import Collective
 
 
 def mark_of(name: str) -> str:
@@ -71,7 +73,7 @@ def test_flops_are_those_that_are_counted(family: str) -> None:
         values = {"family": family, "dim": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 32, "tie_embeddings": tied}
         with torch.device("meta"):
             model = build(ModelConfig.model_validate(values), 97)
-        init.materialise(model, torch.device("cpu"), 0)
+        initialize.materialise(model, torch.device("cpu"), 0)
         tokens = torch.zeros(2, 32, dtype=torch.int64)
         with FlopCounterMode(display=False) as counter:
             model(tokens, tokens).backward()
@@ -273,7 +275,7 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     """That of the prepared folder or of the tokenizer; if neither is named, of the one that is trained."""
 
     def found(key: str, value: object) -> tuple[int, str]:
-        return plan.vocabulary(settings.load(None, {key: settings.Setting(value, "test")}, elsewhere=True).config)
+        return plan.vocabulary(load.load(None, {key: load.Setting(value, "test")}, elsewhere=True).config)
 
     bpe.byte_level().save(str(tmp_path / "tokenizer.json"))
     assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")

@@ -25,11 +25,11 @@ from tokenizers import Tokenizer
 
 from tests.helpers import HANGS_S, ROOT
 from tests.test_data import decoded
-from torchtitan_lite.config import DataConfig, TokenizerConfig
-from torchtitan_lite.data import encode, readers, writer
-from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.meta import read_meta, verify
-from torchtitan_lite.data.prepare import main, prepare
+from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data.prepare import encode, readers, writer
+from torchtitan_lite.data.prepare.cache import main, prepare
+from torchtitan_lite.data.prepare.corpus import Corpus
+from torchtitan_lite.data.token_files import read_meta, verify
 from torchtitan_lite.errors import DataError
 
 TEXTS = [f'document {i}: "quoted", two\nlines, h\u00e4\u00df \u4e2d \U0001f600\n' for i in range(400)]
@@ -373,7 +373,7 @@ def test_other_tokens_of_the_same_size_are_noticed_at_once(tmp_path: Path) -> No
 
 
 def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtitan_lite.data import worker
+    from torchtitan_lite.data.prepare import worker
 
     source = write(tmp_path / "a.jsonl", TEXTS * 50)
     command = ["--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]

@@ -12,10 +12,10 @@ import pytest
 from tests.helpers import losses, ranks, succeeded, tensors, tiny
 from tests.test_faults import saved_steps, status
 from torchtitan_lite import terminal
-from torchtitan_lite.config import LogConfig
-from torchtitan_lite.metrics import Log
-from torchtitan_lite.storage import TrainState
-from torchtitan_lite.trackers import Trackers
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import LogConfig
+from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.monitoring.trackers import Trackers
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
@@ -149,8 +149,8 @@ def test_a_tracker_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch, 
     def fail(*_: Any) -> None:
         raise SystemExit("no licence")
 
-    monkeypatch.setattr("torchtitan_lite.trackers.complain", said.append)
-    monkeypatch.setattr("torchtitan_lite.trackers._tensorboard", lambda *_: (fail, fail))
+    monkeypatch.setattr("torchtitan_lite.monitoring.trackers.complain", said.append)
+    monkeypatch.setattr("torchtitan_lite.monitoring.trackers._tensorboard", lambda *_: (fail, fail))
     trackers = Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
     for _ in range(2):
         trackers.record({"step": 1, "loss": 10**400})

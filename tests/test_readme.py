@@ -127,7 +127,7 @@ def test_the_recorded_first_run_is_what_a_person_gets(done: Callable[[str], tupl
 
 
 def test_every_flag_is_in_the_readme() -> None:
-    from torchtitan_lite.cli import SHORTHANDS
+    from torchtitan_lite.config.cli import SHORTHANDS
 
     text = (ROOT / "README.md").read_text()
     assert all(flag in text for flag in (*SHORTHANDS, "--config", "--print-config", "--check-config", "--help"))

@@ -14,7 +14,9 @@ import pytest
 import tomli
 
 from tests.helpers import HANGS_S, ROOT, ranks, start, succeeded, tiny
-from torchtitan_lite import report, report_page, settings
+from torchtitan_lite.config import load
+from torchtitan_lite.tools.report import page as report_page
+from torchtitan_lite.tools.report import report
 
 pytest.importorskip("plotly")
 
@@ -165,16 +167,16 @@ def test_values_and_origins_of_the_config(tmp_path: Path) -> None:
         "optim.max_norm": float("inf"),
     }
     origins = {"run.name": "command line", "run.out_dir": "a file # with a mark.toml", "optim.lr": "x.toml"}
-    loaded = settings.load(None, {key: settings.Setting(value, "") for key, value in values.items()})
+    loaded = load.load(None, {key: load.Setting(value, "") for key, value in values.items()})
     (folder / "config.toml").write_text(
-        settings.to_toml_with_origins(settings.Loaded(loaded.config, origins)), encoding="utf-8"
+        load.to_toml_with_origins(load.Loaded(loaded.config, origins)), encoding="utf-8"
     )
     shown = shown_config(made(tmp_path / "page.html", folder))
     for key, value in values.items():
         assert tomli.loads(f"value = {shown[key][0]}")["value"] == value
         assert shown[key][1] == origins.get(key, "default")
     assert shown["optim.eps"] == ("1e-08", "default")
-    assert shown.keys() == settings.known_keys().keys()
+    assert shown.keys() == load.known_keys().keys()
 
 
 def test_a_text_of_many_lines_gives_no_origin(tmp_path: Path) -> None:
@@ -381,5 +383,5 @@ def test_training_never_imports_the_readers() -> None:
     loaded = set(succeeded(start([sys.executable, "-c", code])).split())
     readers = ("report", "report_page", "generate", "opening", "plan", "simulate", "dry_run", "migrate")
     assert not loaded & {"plotly", *(f"torchtitan_lite.{name}" for name in readers)}
-    assert "torchtitan_lite.sampling" in loaded
+    assert "torchtitan_lite.training.sampling" in loaded
     assert all((ROOT / f"torchtitan_lite/{name}.py").is_file() for name in readers)

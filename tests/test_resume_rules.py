@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succeeded, tiny
-from torchtitan_lite import resume, settings
-from torchtitan_lite.distributed import World
+from torchtitan_lite.checkpointing import compatibility
+from torchtitan_lite.config import load
+from torchtitan_lite.distributed.process_group import World
 
 ROWS = [
     (re.findall(r"`([^`]+)`", keys), verdict.split(",")[0].split(":")[0].strip())
@@ -29,10 +30,10 @@ def verdict_of(key: str) -> str:
 
 def test_the_table_covers_every_key_as_the_code_does() -> None:
     assert len(ROWS) >= 8
-    for key in settings.known_keys():
-        if key.startswith(("tokenizer.", "data.")) and not resume.is_refused(key):
+    for key in load.known_keys():
+        if key.startswith(("tokenizer.", "data.")) and not compatibility.is_refused(key):
             continue  # by their hashes, below
-        assert (verdict_of(key) == "refused") == resume.is_refused(key), key
+        assert (verdict_of(key) == "refused") == compatibility.is_refused(key), key
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +79,19 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
     ]
 
     def setting(values: dict[str, Any]) -> dict[str, Any]:
-        given = {key: settings.Setting(value, "") for key, value in values.items()}
-        return resume.setting(settings.load(None, given, world_size=4).config, world)
+        given = {key: load.Setting(value, "") for key, value in values.items()}
+        return compatibility.setting(load.load(None, given, world_size=4).config, world)
 
     for change in changes:
-        assert resume.differences(setting({}), setting(change)), change
+        assert compatibility.differences(setting({}), setting(change)), change
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
     same |= {"speed.gc_every": 0}
-    assert not resume.differences(setting({}), setting(same))
-    sent = settings.load(None, {"speed.shared_memory": settings.Setting(False, "")}, world_size=4).config
+    assert not compatibility.differences(setting({}), setting(same))
+    sent = load.load(None, {"speed.shared_memory": load.Setting(False, "")}, world_size=4).config
     for elsewhere in (World(0, 4, torch.device("cpu"), 1, local_world_size=2), World(0, 2, torch.device("cpu"), 1, 2)):
-        assert resume.setting(sent, elsewhere)["shared_memory"] is False, "gloo's TCP, or a sum of two"
-        assert not resume.differences(
-            resume.setting(settings.load(None, {}).config, elsewhere), resume.setting(sent, elsewhere)
+        assert compatibility.setting(sent, elsewhere)["shared_memory"] is False, "gloo's TCP, or a sum of two"
+        assert not compatibility.differences(
+            compatibility.setting(load.load(None, {}).config, elsewhere), compatibility.setting(sent, elsewhere)
         )
 
 

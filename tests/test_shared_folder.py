@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from tests.helpers import ranks, records, succeeded, tiny
-from torchtitan_lite import checkpoint_tools, storage, tensorfile
+from torchtitan_lite.checkpointing import safetensors_file, storage
+from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.tools import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -23,27 +24,27 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_convert_leaves_the_save_of_a_run_alone(finished: Path, tmp_path: Path) -> None:
     saving = storage.begin(tmp_path, 5)
     (saving / "model.safetensors").write_bytes(b"half")
-    checkpoint_tools.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
+    checkpoints.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
     assert (saving / "model.safetensors").read_bytes() == b"half"
     assert storage.find_steps(tmp_path) == [2]
 
 
 def while_it_writes(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
     """Something that a run does while `convert` is at work."""
-    honest = tensorfile.write_tensors
+    honest = safetensors_file.write_tensors
 
     def write_tensors(*args: Any, **kwargs: Any) -> Any:
         action()
         return honest(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint_tools, "write_tensors", write_tensors)
+    monkeypatch.setattr(checkpoints, "write_tensors", write_tensors)
 
 
 def test_the_save_of_a_run_leaves_convert_alone(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     while_it_writes(monkeypatch, lambda: storage.begin(tmp_path, 5))
-    folder = checkpoint_tools.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
+    folder = checkpoints.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
     assert storage.verify(folder) == []
 
 
@@ -56,7 +57,7 @@ def test_convert_does_not_replace_what_a_run_has_saved_meanwhile(
 
     while_it_writes(monkeypatch, save)
     with pytest.raises(CheckpointError, match="step-00000002 is there already"):
-        checkpoint_tools.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
+        checkpoints.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"], "nothing is left of it"
     assert storage.read_state(storage.step_folder(tmp_path, 2)).tokens == 77
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import ROOT, ranks, succeeded, tiny
 from tests.test_faults import RUN, saved_steps, status, wait_for
-from torchtitan_lite.leaving import Leaving
+from torchtitan_lite.training.preemption import Leaving
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 

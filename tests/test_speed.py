@@ -15,14 +15,15 @@ from torch import Tensor
 
 from tests.helpers import checkpoint, losses, python, ranks, succeeded, tensors, tiny
 from tests.test_blocks import Operators
-from torchtitan_lite.allocator import peak_of
-from torchtitan_lite.config import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
-from torchtitan_lite.garbage import on_schedule
-from torchtitan_lite.init import materialise
-from torchtitan_lite.loss import IGNORE, summed_cross_entropy
-from torchtitan_lite.models import Transformer, block_attention, build, fused, head, llama
-from torchtitan_lite.models.common import KeysValues, attend
-from torchtitan_lite.parallelize import apply_activation_checkpointing, apply_compile, apply_fast_paths
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile, apply_fast_paths
+from torchtitan_lite.models import Transformer, build, fused, head, llama
+from torchtitan_lite.models import attention as block_attention
+from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.models.transformer import KeysValues, attend
+from torchtitan_lite.tools.allocator import peak_of
+from torchtitan_lite.training.garbage import on_schedule
 
 LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=48, n_heads=4, n_layers=2, max_seq_len=64)
@@ -102,7 +103,7 @@ def test_blocks_are_used_only_where_they_are_faster(monkeypatch: pytest.MonkeyPa
     assert kernels(lambda: attend(q, k, v, within, by_blocks=True)), "documents are masked"
     assert not attend(q, k, v, dropout=0.5, by_blocks=True).equal(attend(q, k, v, by_blocks=True)), "it drops nothing"
     assert kernels(lambda: attend(q[:, 39:], k, v, by_blocks=True)), "a new token looks back at all"
-    monkeypatch.setattr("torchtitan_lite.models.common.MAX_SEQ_LEN", 39)
+    monkeypatch.setattr("torchtitan_lite.models.transformer.MAX_SEQ_LEN", 39)
     assert kernels(lambda: attend(q, k, v, by_blocks=True)), "long sequences take too much memory"
 
 

@@ -11,11 +11,12 @@ import pytest
 
 from tests.test_data import decoded, make
 from tests.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
-from torchtitan_lite.config import DataConfig, TokenizerConfig
-from torchtitan_lite.data import content, corpus, meta, packing, readers, worker, writer
-from torchtitan_lite.data.meta import is_prepared, read_meta, verify
-from torchtitan_lite.data.prepare import main, prepare
+from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data import packing, token_files
+from torchtitan_lite.data.prepare import content, corpus, readers, worker, writer
+from torchtitan_lite.data.prepare.cache import main, prepare
 from torchtitan_lite.data.samples import Samples
+from torchtitan_lite.data.token_files import is_prepared, read_meta, verify
 from torchtitan_lite.errors import DataError
 
 QUIET = ["--tokenizer", "bytes"]
@@ -355,7 +356,7 @@ def test_a_prepared_folder_that_can_not_be_read_is_not_called_damaged(
     def fails(path: Path) -> str:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr(meta, "spots", fails)
+    monkeypatch.setattr(token_files, "spots", fails)
     with pytest.raises(DataError, match=r"can't be read: Input/output error") as caught:
         read_meta(lines)
     assert "damaged" not in str(caught.value)

@@ -11,7 +11,7 @@ import termios
 from pathlib import Path
 
 from tests.helpers import ROOT, python, succeeded, tiny
-from torchtitan_lite.console import fitted, step_line
+from torchtitan_lite.monitoring.console import fitted, step_line
 
 STEP = {"step": 20, "loss": 3.2, "grad_norm": 1.5, "lr": 1e-3, "tokens_per_second": 9e3, "peak_memory_gib": 0.5}
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.helpers import losses, ranks, records, succeeded, tiny
-from torchtitan_lite import devices, settings
-from torchtitan_lite.config import Config, FsdpConfig
-from torchtitan_lite.console import step_line
-from torchtitan_lite.distributed import World
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import Config, FsdpConfig
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.training import peak_flops
+from torchtitan_lite.monitoring import devices
+from torchtitan_lite.monitoring.console import step_line
+from torchtitan_lite.training.session import peak_flops
 
 
 def test_a_profile_of_some_steps(text: Path, tmp_path: Path) -> None:
@@ -83,15 +84,15 @@ def test_a_tracker_that_fails_is_said_and_training_goes_on(text: Path, tmp_path:
 
 def test_a_tracker_that_is_not_installed_is_a_mistake_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    given = {"log.trackers": settings.Setting(["wandb"], "command line")}
+    given = {"log.trackers": load.Setting(["wandb"], "command line")}
     with pytest.raises(ConfigError, match=r'pip install -e "\.\[wandb\]" installs it'):
-        settings.load(None, given)
+        load.load(None, given)
 
 
 @pytest.mark.parametrize("steps", [[3], [4, 3], [0, 1]])
 def test_steps_that_are_no_range(steps: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"profile\.steps"):
-        settings.load(None, {"profile.steps": settings.Setting(steps, "command line")})
+        load.load(None, {"profile.steps": load.Setting(steps, "command line")})
 
 
 RECORD: dict[str, Any] = {"step": 7, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 5000.0}

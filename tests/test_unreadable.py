@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
-from torchtitan_lite import checkpoint_tools, retention, storage
+from torchtitan_lite.checkpointing import retention, storage
+from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.tools import checkpoints as checkpoint_tools
 
 FILES = ("manifest.json", "state.json")
 

@@ -10,15 +10,15 @@ import torch
 
 from tests.helpers import checkpoint, ranks, records, succeeded, tiny
 from tests.test_data import make, rows
-from torchtitan_lite.config import Config
-from torchtitan_lite.console import eval_line
+from torchtitan_lite.checkpointing.compatibility import validation_change
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch
-from torchtitan_lite.data.prepare import main
+from torchtitan_lite.data.prepare.cache import main
 from torchtitan_lite.data.samples import Mixture, Samples
-from torchtitan_lite.evaluate import Score, Validation, unigram_bits_per_byte
-from torchtitan_lite.resume import validation_change
-from torchtitan_lite.storage import TrainState
+from torchtitan_lite.monitoring.console import eval_line
+from torchtitan_lite.training.evaluate import Score, Validation, unigram_bits_per_byte
 
 NAN = math.nan
 

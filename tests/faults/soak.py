@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tests.forkserver import Ranks
 from tests.helpers import HANGS_S, losses, options
-from torchtitan_lite import shards, storage
+from torchtitan_lite.checkpointing import dcp_storage, storage
 
 WAYS = list(product(("full", "sharded"), ("dtensor", "dcp"), (False, True)))
 STEPS = 24
@@ -54,7 +54,7 @@ def whole(run: Path) -> dict[str, bytes]:
     folder = storage.step_folder(run / "checkpoints", STEPS)
     tensors: dict[str, Tensor] = {}
     if storage.read_manifest(folder).state_dict == "sharded":
-        tensors = dict(shards.WholeTensors(folder, ""))
+        tensors = dict(dcp_storage.WholeTensors(folder, ""))
     else:
         for prefix, file in (("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)):
             tensors |= {prefix + name: tensor for name, tensor in load_file(folder / file).items()}

@@ -35,11 +35,12 @@ import torch
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite import retention, run_folder, storage, tensorfile
+from torchtitan_lite.checkpointing import retention, safetensors_file, storage
 from torchtitan_lite.data.loader import Ahead
-from torchtitan_lite.distributed import env_int, leave
-from torchtitan_lite.init import local_rows
+from torchtitan_lite.distributed.initialize import local_rows
+from torchtitan_lite.distributed.process_group import env_int, leave
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.monitoring import run_folder
 
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {
@@ -54,8 +55,8 @@ SITES: dict[str, tuple[Any, str]] = {
     "space": (storage, "require_space"),
     "save": (Checkpointer, "save"),
     "begin": (storage, "begin"),
-    "write": (tensorfile.HashingStream, "write"),
-    "sync": (tensorfile.HashingStream, "close"),
+    "write": (safetensors_file.HashingStream, "write"),
+    "sync": (safetensors_file.HashingStream, "close"),
     "commit": (storage, "commit"),
     "manifest": (storage, "_hash_of"),
     "before rename": (storage, "set_aside"),

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.config import TokenizerConfig
+from torchtitan_lite.config.schema import TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.meta import Meta, read_meta
+from torchtitan_lite.data.token_files import Meta, read_meta
 from torchtitan_lite.errors import DataError
 
 

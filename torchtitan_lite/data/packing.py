@@ -25,9 +25,9 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.meta import HASHED_BYTES, SPLITS, File, Meta, document_ends, remedy, spots
-from torchtitan_lite.data.paths import reading
-from torchtitan_lite.data.writer import write_durably
+from torchtitan_lite.data.prepare.paths import reading
+from torchtitan_lite.data.prepare.writer import write_durably
+from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, document_ends, remedy, spots
 from torchtitan_lite.errors import DataError
 
 _WINDOW = 1 << 15  # documents that are packed together

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.meta import TokenFiles, read_meta
 from torchtitan_lite.data.mixture import Interleave
 from torchtitan_lite.data.order import Indices, sample_indices
 from torchtitan_lite.data.packing import REMEDY, pack
+from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.loss import IGNORE
+from torchtitan_lite.models.loss import IGNORE
 
 Array = NDArray[np.int64]
 

@@ -5,9 +5,9 @@ A family is a common.Transformer with `layers`, `norm` and `output`; its other c
 
 from collections.abc import Callable
 
-from torchtitan_lite.config import ModelConfig
+from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import gpt, llama
-from torchtitan_lite.models.common import Transformer
+from torchtitan_lite.models.transformer import Transformer
 
 __all__ = ["Transformer", "build"]
 

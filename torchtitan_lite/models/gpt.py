@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config import ModelConfig
-from torchtitan_lite.models.common import KeysValues, Transformer, attend
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.models.transformer import KeysValues, Transformer, attend
 
 
 class Attention(nn.Module):

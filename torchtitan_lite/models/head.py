@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.loss import IGNORE, of_each, summed_cross_entropy
+from torchtitan_lite.models.loss import IGNORE, of_each, summed_cross_entropy
 
 # Tokens in a chunk. On the CPU the logits of one should fit into the cache, on a GPU a chunk should fill all of it.
 CHUNK = {"cpu": 256, "cuda": 4096}

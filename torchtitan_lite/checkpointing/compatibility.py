@@ -1,0 +1,121 @@
+"""What a checkpoint has to have in common with the run that resumes it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.load import default_of, known_keys
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.process_group import World
+
+
+def fresh_state(config: Config, data: DataSet, world: World, validation: Mapping[str, int]) -> TrainState:
+    """The state before the first step. `validation` is Validation.identity."""
+    return TrainState(
+        end_token=data.end_token,
+        validation=validation,
+        identity=identity(config, data),
+        setting=setting(config, world),
+        config=flatten(config),
+    )
+
+
+def continued(saved: TrainState, fresh: TrainState) -> TrainState:
+    """The saved state, with what a resume takes from the command and not from the checkpoint."""
+    return replace(
+        saved,
+        end_token=fresh.end_token,
+        validation=fresh.validation,
+        setting=fresh.setting,
+        config=fresh.config,
+    )
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every value by "section.key", as JSON has it."""
+    tree = config.model_dump(mode="json")
+    return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
+
+
+def changed(saved: TrainState, here: TrainState) -> str:
+    """The config keys whose values changed, as `differences` shows them, but for those only read at step 0."""
+    return differences(saved.config, {key: v for key, v in here.config.items() if key != "model.init_from"})
+
+
+def validation_change(saved: TrainState, here: TrainState) -> str:
+    """Which sequences validation covers now and covered before the resume; empty if they are the same.
+
+    Older checkpoints do not record it. Theirs are the first sequences of the text.
+    """
+    now, before, how = here.validation, saved.validation, ""
+    if not before:
+        before = {"samples": min(saved.config.get("eval.samples", 0), now["of"]), "of": now["of"]}
+        how = "the first "
+    if now == before or (now["samples"] == now["of"] and before["samples"] == before["of"]):
+        return ""
+    return f"{now['samples']} of {now['of']} sequences, drawn at random, and covered {how}{before['samples']} before"
+
+
+def identity(config: Config, data: DataSet) -> dict[str, Any]:
+    """What can't change while a run goes on, by config key: a checkpoint that differs is refused."""
+    values = flatten(config) | {f"model.{key}": value for key, value in config.model.resolved().items()}
+    values["model.vocab_size"] = config.model.vocab_size or data.vocab_size
+    content = {"tokenizer": data.tokenizer_sha256, **data.identity()}
+    return content | {key: values[key] for key in values if is_refused(key)}
+
+
+def with_defaults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved identity, with the default of each key that is younger than the checkpoint."""
+    known = known_keys()
+    return {key: default_of(key) for key in wanted if key in known} | dict(saved)
+
+
+_REFUSED = "train.seq_len", "run.seed", "optim.name", "optim.freeze", "data.packing", "data.document_mask"
+
+
+def is_refused(key: str) -> bool:
+    """Whether a run can't be resumed with another value of this key. (The text and the tokenizer: by their hashes.)"""
+    if key.startswith("model."):
+        return key not in ("model.size", "model.init_from")  # a name for others; only read at step 0
+    return key in _REFUSED
+
+
+def setting(config: Config, world: World) -> dict[str, Any]:
+    """What has to be the same for a bitwise resume: all of it changes the order in which numbers are summed."""
+    on_gpu = world.device.type == "cuda"
+    fsdp = config.fsdp.model_dump(mode="json")
+    keys = "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "precision_overrides", "grad_sync"
+    return {
+        "world_size": world.world_size,
+        "dp_replicate": derive(config, world.world_size).dp_replicate,
+        "micro_batch_size": config.train.micro_batch_size,
+        **{key: fsdp[key] for key in keys},
+        "cpu_offload": fsdp["cpu_offload"],  # the optimizer then runs on the host
+        "compile": config.compile.backend if config.compile.enabled else "off",
+        "chunked_loss": config.speed.chunked_loss,
+        "block_attention": config.speed.block_attention and not on_gpu,
+        "fused_functions": config.speed.fused_functions and config.model.family == "llama" and not on_gpu,
+        "shared_memory": _sums_in_shared_memory(config, world),
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        "deterministic": config.run.deterministic or not on_gpu,
+        "threads": world.threads,
+        "torch": torch.__version__,
+    }
+
+
+def _sums_in_shared_memory(config: Config, world: World) -> bool:
+    """Whether gradients are added in the order of the ranks. (Of two it is the same as any other.)"""
+    one_machine = world.device.type == "cpu" and world.local_world_size == world.world_size
+    return config.speed.shared_memory and one_machine and derive(config, world.world_size).dp_shard > 2
+
+
+def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The values that changed, as "threads 1 -> 2, ..."; empty if none did."""
+    return ", ".join(
+        f"{key} {saved.get(key)} -> {value}" for key, value in here.items() if saved.get(key, value) != value
+    )

@@ -1,0 +1,313 @@
+"""Sharded checkpoints: each rank writes what it holds, in one safetensors file of its own.
+
+torch.distributed.checkpoint plans who writes and who reads which part of a tensor; the two classes here are its
+storage. Its own puts the plan into a pickle, and so runs whatever code a checkpoint brings; here it is JSON:
+
+    shard-00000-of-00004.safetensors     "model.output.weight@0,0" -> the rows of rank 0
+    index.json                           name -> dtype, shape, and for each part: offsets, shape, file, key
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.checkpointing.safetensors_file import (
+    WRITABLE,
+    Announced,
+    FileRecord,
+    TensorFileWriter,
+    announcement,
+    write_tensors,
+    write_text,
+)
+from torchtitan_lite.checkpointing.storage import open_tensors, read_json, read_shapes
+from torchtitan_lite.errors import CheckpointError, shortened
+
+INDEX = "index.json"
+DTYPES = {str(dtype).removeprefix("torch.") for dtype in WRITABLE}
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's part into a folder that exists. `records` then says what was written.
+
+    Args:
+        copies: this rank's parts by name, to write instead of the live tensors; those only say who writes what.
+    """
+
+    def __init__(self, folder: Path, copies: Mapping[str, Tensor] | None = None) -> None:
+        self.folder = folder
+        self.copies = copies
+        self.records: dict[str, FileRecord] = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self.records = {}
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        names = (f"shard-{rank:05d}-of-{len(plans):05d}.safetensors" for rank in range(len(plans)))
+        return [replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        file = plan.storage_data
+        items = {_key(item): item for item in plan.items}
+        announced = {key: _announcement(item) for key, item in items.items()}
+        writer = TensorFileWriter(self.folder / file, announced, ahead=0)
+        kept = []  # until they are hashed
+        try:
+            for key in writer.order:
+                name = items[key].index.fqn
+                tensor = planner.resolve_data(items[key]) if self.copies is None else self.copies[name]
+                assert isinstance(tensor, Tensor)
+                kept.append(tensor.detach().cpu())
+                writer.write(kept[-1])
+            self.records[file] = writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+        return _done([WriteResult(item.index, _n_bytes(item), [file, key]) for key, item in items.items()])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when all ranks have written."""
+        places = {result.index: result.storage_data for written in results for result in written}
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+            parts = []
+            for chunk in entry.chunks:
+                file, key = places[MetadataIndex(name, chunk.offsets)]
+                parts.append({"offsets": list(chunk.offsets), "shape": list(chunk.sizes), "file": file, "key": key})
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "shape": list(entry.size), "parts": parts}
+        self.records[INDEX] = write_text(self.folder / INDEX, json.dumps(tensors, indent=1) + "\n")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _key(item: WriteItem) -> str:
+    offsets = item.tensor_data.chunk.offsets if item.tensor_data else ()
+    return f"{item.index.fqn}@{','.join(map(str, offsets))}"
+
+
+def _announcement(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
+    assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+    return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+
+
+def _n_bytes(item: WriteItem) -> int:
+    dtype, shape = _announcement(item)
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+class ShardReader(StorageReader):
+    """Reads the parts that this rank needs out of a folder, and of them only the rows that it needs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._places: dict[MetadataIndex, tuple[str, str]] = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self._places = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors: dict[str, Any] = {}
+        for name, entry in read_index(self.folder).items():
+            chunks = []
+            for part in entry["parts"]:
+                offsets, sizes = torch.Size(part["offsets"]), torch.Size(part["shape"])
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                self._places[MetadataIndex(name, offsets)] = part["file"], part["key"]
+            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+        return Metadata(tensors, storage_data=self._places)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with progress.working(f"reading its rows of {self.folder.name}"):
+            self._read(plan, planner)
+        return _done(None)
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        files: dict[str, Any] = {}
+        for item in plan.items:
+            file, key = self._places[item.storage_index]
+            if file not in files:
+                files[file] = open_tensors(self.folder / file)
+            target = planner.resolve_tensor(item).detach()
+            if target.ndim == 0:
+                target.copy_(files[file].get_tensor(key))
+            elif target.numel():
+                rows = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                target.copy_(files[file].get_slice(key)[rows])
+            planner.commit_tensor(item, target)
+            progress.advance(target.numel() * target.itemsize)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def load(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Fill tensors, DTensors among them, with what a folder holds. Every rank of the group has to call it."""
+    dcp.load(state, storage_reader=ShardReader(folder), process_group=group)
+
+
+def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
+    """Write whole tensors as a sharded checkpoint of one rank. Returns what was written."""
+    file = "shard-00000-of-00001.safetensors"
+    keys = {name: f"{name}@{','.join('0' * tensor.ndim)}" for name, tensor in tensors.items()}
+    index = {
+        name: {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "parts": [{"offsets": [0] * tensor.ndim, "shape": list(tensor.shape), "file": file, "key": keys[name]}],
+        }
+        for name, tensor in tensors.items()
+    }
+    by_key = {keys[name]: tensor for name, tensor in tensors.items()}
+    return {
+        file: write_tensors(folder / file, announcement(by_key), by_key.__getitem__),
+        INDEX: write_text(folder / INDEX, json.dumps(index, indent=1) + "\n"),
+    }
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What a sharded checkpoint holds: by name a dtype, a shape, and where its parts are.
+
+    Raises:
+        CheckpointError: it is damaged, or the parts of a tensor do not add up to it.
+    """
+    path = folder / INDEX
+    content = read_json(path)
+    try:
+        for name, entry in content.items():
+            shape, parts = _sizes(entry["shape"]), entry["parts"]
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} has the dtype {entry['dtype']}")
+            if sum(math.prod(_sizes(part["shape"])) for part in parts) != math.prod(shape):
+                raise ValueError(f"the parts of {name} do not add up to its shape {shape}")
+            for part in parts:
+                _require_part(name, shape, part)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {shortened(error)}") from None
+    return content
+
+
+def _sizes(value: Any) -> list[int]:
+    """Sizes or offsets of an index."""
+    if not isinstance(value, list) or any(type(n) is not int or not 0 <= n < 2**62 for n in value):
+        raise ValueError(f"{shortened(value)} should be a list of sizes")
+    return value
+
+
+def _require_part(name: str, shape: list[int], part: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError, TypeError, KeyError: it is no part of a tensor of this shape.
+    """
+    file, key, offsets, sizes = part["file"], part["key"], _sizes(part["offsets"]), _sizes(part["shape"])
+    if not isinstance(key, str) or Path(file).name != file or file.startswith("."):
+        raise ValueError(f"{name} is in {file!r}, which is no plain file of its folder")
+    if not len(offsets) == len(sizes) == len(shape) or any(
+        offset + size > n for offset, size, n in zip(offsets, sizes, shape, strict=True)
+    ):
+        raise ValueError(f"{name} of shape {shape} has no part of shape {sizes} at {offsets}")
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor, of which every part is where the index says.
+
+    Raises:
+        CheckpointError: a file is damaged, or lacks a part.
+    """
+    index = read_index(folder)
+    _require_held(folder, index)
+    return {name: tuple(entry["shape"]) for name, entry in index.items()}
+
+
+def _require_held(folder: Path, index: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        CheckpointError: a file is damaged, or lacks a part.
+    """
+    parts = [part for entry in index.values() for part in entry["parts"]]
+    inside = {file: read_shapes(folder / file) for file in {part["file"] for part in parts}}
+    for part in parts:
+        if inside[part["file"]].get(part["key"]) != tuple(part["shape"]):
+            raise CheckpointError(f"{folder / part['file']} does not hold {part['key']} of shape {part['shape']}")
+
+
+class WholeTensors(Mapping[str, Tensor]):
+    """The tensors of a sharded checkpoint whose names start with a prefix, whole, read when they are looked at."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._folder = folder
+        index = read_index(folder)
+        _require_held(folder, index)
+        self._entries = {n.removeprefix(prefix): e for n, e in index.items() if n.startswith(prefix)}
+
+    def announced(self) -> Announced:
+        """Name, dtype and shape of each."""
+        return {name: (getattr(torch, e["dtype"]), tuple(e["shape"])) for name, e in self._entries.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        for part in entry["parts"]:
+            try:
+                tensor = open_tensors(self._folder / part["file"]).get_tensor(part["key"])
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self._folder / part['file']} can't be read: {error}") from None
+            whole[tuple(slice(o, o + n) for o, n in zip(part["offsets"], part["shape"], strict=True))] = tensor
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def announced(tensors: Mapping[str, Tensor]) -> Announced:
+    """Dtypes and shapes, without reading tensors that are read when they are looked at."""
+    return tensors.announced() if isinstance(tensors, WholeTensors) else announcement(tensors)

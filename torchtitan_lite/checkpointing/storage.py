@@ -1,0 +1,346 @@
+"""Checkpoints on disk: when one counts, which one to load, what may be deleted. Any tool may use this; no ranks here.
+
+    checkpoints/step-00000100/model.safetensors, optimizer.safetensors       state_dict = "full": whole tensors
+                              shard-00000-of-00004.safetensors, index.json   state_dict = "sharded": see shards.py
+                              state.json                                     TrainState
+                              manifest.json                                  written last: size and SHA-256 of each file
+                .tmp-*          being written by the run, or left by a killed one: never read, removed by the next save
+                .convert-*      being written by `checkpoint.py convert`: never read, and removed by nobody else
+                .bad-step-*     failed its verification: kept, never read
+                .old-step-*     later than the step that a run was resumed from: kept, never read
+                .trash-*        being deleted
+
+A save writes into a hidden folder beside, syncs files and folders, and renames last: the rename is what makes it count.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from torchtitan_lite import __version__
+from torchtitan_lite.checkpointing.reading import MISSING, is_file, unreadable
+from torchtitan_lite.checkpointing.reading import read_json as read_json
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, sha256_of, sync_folder, write_text
+from torchtitan_lite.errors import CheckpointError, UnreadableError
+
+FORMAT_VERSION = 2
+MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # no folder, no "..", nothing hidden
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run is, apart from its tensors. The position in the data is samples_consumed and nothing else."""
+
+    step: int = 0
+    tokens: int = 0
+    samples_consumed: int = 0
+    val_loss: float | None = None  # of the validation at this step, if there was one
+    grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # float16's, see scaler.py
+    skipped: list[int] = field(default_factory=list)  # the steps whose update was withheld, see guard.py
+    end_token: int | None = None  # the id that ends a document; None in checkpoints from before it was recorded
+    validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss (evaluate.py), likewise
+    identity: Mapping[str, Any] = field(default_factory=dict)  # must be the same on a resume, by config key
+    setting: Mapping[str, Any] = field(default_factory=dict)  # must be the same for a bitwise resume
+    config: Mapping[str, Any] = field(default_factory=dict)  # the whole config, by "section.key"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    step: int
+    state_dict: str  # "full" or "sharded"
+    world_size: int
+    files: Mapping[str, FileRecord]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(record.bytes for record in self.files.values())
+
+
+# --- finding ----------------------------------------------------------------------------------------------------
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or will be."""
+    return checkpoints / f"step-{step:08d}"
+
+
+def find_steps(checkpoints: Path) -> list[int]:
+    """The steps of all folders with a manifest, in ascending order. Whether they are whole, `verify` says.
+
+    Raises:
+        UnreadableError: the folder, or one of its checkpoints, can't be looked at.
+    """
+    try:
+        names = [match for entry in checkpoints.iterdir() if (match := _NAME.fullmatch(entry.name))]
+    except MISSING:
+        return []
+    except OSError as error:
+        raise unreadable(checkpoints, error) from None
+    return sorted(int(name[1]) for name in names if is_file(checkpoints / name[0] / MANIFEST))
+
+
+def not_counted(checkpoints: Path) -> list[str]:
+    """Folders that look like checkpoints and are none: what is wrong with each."""
+    if not checkpoints.is_dir():
+        return []
+    steps = {step_folder(checkpoints, step).name for step in find_steps(checkpoints)}
+    strange = (e.name for e in checkpoints.iterdir() if e.name.startswith("step") and e.name not in steps)
+    return [f"{checkpoints / name}: no folder step-N with a {MANIFEST}" for name in sorted(strange)]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """
+    Raises:
+        CheckpointError: there is none, it is damaged, of a newer format, or names a file outside of its folder.
+    """
+    content = read_json(folder / MANIFEST)
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder} has format_version {version}, and this version of torchtitan_lite reads {FORMAT_VERSION}"
+        )
+    if content.pop("sha256", "") != _hash_of(content):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: its own SHA-256 is not that of its content")
+    try:
+        files = {name: FileRecord(int(r["bytes"]), str(r["sha256"])) for name, r in content["files"].items()}
+        manifest = Manifest(int(content["step"]), str(content["state_dict"]), int(content["world_size"]), files)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}") from None
+    try:
+        bad = [name for name in files if not _PLAIN.fullmatch(name) or (folder / name).is_symlink()]
+    except OSError as error:
+        raise unreadable(Path(error.filename or folder), error) from None
+    if bad:
+        raise CheckpointError(f"{folder / MANIFEST} names {bad[0]!r}, which is no plain file of its folder")
+    if STATE not in files or manifest.state_dict not in ("full", "sharded"):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: it lacks {STATE}, or knows another state_dict")
+    return manifest
+
+
+def _hash_of(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
+    """The state.json of a checkpoint, which by default has to be in the folder of its step.
+
+    Raises:
+        CheckpointError: it is damaged, or in the wrong folder.
+    """
+    content = json.dumps(read_json(folder / STATE))
+    try:
+        state = TypeAdapter(TrainState).validate_json(content, strict=True)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise CheckpointError(f"{folder / STATE} is damaged: {wrong}") from None
+    if named_by_step and folder.name != step_folder(folder.parent, state.step).name:
+        raise CheckpointError(f"{folder} holds step {state.step}: it was renamed; give it back its name")
+    return state
+
+
+def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
+    """What is wrong with a file of a checkpoint; empty if nothing is.
+
+    Args:
+        mode: "full" compares its hash, "size" its size, "off" nothing.
+
+    Raises:
+        UnreadableError: the system can't read it.
+    """
+    path = folder / name
+    try:
+        if mode == "off":
+            return ""
+        size = path.stat().st_size
+        if size != record.bytes:
+            return f"{path}: {size:,} bytes, and the manifest says {record.bytes:,}"
+        if mode == "full" and sha256_of(path) != record.sha256:
+            return f"{path}: its SHA-256 is not the manifest's: bytes have changed"
+    except MISSING as error:
+        return f"{path}: can't be read: {error.strerror or error}"
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return ""
+
+
+def verify(folder: Path, mode: str = "full") -> list[str]:
+    """Everything that is wrong with a checkpoint; empty if it is whole.
+
+    Raises:
+        UnreadableError: the system can't read it.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except UnreadableError:
+        raise
+    except CheckpointError as error:
+        return [str(error)]
+    if _NAME.fullmatch(folder.name) and folder.name != step_folder(folder.parent, manifest.step).name:
+        return [f"{folder} holds step {manifest.step}: it was renamed; give it back its name"]
+    return [wrong for name, record in manifest.files.items() if (wrong := verify_file(folder, name, record, mode))]
+
+
+def open_tensors(file: Path) -> Any:
+    """A safetensors file, memory-mapped: `get_tensor(name)` reads one tensor."""
+    return safetensors.safe_open(file, framework="pt")
+
+
+def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a safetensors file, from its header.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    try:
+        with open_tensors(file) as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  # no dict
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from None
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+def begin(checkpoints: Path, step: int, *, locked: bool = True) -> Path:
+    """A new hidden folder for a checkpoint that is going to be written.
+
+    Args:
+        locked: the caller holds the lock of the run: what it finds here was left by killed processes, and is removed.
+            A caller without the lock removes nothing, and its folder has a name that a run does not remove.
+
+    Raises:
+        OSError: also if the folder that `checkpoints` is in is not there.
+    """
+    checkpoints.mkdir(exist_ok=True)  # without parents: a file system that is gone must not be replaced by a folder
+    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")) if locked else ():
+        shutil.rmtree(left, ignore_errors=True)
+    kind = "tmp" if locked else "convert"
+    folder = checkpoints / f".{kind}-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    return folder
+
+
+def commit(
+    folder: Path,
+    state: TrainState,
+    state_dict: str,
+    world_size: int,
+    files: Mapping[str, FileRecord],
+    *,
+    replace: bool = True,
+) -> Path:
+    """Make a written folder count, and return its name from now on.
+
+    Args:
+        files: what was written into it, on the disk already.
+        replace: set a checkpoint of this step aside, if there is one; otherwise that is an error.
+
+    Raises:
+        OSError, CheckpointError: it does not count; nothing else has changed.
+    """
+    for name, record in files.items():
+        if wrong := verify_file(folder, name, record, "size"):
+            raise CheckpointError(f"{wrong} (is the folder on a file system that all ranks share?)")
+    files = dict(files) | {STATE: write_text(folder / STATE, json.dumps(asdict(state), indent=2) + "\n")}
+    manifest: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "step": state.step,
+        "state_dict": state_dict,
+        "world_size": world_size,
+        "torchtitan_lite": __version__,
+        "torch": torch.__version__,
+        "files": {name: asdict(record) for name, record in sorted(files.items())},
+    }
+    manifest["sha256"] = _hash_of(manifest)
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    sync_folder(folder)
+    final = step_folder(folder.parent, state.step)
+    if replace:
+        set_aside(final, "bad")  # a leftover of this step that the run did not resume from: kept, never read
+    try:
+        folder.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise CheckpointError(f"{final} is there already") from None
+    sync_folder(folder.parent)
+    return final
+
+
+def abandon(folder: Path) -> None:
+    """Remove what was written."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside(folder: Path, why: str) -> Path | None:
+    """Rename a checkpoint to .bad-step-N or .old-step-N, so that it is kept and never read. None if it is not there."""
+    if not folder.exists():
+        return None
+    for number in range(10_000):
+        aside = folder.with_name(f".{why}-{folder.name}" + (f"-{number}" if number else ""))
+        if not aside.exists():
+            folder.rename(aside)
+            return aside
+    raise CheckpointError(f"{folder} can't be set aside: there are too many .{why}-{folder.name}")
+
+
+def require_space(checkpoints: Path, n_bytes: int) -> None:
+    """
+    Raises:
+        CheckpointError: the disk has less free space than a checkpoint of this size takes.
+    """
+    where = next(folder for folder in (checkpoints, *checkpoints.parents) if folder.exists())
+    status = os.statvfs(where)
+    free = status.f_bavail * status.f_frsize
+    if free < n_bytes:
+        raise CheckpointError(f"a checkpoint takes {n_bytes / 1e9:.2f} GB, and {where} has {free / 1e9:.2f} GB left")
+
+
+# --- comparing --------------------------------------------------------------------------------------------------
+
+
+def compare(
+    folder: Path,
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    what: str,
+    advice: str = "go back to these values, or start another run with --run.name=NAME",
+) -> None:
+    """Hold what a checkpoint says against what is wanted, by key.
+
+    Raises:
+        CheckpointError: values differ; it names each key with both values.
+    """
+    missing = "-"
+    differences = [
+        f"{key} is {_show(saved.get(key, missing))} in the checkpoint and {_show(wanted.get(key, missing))} here"
+        for key in sorted({*saved, *wanted})
+        if saved.get(key, missing) != wanted.get(key, missing)
+    ]
+    if differences:
+        shown = differences[:16] + ([f"and {len(differences) - 16} more"] if len(differences) > 16 else [])
+        raise CheckpointError("\n  ".join([f"{folder} belongs to another {what}:", *shown, advice]))
+
+
+def _show(value: Any) -> str:
+    return value[:12] + "..." if isinstance(value, str) and len(value) == 64 else str(value)  # a SHA-256, shortened

@@ -1,0 +1,36 @@
+"""What follows from a config and a world size."""
+
+import math
+from dataclasses import dataclass
+
+from torchtitan_lite.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What follows from a config and a world size. Batches count sequences."""
+
+    dp_replicate: int
+    dp_shard: int
+    grad_accum_steps: int
+    masked_sequences: int  # fully masked sequences that fill the last micro-batches of a step
+    tokens_per_step: int
+
+
+def derive(config: Config, world_size: int) -> Layout:
+    """Every number that follows from the config and the world size, in one place."""
+    replicate, shard = config.fsdp.dp_replicate, config.fsdp.dp_shard
+    if replicate == -1:
+        replicate = 1 if shard == -1 else max(world_size // shard, 1)
+    if shard == -1:
+        shard = max(world_size // replicate, 1)
+    train = config.train
+    per_round = world_size * train.micro_batch_size
+    accum = math.ceil(train.global_batch_size / per_round)
+    return Layout(
+        dp_replicate=replicate,
+        dp_shard=shard,
+        grad_accum_steps=accum,
+        masked_sequences=accum * per_round - train.global_batch_size,
+        tokens_per_step=train.global_batch_size * train.seq_len,
+    )

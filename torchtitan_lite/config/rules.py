@@ -1,0 +1,278 @@
+"""Combinations of values that make no sense, each with one that works."""
+
+import importlib.util
+import os
+import re
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.paths import expand, problem
+from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
+from torchtitan_lite.data.prepare.corpus import unfound
+from torchtitan_lite.data.token_files import is_prepared
+from torchtitan_lite.errors import ConfigError, shortened
+
+# rules that look at this machine: its files, its packages, its compiler
+_OF_THIS_MACHINE = {
+    *("data.path", "data.sources", "tokenizer.path", "model.init_from", "checkpoint.resume"),
+    *("model.vocab_size tokenizer.vocab_size", "compile.enabled compile.backend run.device"),
+    *("log.trackers tensorboard", "log.trackers wandb"),
+}
+
+
+def conflicts(
+    world_size: int, n_gpus: int, local_world_size: int, *, elsewhere: bool = False
+) -> Callable[[Config], dict[str, str]]:
+    """The rules between keys, for this world size and machine.
+
+    Args:
+        n_gpus: of this machine.
+        local_world_size: the ranks of this machine.
+        elsewhere: the run is for another machine, so nothing is asked of this one.
+
+    Returns:
+        a function of a config; it returns the broken rules as {"the keys involved": "what is wrong and what works"}.
+    """
+
+    def check(config: Config) -> dict[str, str]:
+        found = (
+            _run_conflicts(config.run, n_gpus, local_world_size)
+            | model_conflicts(config.model)
+            | _length_conflicts(config)
+            | _mesh_conflicts(config, world_size)
+            | _fsdp_conflicts(config, world_size, n_gpus)
+            | _block_conflicts(config, n_gpus)
+            | _path_conflicts(config)
+            | _log_conflicts(config)
+        )
+        return {keys: said for keys, said in found.items() if not (elsewhere and keys in _OF_THIS_MACHINE)}
+
+    return check
+
+
+def _run_conflicts(run: RunConfig, n_gpus: int, local_world_size: int) -> dict[str, str]:
+    found = {}
+    name = run.name
+    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
+        found["run.name"] = (
+            f"run.name = {shortened(repr(name))} should be the plain name of a folder, of at most 200 bytes, "
+            'e.g. run.name = "first"'
+        )
+    if run.device == "cuda" and n_gpus == 0:
+        found["run.device"] = 'run.device = "cuda", but torch sees no GPU here; run.device = "cpu" works'
+    if run.device != "cpu" and 0 < n_gpus < local_world_size:
+        found["run.device"] = (
+            f"{local_world_size} processes on this machine, and torch sees {n_gpus} GPUs; "
+            f'--nproc-per-node {n_gpus} works, and so does run.device = "cpu"'
+        )
+    return found
+
+
+def _log_conflicts(config: Config) -> dict[str, str]:
+    found = {}
+    for name in config.log.trackers:
+        if importlib.util.find_spec(name) is None:
+            found[f"log.trackers {name}"] = (
+                f'log.trackers = ["{name}"]: it is not installed; pip install -e ".[{name}]" installs it'
+            )
+    steps = config.profile.steps
+    if steps and (len(steps) != 2 or steps[0] > steps[1]):
+        found["profile.steps"] = f"profile.steps = {steps} should be a first and a last step, e.g. [10, 12]"
+    return found
+
+
+def _length_conflicts(config: Config) -> dict[str, str]:
+    found, train, model, optim = {}, config.train, config.model, config.optim
+    if train.seq_len > model.max_seq_len:
+        found["train.seq_len model.max_seq_len"] = (
+            f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
+            f"model.max_seq_len = {train.seq_len} works"
+        )
+    texts = [*config.data.sources, *([config.data.path] if isinstance(config.data.path, str) else [])]
+    trained = not config.tokenizer.path and not any(is_prepared(path) for path in texts if not problem(path))
+    if trained and 0 < model.vocab_size < config.tokenizer.vocab_size:
+        found["model.vocab_size tokenizer.vocab_size"] = (
+            f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
+            f"{config.tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's"
+        )
+    if optim.warmup_steps >= train.steps:
+        found["optim.warmup_steps train.steps"] = (
+            f"optim.warmup_steps = {optim.warmup_steps} leaves none of train.steps = {train.steps}; "
+            f"warmup_steps = {train.steps // 10} works"
+        )
+    elif optim.schedule == "wsd" and optim.warmup_steps > (1 - optim.decay_ratio) * train.steps:
+        found["optim.warmup_steps optim.decay_ratio train.steps"] = (
+            f"optim.warmup_steps = {optim.warmup_steps} reaches into the decay, the last optim.decay_ratio = "
+            f"{optim.decay_ratio} of train.steps = {train.steps}; "
+            f"warmup_steps = {int((1 - optim.decay_ratio) * train.steps)} works"
+        )
+    if config.sample.every and not config.sample.prompts:
+        found["sample.every sample.prompts"] = (
+            f"sample.every = {config.sample.every} has no sample.prompts to continue; "
+            'prompts = ["def "] works, and so does every = 0'
+        )
+    if any(not 0 <= beta < 1 for beta in optim.betas):
+        found["optim.betas"] = f"optim.betas = {list(optim.betas)} should be in [0, 1), e.g. [0.9, 0.95]"
+    return found
+
+
+def _mesh_conflicts(config: Config, world_size: int) -> dict[str, str]:
+    for key, value in (("dp_shard", config.fsdp.dp_shard), ("dp_replicate", config.fsdp.dp_replicate)):
+        if value != -1 and value < 1:
+            return {f"fsdp.{key}": f"fsdp.{key} = {value} should be -1 (all that is left) or at least 1"}
+    layout = derive(config, world_size)
+    if layout.dp_replicate * layout.dp_shard == world_size:
+        return {}
+    works = layout.dp_replicate if world_size % layout.dp_replicate == 0 else 1
+    return {
+        "fsdp.dp_shard fsdp.dp_replicate": f"fsdp.dp_replicate = {layout.dp_replicate} x fsdp.dp_shard = "
+        f"{layout.dp_shard} does not give the world size {world_size}; "
+        f"fsdp.dp_replicate = {works} with fsdp.dp_shard = {world_size // works} works"
+    }
+
+
+def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, str]:
+    found, fsdp = {}, config.fsdp
+    if _mesh_conflicts(config, world_size):
+        return {}  # the sizes below would not mean anything
+    layout = derive(config, world_size)
+    ranks = fsdp.reshard_after_forward
+    if not isinstance(ranks, bool | str) and (layout.dp_shard % ranks or ranks >= layout.dp_shard):
+        divisors = [str(n) for n in range(2, layout.dp_shard) if layout.dp_shard % n == 0]
+        found["fsdp.reshard_after_forward fsdp.dp_shard"] = (
+            f"fsdp.reshard_after_forward = {ranks} should divide the dp_shard = {layout.dp_shard} ranks of a copy, "
+            f"and be less; {' or '.join([*divisors, 'true'])} works"
+        )
+    if fsdp.grad_sync == "all_reduce_last" and (layout.dp_replicate == 1 or layout.dp_shard == 1):
+        found["fsdp.grad_sync fsdp.dp_replicate fsdp.dp_shard"] = (
+            f'fsdp.grad_sync = "all_reduce_last" needs copies of a sharded model, and there are {layout.dp_replicate} '
+            f'copies over {layout.dp_shard} ranks each; "every" or "last" works'
+        )
+    if fsdp.cpu_offload and (config.run.device == "cpu" or n_gpus == 0):
+        found["fsdp.cpu_offload run.device"] = (
+            "fsdp.cpu_offload = true moves parameters between a GPU and the host, and there is no GPU here: "
+            "on the CPU they are on the host anyway; fsdp.cpu_offload = false works"
+        )
+    if config.grad_scaler.min_scale > config.grad_scaler.init_scale:
+        found["grad_scaler.min_scale grad_scaler.init_scale"] = (
+            f"grad_scaler.min_scale = {config.grad_scaler.min_scale} is above grad_scaler.init_scale = "
+            f"{config.grad_scaler.init_scale}; min_scale = 1.0 works"
+        )
+    return found
+
+
+def _block_conflicts(config: Config, n_gpus: int) -> dict[str, str]:
+    found: dict[str, str] = {}
+    checkpointing = config.activation_checkpointing
+    if checkpointing.mode != "none" and checkpointing.every > max(config.model.n_layers - 1, 1):
+        found["activation_checkpointing.every model.n_layers"] = (
+            f"activation_checkpointing.every = {checkpointing.every} reaches only the first of model.n_layers = "
+            f"{config.model.n_layers}; every = {max(config.model.n_layers - 1, 1)} works"
+        )
+    inductor = config.compile.enabled and config.compile.backend == "inductor"
+    if inductor and (missing := _missing_for_inductor(config.run, n_gpus)):
+        found["compile.enabled compile.backend run.device"] = (
+            f"compile.enabled = true needs {missing}, which is not here; install it, or compile.enabled = false"
+        )
+    return found
+
+
+def _missing_for_inductor(run: RunConfig, n_gpus: int) -> str:
+    """What torch.compile's default backend lacks on this machine; empty if it is complete."""
+    if run.device != "cpu" and n_gpus:
+        return "" if importlib.util.find_spec("triton") else "the package triton"
+    named = os.environ.get("CXX", "")
+    if not shutil.which(named or "g++"):  # what torch looks for
+        return f"the C++ compiler {named} (of $CXX)" if named else "the C++ compiler g++ (or another one in $CXX)"
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return "" if headers.is_file() else f"Python's headers ({headers}; python3-dev or similar)"
+
+
+def _path_conflicts(config: Config) -> dict[str, str]:
+    found, data, resume = {}, config.data, config.checkpoint.resume
+    if wrong := _not_a_folder(config.run.out_dir):
+        found["run.out_dir"] = f"run.out_dir: {wrong}"
+    if resume not in ("auto", "never") and not re.fullmatch(r"step-[0-9]{1,18}", resume) and (wrong := problem(resume)):
+        found["checkpoint.resume"] = (
+            f'checkpoint.resume = "{shortened(resume)}" should be auto, never, step-N, or the path of a run or '
+            f"checkpoint: {wrong}"
+        )
+    # what the run started from may be gone once it has a checkpoint of its own
+    init_from = "" if _has_checkpoint(config) else config.model.init_from
+    for key, path in (("tokenizer.path", config.tokenizer.path), ("model.init_from", init_from)):
+        if path and (wrong := problem(path)):
+            found[key] = f"{key}: {wrong}"
+    if data.cache_dir and (wrong := _not_a_folder(data.cache_dir)):
+        found["data.cache_dir"] = f"data.cache_dir: {wrong}"
+    paths = [data.path] if isinstance(data.path, str) else data.path
+    for key, named in (("data.path", paths), ("data.sources", data.sources)):
+        if missing := [why for p in named if p and (why := _missing_text(p))]:
+            found[key] = f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
+    if not paths:
+        found["data.path"] = 'data.path = [] names no text; data.path = "" is Python\'s standard library'
+    prepared = [p for p in data.path if not problem(p) and is_prepared(p)] if isinstance(data.path, list) else []
+    if prepared:
+        found["data.path"] = (
+            f"data.path: {prepared[0]} is a prepared folder, and has to stand alone: "
+            f'path = "{prepared[0]}", or mix it by [data.sources] "{prepared[0]}" = 1.0'
+        )
+    if data.sources and data.path:
+        found["data.path data.sources"] = (
+            "data.path and data.sources are both set; leave data.path out, or name it in data.sources with a weight"
+        )
+    return found
+
+
+def _missing_text(path: str) -> str:
+    """Why there is no text at a path or glob; empty if there is something."""
+    wrong = problem(path)
+    return unfound(path) if wrong.startswith("nothing at") else wrong
+
+
+def _not_a_folder(path: str) -> str:
+    """Why no folder can be there or be made there, as far as the path itself says; empty if one can."""
+    try:
+        where = expand(path)
+        return f"{path} can't be written: it is not a folder" if where.exists() and not where.is_dir() else ""
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"{shortened(path)}: {error.strerror or error}"
+
+
+def _has_checkpoint(config: Config) -> bool:
+    try:
+        return bool(list(config.folder.glob("checkpoints/step-*")))
+    except (ConfigError, OSError):
+        return False
+
+
+def model_conflicts(model: ModelConfig) -> dict[str, str]:
+    """The broken rules between the keys of [model]."""
+    found = {}
+    if model.dim % model.n_heads and not model.head_dim:
+        works = max(d for d in range(1, model.n_heads + 1) if model.dim % d == 0)
+        found["model.n_heads model.dim"] = (
+            f"model.dim = {model.dim} is no multiple of model.n_heads = {model.n_heads}; n_heads = {works} works"
+        )
+    if model.family == "llama":
+        if model.n_heads % model.kv_heads:
+            works = max(k for k in range(1, model.kv_heads + 1) if model.n_heads % k == 0)
+            found["model.n_kv_heads model.n_heads"] = (
+                f"model.n_heads = {model.n_heads} is no multiple of model.n_kv_heads = {model.kv_heads}; "
+                f"n_kv_heads = {works} works"
+            )
+        if model.dim_of_heads % 2:
+            found["model.head_dim model.dim"] = (
+                f"heads of width {model.dim_of_heads} can't be rotated in halves; "
+                f"head_dim = {model.dim_of_heads + 1} works"
+            )
+        if model.rope_factor > 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+            found["model.rope_low_freq_factor model.rope_high_freq_factor"] = (
+                f"model.rope_low_freq_factor = {model.rope_low_freq_factor} should be below "
+                f"model.rope_high_freq_factor = {model.rope_high_freq_factor}, e.g. 1.0 and 4.0"
+            )
+    return found

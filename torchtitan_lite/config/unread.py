@@ -1,0 +1,155 @@
+"""Keys that are read only when another key says so. A value that nothing reads is never ignored without a word.
+
+If the file or the command that sets such a key also makes the choice (or comes later), it is refused. If it comes from
+below, e.g. from a `base` of which another file changes the optimizer, it is left at its default, with a note.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.token_files import is_prepared
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Keys that are read only when `holds`."""
+
+    keys: tuple[str, ...]
+    choice: tuple[str, ...]  # the keys that decide it
+    needs: str  # what would have to be set
+    holds: Callable[[Config], bool]
+    refuse: bool = True  # False: only ever a note, because what is switched off for a while may keep its settings
+
+
+def _keys(section: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names)
+
+
+_ROPE = "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_seq_len"
+_LLAMA = "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "rope_theta", "rope_factor", *_ROPE
+_DTYPES = _keys("fsdp", "param_dtype", "reduce_dtype", "output_dtype", "precision_overrides")
+
+RULES = (
+    Rule(_keys("model", "dropout"), ("model.family",), 'model.family = "gpt"', lambda c: c.model.family == "gpt"),
+    Rule(_keys("model", *_LLAMA), ("model.family",), 'model.family = "llama"', lambda c: c.model.family == "llama"),
+    Rule(
+        _keys("model", *_ROPE),
+        ("model.family", "model.rope_factor"),
+        "model.rope_factor above 1",
+        lambda c: c.model.family != "llama" or c.model.rope_factor > 1,  # of another family: the rule above
+    ),
+    Rule(_keys("optim", "betas", "eps"), ("optim.name",), 'optim.name = "adamw"', lambda c: c.optim.name == "adamw"),
+    Rule(_keys("optim", "momentum"), ("optim.name",), 'optim.name = "sgd"', lambda c: c.optim.name == "sgd"),
+    Rule(
+        _keys("optim", "decay_ratio"),
+        ("optim.schedule",),
+        'optim.schedule = "wsd"',
+        lambda c: c.optim.schedule == "wsd",
+    ),
+    Rule(
+        _keys("optim", "min_lr_ratio"),
+        ("optim.schedule",),
+        "an optim.schedule that falls",
+        lambda c: c.optim.schedule != "constant",
+    ),
+    Rule(
+        _keys("train", "max_skipped"),
+        ("train.on_nonfinite",),
+        'train.on_nonfinite = "skip"',
+        lambda c: c.train.on_nonfinite == "skip",
+    ),
+    Rule(
+        _keys("fsdp", "forward_prefetch", "backward_prefetch"),
+        ("fsdp.explicit_prefetching",),
+        "fsdp.explicit_prefetching = true",
+        lambda c: c.fsdp.explicit_prefetching,
+    ),
+    Rule(
+        _keys("grad_scaler", "init_scale", "growth_interval", "min_scale"),
+        _DTYPES,
+        'a dtype "float16" in [fsdp]',
+        lambda c: c.fsdp.uses_float16,
+    ),
+    Rule(
+        _keys("activation_checkpointing", "every"),
+        ("activation_checkpointing.mode",),
+        'activation_checkpointing.mode = "full" or "selective"',
+        lambda c: c.activation_checkpointing.mode != "none",
+    ),
+    Rule(_keys("compile", "backend"), ("compile.enabled",), "compile.enabled = true", lambda c: c.compile.enabled),
+    Rule(
+        _keys("log", "wandb_project"),
+        ("log.trackers",),
+        'log.trackers = ["wandb"]',
+        lambda c: "wandb" in c.log.trackers,
+    ),
+    Rule(
+        _keys("profile", "memory_snapshot"),
+        ("profile.steps",),
+        "profile.steps, e.g. [10, 12]",
+        lambda c: bool(c.profile.steps),
+    ),
+    # a cadence of 0 switches something off, perhaps only for this command
+    Rule(_keys("eval", "samples"), ("eval.every",), "eval.every above 0", lambda c: c.eval.every > 0, refuse=False),
+    Rule(
+        _keys("sample", "prompts", "max_tokens", "temperature"),
+        ("sample.every",),
+        "sample.every above 0",
+        lambda c: c.sample.every > 0,
+        refuse=False,
+    ),
+    Rule(
+        _keys("checkpoint", "keep_every", "keep_best"),
+        ("checkpoint.keep_latest",),
+        "checkpoint.keep_latest above 0 (0 keeps all)",
+        lambda c: c.checkpoint.keep_latest > 0,
+        refuse=False,
+    ),
+    Rule(
+        _keys("tokenizer", "vocab_size"),
+        ("tokenizer.path", "data.path", "data.sources"),
+        "a tokenizer to train",
+        lambda c: not c.tokenizer.path and not _all_prepared(c),
+        refuse=False,
+    ),
+    Rule(
+        _keys("data", "text_key", "val_fraction", "cache_dir"),
+        ("data.path", "data.sources"),
+        "text to prepare",
+        lambda c: not _all_prepared(c),
+        refuse=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A key whose value nothing reads."""
+
+    key: str
+    message: str
+    rule: Rule
+
+
+def unread(config: Config) -> Iterator[Unread]:
+    """The keys with a value of their own that this config does not read."""
+    for rule in RULES:
+        if rule.holds(config):
+            continue
+        for key in rule.keys:
+            section_name, name = key.split(".")
+            section = getattr(config, section_name)
+            value, default = getattr(section, name), type(section).model_fields[name].default
+            if value != default:
+                yield Unread(key, f"{key} = {value} means nothing without {rule.needs}", rule)
+
+
+def _all_prepared(config: Config) -> bool:
+    """Whether there is no text to prepare. A path that can't be looked at is reported by conflicts.py."""
+    data = config.data
+    named = list(data.sources) if data.sources else [data.path] if isinstance(data.path, str) else []
+    try:
+        return any(named) and all(is_prepared(path) for path in named)
+    except (OSError, RuntimeError):
+        return False

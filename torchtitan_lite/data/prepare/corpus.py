@@ -1,0 +1,171 @@
+"""Which text: the user's files, or the standard library of the Python that runs this."""
+
+import os
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.data.prepare import paths
+from torchtitan_lite.errors import DataError
+
+KINDS = ".txt", ".jsonl", ".csv", ".parquet"
+COMPRESSED = ".gz", ".zst"
+READABLE = ".txt, .jsonl and .csv files (also .gz and .zst) and .parquet files"
+_MAX_BLOCK = 64 * 1024  # bytes
+_MIN_BLOCK = 1024
+_ENOUGH_BLOCKS = 16
+# Tests are two thirds of the library, and many distributions leave them out; the others are not the library's own.
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Content:
+    """What content.py found in the files of a corpus."""
+
+    stamps: list[list[int]]  # inode and ctime of each
+    hashes: list[str]
+    is_other: bool  # than what was first prepared from files with these names, sizes and times
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files in a fixed order."""
+
+    files: tuple[Path, ...]
+    text_key: str = "text"  # of .jsonl lines; the column of .csv and .parquet
+    python_source: bool = False  # decode by the encoding that a source file declares (PEP 263), else strict UTF-8
+    content: Content | None = None
+    ignored: tuple[Path, ...] = ()  # what else the folders hold: other kinds of files, broken links, FIFOs
+
+    def identity(self) -> list[list[str | int]]:
+        """What decides the text without reading it: path, size and time of change (ns) of each file.
+
+        And its hash, if there was other text of the same names, sizes and times before.
+        """
+        stats = [(file, stat_of(file)) for file in self.files]
+        found: list[list[str | int]] = [[str(file.resolve()), i.st_size, i.st_mtime_ns] for file, i in stats]
+        if self.content and self.content.is_other:
+            return [[*one, digest] for one, digest in zip(found, self.content.hashes, strict=True)]
+        return found
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(stat_of(file).st_size for file in self.files)
+
+    def block(self) -> int:
+        """The most bytes of a document of a .txt file: 64 KiB, or less where the text would be too few documents."""
+        return min(_MAX_BLOCK, max(self.size() // _ENOUGH_BLOCKS, _MIN_BLOCK))
+
+
+def stat_of(file: Path) -> os.stat_result:
+    """What the file system says of a file.
+
+    Raises:
+        DataError: it is gone, or can't be read.
+    """
+    with paths.reading(file):
+        return file.stat()
+
+
+def kind(file: Path) -> str:
+    """.txt, .jsonl, .csv or .parquet, whether compressed or not, in letters of any case; empty for others."""
+    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        inner = suffixes[0] if len(suffixes) == 2 else ""
+        return inner if inner in KINDS and inner != ".parquet" else ""
+    return suffixes[-1] if suffixes and suffixes[-1] in KINDS else ""
+
+
+def find(path: str | list[str], text_key: str = "text") -> Corpus:
+    """The files that `[data] path` means: a file, a folder (all of those below it), a glob, or a list of these.
+
+    Raises:
+        DataError: nothing was found, or something can't be read.
+    """
+    if path == "":
+        return _standard_library()
+    files: dict[Path, None] = {}
+    ignored: set[Path] = set()
+    if not isinstance(path, str) and "" in path:
+        raise DataError("data.path: a name in the list is empty; take it out")
+    for entry in [path] if isinstance(path, str) else path:
+        files |= dict.fromkeys(_texts(entry, ignored))
+    for file in files:
+        if not kind(file):
+            raise DataError(f"{file}: only {READABLE} can be read; convert it, or rename it if it is plain text")
+    return Corpus(tuple(files), text_key, ignored=tuple(sorted(ignored)))
+
+
+def unfound(entry: str) -> str:
+    """Why there is nothing at an entry of `[data] path`; empty if there is something."""
+    try:
+        return "" if paths.matching(paths.expanded(entry, "data.path")) else f"nothing found at {entry}"
+    except DataError as error:
+        return str(error)
+
+
+def _texts(entry: str, ignored: set[Path]) -> list[Path]:
+    """The files of one entry of `[data] path`. One that a link leads to as well is taken once."""
+    found: list[tuple[Path, bool]] = []
+    for path, linked in paths.matching(paths.expanded(entry, "data.path")):
+        if paths.is_folder(path):
+            found += [(text, linked or through_link) for text, through_link in _below(path, ignored)]
+        elif paths.is_file(path):
+            found.append((path, linked))
+        else:
+            ignored.add(path)
+    if not found:
+        raise _nothing(entry, ignored)
+    places = {_place(path) for path, linked in found if not linked}
+    once = []
+    for path, linked in found:
+        if not linked or _place(path) not in places:
+            once.append(path)
+            places.add(_place(path))
+    return once
+
+
+def _place(file: Path) -> str:
+    return os.path.join(os.path.realpath(file.parent), file.name)
+
+
+def _below(folder: Path, ignored: set[Path]) -> list[tuple[Path, bool]]:
+    found = []
+    for below in paths.folders_below(folder, hidden=True):
+        for file in (below.path / name for name in below.names):
+            if kind(file) and paths.is_file(file):
+                found.append((file, below.linked))
+            else:
+                ignored.add(file)
+    return sorted(found)
+
+
+def _nothing(entry: str, ignored: set[Path]) -> DataError:
+    path = paths.expanded(entry, "data.path")
+    if path in ignored:
+        return DataError(f"{path} is {paths.kind_of(path)}; it takes {READABLE}")
+    if paths.is_folder(path) and (path / "tokenizer.json").exists() and (path / "train.idx").exists():
+        return DataError(f"{path} looks like a prepared folder, but its meta.json is missing; prepare the text again")
+    return DataError(f"no text at {entry}: it takes {READABLE} (looked in {Path.cwd()})")
+
+
+def listed(ignored: list[Path]) -> str:
+    """Files that are not read: by suffix, or by name where the suffix does not say why; the first ten."""
+    suffixes = Counter(file.suffix if file.suffix and not kind(file) else "" for file in ignored)
+    found = [f"{count:,} x {suffix}" for suffix, count in suffixes.most_common() if suffix]
+    for file in ignored:
+        if kind(file):
+            found.append(f"{file.name} ({paths.kind_of(file)})")
+        elif not file.suffix:
+            found.append(file.name)
+    return ", ".join(found[:10] + ["..."] * (len(found) > 10))
+
+
+def _standard_library() -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(p for p in root.rglob("*.py") if p.is_file() and _SKIPPED.isdisjoint(p.relative_to(root).parts[:-1]))
+    files = [file for file in files if file.stat().st_size]  # an empty __init__.py is no text
+    if not files:
+        raise DataError(f"Python's standard library has no source files at {root}; set data.path to text of your own")
+    return Corpus(tuple(files), python_source=True)

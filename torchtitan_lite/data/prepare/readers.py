@@ -1,0 +1,309 @@
+"""Files -> chunks of documents, in an order that never changes, in memory that does not grow with the file.
+
+A document is the text of a .jsonl line, of a row of a .csv or .parquet file, or a block of at most 64 KiB of a .txt
+file, cut at a line end. Here files are read, decompressed and cut; the texts are decoded and looked at by the workers
+(worker.py), so that whatever takes time is done on all cores. Text is never repaired: what is not what it says it is
+becomes a Problem with its file and line, in its place in the order.
+"""
+
+import csv
+import gzip
+import importlib
+import io
+import tokenize
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from torchtitan_lite.data.prepare.corpus import Corpus, kind, stat_of
+from torchtitan_lite.errors import DataError
+
+MAX_DOCUMENT_BYTES = 16 << 20
+CHUNK_BYTES = 512 * 1024  # bytes of text that a worker gets at a time
+CHUNK_DOCUMENTS = 4096  # at most
+_READ = 128 * 1024
+_NEWLINE = b"\n"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A text, or the rest of a file, that can't be used."""
+
+    place: str  # "line 3", "row 7", or empty: the file
+    reason: str  # a few words, the same for all of their kind
+    detail: str
+
+    def of(self, file: Path) -> str:
+        """The whole message."""
+        return ": ".join(part for part in (str(file), self.place, self.detail) if part)
+
+
+@dataclass
+class Chunk:
+    """Some documents of one file."""
+
+    file: int  # number in the corpus
+    number: int  # in the file
+    texts: Literal["plain", "json"]  # json: each is a line that holds an object with the text
+    unit: str  # what places count: "line" or "row"
+    read_bytes: int = 0  # of the file, up to its end
+    last: bool = False  # of the file
+    places: list[int] = field(default_factory=list)  # where each document begins
+    documents: list[bytes] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)  # found while reading
+
+
+Item = tuple[int, bytes] | Problem
+
+
+def chunks(corpus: Corpus, max_document_bytes: int, first: int = 0) -> Iterator[Chunk]:
+    """All chunks from file number `first` on. The last one of each file may be empty."""
+    limit = corpus.block()
+    for number in range(first, len(corpus.files)):
+        yield from _chunks_of(corpus, number, limit, max_document_bytes)
+
+
+def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterator[Chunk]:
+    file = corpus.files[number]
+    what = ".txt" if corpus.python_source else kind(file)
+    texts: Literal["plain", "json"] = "json" if what == ".jsonl" else "plain"
+    unit = "row" if what == ".parquet" else "line"
+    chunk, size = Chunk(number, 0, texts, unit), 0
+    raw: list[BinaryIO] = []
+    for item in _items(corpus, file, what, limit, longest, raw):
+        if isinstance(item, Problem):
+            chunk.problems.append(item)
+            continue
+        if size and (size + len(item[1]) > CHUNK_BYTES or len(chunk.places) == CHUNK_DOCUMENTS):
+            chunk.read_bytes = raw[0].tell() if raw else 0
+            yield chunk
+            chunk, size = Chunk(number, chunk.number + 1, texts, unit), 0
+        chunk.places.append(item[0])
+        chunk.documents.append(item[1])
+        size += len(item[1])
+    chunk.read_bytes, chunk.last = stat_of(file).st_size, True
+    yield chunk
+
+
+class _CutError(Exception):
+    """The file can't be read any further."""
+
+
+def _items(corpus: Corpus, file: Path, what: str, limit: int, longest: int, raw: list[BinaryIO]) -> Iterator[Item]:
+    """The documents of a file with their places. `raw` gets the open file, for whoever wants to know how far it is."""
+    place = 0
+    try:
+        if file.stat().st_size == 0:
+            yield Problem("", "an empty file", "is empty")
+            return
+        if what == ".parquet":
+            yield from _parquet(file, corpus.text_key, longest)
+            return
+        with file.open("rb") as opened:
+            raw.append(opened)
+            stream = _decompressed(opened, file.suffix.lower())
+            if corpus.python_source:
+                stream = io.BufferedReader(io.BytesIO(_declared(file)))
+            if what == ".txt":
+                items = _blocks(stream, limit, longest)
+            else:
+                lines = _lines(stream, longest)
+                items = _rows(lines, corpus.text_key, longest) if what == ".csv" else lines
+            for item in items:
+                if not isinstance(item, Problem):
+                    place = item[0]
+                yield item
+    except _CutError as error:
+        yield Problem("", "a file that ends too early or is damaged", str(error))
+    except (OSError, EOFError, zlib.error, SyntaxError, ValueError) as error:
+        after = f" after line {place}" if place else ""
+        yield Problem("", "a file that can't be read to its end", f"can't be read{after}: {error}")
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------
+
+
+def _decompressed(stream: BinaryIO, suffix: str) -> BinaryIO:
+    if suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=stream), _READ)
+    return io.BufferedReader(_Zstandard(stream), _READ) if suffix == ".zst" else stream
+
+
+class _Zstandard(io.RawIOBase):
+    """The frames of a .zst file; zstandard's own reader takes a truncated file for a whole one."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._library = _need("zstandard", ".zst")
+        self._stream, self._ready = stream, b""
+        self._frame: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            data = rest or self._stream.read(_READ)
+            if not data:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("the compressed data ends before its end mark")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._library.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = self._frame.decompress(data)
+            except self._library.ZstdError as error:
+                raise OSError(str(error)) from None
+        n = min(len(buffer), len(self._ready))
+        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n
+
+
+def _need(package: str, suffix: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise DataError(
+            f"{suffix} files need the package {package}, which is not here: pip install 'torchtitan_lite[data]' "
+            f"(in a clone: pip install -e '.[data]')"
+        ) from None
+
+
+def _declared(file: Path) -> bytes:
+    """A Python source file in UTF-8."""
+    with tokenize.open(file) as stream:
+        encoding = stream.encoding
+    return file.read_bytes().decode(encoding).encode()
+
+
+# --- documents --------------------------------------------------------------------------------------------------
+
+
+def _too_long(line: int, longest: int) -> Problem:
+    return Problem(
+        f"line {line}", "a line that is too long", f"is longer than {longest:,} bytes (--max-document-bytes)"
+    )
+
+
+def _lines(stream: BinaryIO, longest: int) -> Iterator[Item]:
+    """Lines with their numbers; of one that is too long, only its number."""
+    number = 0
+    while line := stream.readline(longest + 1):
+        number += 1
+        if len(line) > longest and not line.endswith(_NEWLINE):
+            yield _too_long(number, longest)
+            while (line := stream.readline(_READ)) and not line.endswith(_NEWLINE):
+                pass
+            continue
+        yield number, line
+
+
+def _blocks(stream: BinaryIO, limit: int, longest: int) -> Iterator[Item]:
+    """Cut at the last line end before `limit` bytes. A longer line is cut between two characters."""
+    line, pending = 1, b""
+    pieces: list[tuple[int, bytes]] = []  # of a line whose end is not in sight: it may still be too long
+    while pending := pending + stream.read(limit - len(pending)):
+        at_end = len(pending) < limit
+        first_end = pending.find(_NEWLINE) + 1 or (len(pending) if at_end else 0)  # 0: not in sight
+        if (pieces or not first_end) and sum(len(p) for _, p in pieces) + (first_end or len(pending)) > longest + 1:
+            yield _too_long(line, longest)
+            pieces = []
+            while not first_end and (pending := stream.read(limit)):
+                first_end = pending.find(_NEWLINE) + 1
+            pending, line = pending[first_end:], line + 1
+            continue
+        if not first_end:
+            cut = _last_whole(pending)
+            pieces.append((line, pending[:cut]))
+        else:
+            yield from pieces
+            pieces = []
+            cut = len(pending) if at_end else pending.rfind(_NEWLINE) + 1
+            yield line, pending[:cut]
+            line += pending.count(_NEWLINE, 0, cut)
+        pending = pending[cut:]
+    yield from pieces
+
+
+def _last_whole(data: bytes) -> int:
+    """Where the last UTF-8 character that may be cut off begins: continuation bytes are 10xxxxxx."""
+    start = len(data) - 1
+    while start > len(data) - 4 and data[start] & 0xC0 == 0x80:
+        start -= 1
+    return start
+
+
+def _rows(lines: Iterable[Item], column: str, longest: int) -> Iterator[Item]:
+    """The texts of one column of a .csv file with a header."""
+    csv.field_size_limit(longest)
+    reader = csv.reader(_decoded(lines), strict=True)
+    at = -1
+    while True:
+        place = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise _CutError(f"line {place}: not CSV: {error}; the rest of the file can't be read") from None
+        if not row:  # an empty line
+            continue
+        if at < 0:
+            if column not in row:
+                raise _CutError(_no_column(column, row))
+            at = row.index(column)
+        elif len(row) <= at:
+            yield Problem(f"line {place}", "a row that is too short", f"has {len(row)} columns, and no {column}")
+        else:
+            yield place, row[at].encode()
+
+
+def _no_column(column: str, columns: list[str]) -> str:
+    found = ", ".join(columns)
+    return f'no column "{column}": its columns are {found[:200]}; data.text_key names the column (or --text-key)'
+
+
+def _decoded(lines: Iterable[Item]) -> Iterator[str]:
+    for item in lines:
+        if isinstance(item, Problem):
+            raise _CutError(f"{item.place} {item.detail}; the rest of the file can't be read")
+        number, line = item
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise _CutError(
+                f"line {number}: byte {line[error.start]:#04x} is not utf-8; the rest of the file can't be read"
+            ) from None
+
+
+def _parquet(file: Path, column: str, longest: int) -> Iterator[Item]:
+    pyarrow, parquet = _need("pyarrow", ".parquet"), _need("pyarrow.parquet", ".parquet")
+    row = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if column not in names:
+                raise _CutError(_no_column(column, names))
+            if names.count(column) > 1:
+                raise _CutError(f'has {names.count(column)} columns "{column}"; it is not clear which holds the text')
+            wanted = table.schema_arrow.field(column).type
+            if not (pyarrow.types.is_string(wanted) or pyarrow.types.is_large_string(wanted)):
+                raise _CutError(f'column "{column}" holds {wanted}, and should hold strings')
+            for batch in table.iter_batches(batch_size=256, columns=[column], use_threads=False):
+                for value in batch.column(0):
+                    row += 1
+                    text = value.as_buffer()
+                    if text is None:
+                        yield Problem(f"row {row}", "no text", f'"{column}" is null')
+                    elif text.size > longest:
+                        yield Problem(
+                            f"row {row}",
+                            "a text that is too long",
+                            f"is longer than {longest:,} bytes (--max-document-bytes)",
+                        )
+                    else:
+                        yield row, text.to_pybytes()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _CutError(f"can't be read as parquet after row {row}: {error}") from None

@@ -1,0 +1,38 @@
+"""What a prepared folder holds, for a person."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from torchtitan_lite.data.token_files import SPLITS, Meta, TokenFiles, document_ends, read_meta
+
+
+def summary(meta: Meta) -> str:
+    """The numbers of a prepared folder on a line."""
+    tokens = meta.train_tokens + meta.val_tokens
+    return (
+        f"{meta.text_bytes:,} bytes -> {tokens:,} tokens of {meta.text_bytes / tokens:.2f} bytes; "
+        f"{meta.documents:,} documents, {meta.val_documents:,} of them for validation"
+    )
+
+
+def report(folder: Path, tokenizer: Tokenizer) -> str:
+    """A table of a prepared folder, what was left out, and the beginnings of three documents, decoded."""
+    meta = read_meta(folder)
+    lines = [f"{'':8}{'documents':>14}{'tokens':>16}{'bytes':>18}{'bytes/token':>13}"]
+    for split in SPLITS:
+        tokens = meta.tokens(split)
+        n_bytes = meta.val_text_bytes if split == "val" else meta.text_bytes - meta.val_text_bytes
+        lines.append(f"{split:8}{meta.n_documents(split):>14,}{tokens:>16,}{n_bytes:>18,}{n_bytes / tokens:>13.2f}")
+    if meta.unknown_tokens:
+        lines.append(f"unknown {meta.unknown_tokens:>14,}  tokens stand for what the tokenizer does not know")
+    for reason, count in meta.skipped.items():
+        lines.append(f"skipped {count:>14,}  {reason} (listed in {folder / 'skipped.log'})")
+    lines.append(f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}, in {folder}")
+    stream, ends = TokenFiles(folder, meta, "train"), document_ends(folder, meta, "train")
+    for quarter in (1, 2, 3):
+        number = len(ends) * quarter // 4
+        first = int(ends[number - 1]) if number else 1
+        ids = stream.read(first, min(int(ends[number]) - 1, first + 60))
+        lines.append(f"document {number:,}: {tokenizer.decode(ids.tolist())[:150]!r}")
+    return "\n".join(lines)

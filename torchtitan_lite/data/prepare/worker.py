@@ -1,0 +1,287 @@
+"""Chunks of documents -> tokens; as a function, and as a process that the preparing one talks to by its pipes.
+
+A process is given nothing but chunks, keeps nothing between them, and ends when its input does, so that killing the
+preparing process leaves none behind. It imports no torch: a second of start-up per core would be felt.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.prepare.literal import Literal, LiteralError
+from torchtitan_lite.data.prepare.readers import Chunk, Problem
+from torchtitan_lite.data.token_files import token_dtype
+from torchtitan_lite.errors import DataError
+
+_BATCH_BYTES = 1 << 20
+MARKS = 2**64  # of documents: their hashes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all chunks."""
+
+    tokenizer: str  # the content of a tokenizer.json
+    vocab_size: int
+    end_token: int
+    text_key: str
+    held_out_below: int  # documents whose mark is below this are for validation
+    unknown: int = -1  # the entry for what the vocabulary does not have; -1: there is none
+
+
+@dataclass
+class Encoded:
+    """The tokens of a chunk, for one split."""
+
+    tokens: NDArray[Any]  # each document, then the end mark
+    lengths: NDArray[np.int32]  # of the documents, with their end marks
+    text_bytes: int = 0
+    unknown: int = 0  # tokens that stand for something that the vocabulary does not have
+
+
+@dataclass
+class Result:
+    """What became of a chunk."""
+
+    train: Encoded
+    val: Encoded
+    problems: list[Problem]
+
+
+def mark(text: bytes) -> int:
+    """A hash of a document, 0 <= mark < 2^64: it decides the split, and stays the same when others are added."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:8])
+
+
+def texts(chunk: Chunk, key: str) -> tuple[list[str], list[Problem]]:
+    """The documents of a chunk, and what is wrong with the others."""
+    found = [what for _, what in _read(chunk, key)]
+    problems = [what for what in found if isinstance(what, Problem)]
+    return [what for what in found if isinstance(what, str)], chunk.problems + problems
+
+
+def _read(chunk: Chunk, key: str) -> Iterator[tuple[str, str | Problem]]:
+    """The place of each document, and its text or what is wrong with it."""
+    for number, document in zip(chunk.places, chunk.documents, strict=True):
+        place = f"{chunk.unit} {number}"
+        if chunk.texts == "json" and not document.strip():
+            continue  # an empty line holds no text
+        what = _json_text(document, key) if chunk.texts == "json" else _plain_text(document, number, chunk.unit)
+        if isinstance(what, Problem) and not what.place:
+            what = Problem(place, what.reason, what.detail)
+        yield place, what
+
+
+def _plain_text(document: bytes, number: int, unit: str) -> str | Problem:
+    if not document:
+        return Problem("", "an empty text", "the text is empty")
+    try:
+        return document.decode()
+    except UnicodeDecodeError as error:
+        return Problem(
+            f"{unit} {number + (document.count(10, 0, error.start) if unit == 'line' else 0)}",
+            "not UTF-8",
+            f"byte {document[error.start]:#04x} is not utf-8; convert the file to UTF-8 or take it out",
+        )
+
+
+def _json_text(line: bytes, key: str) -> str | Problem:
+    """The text of a line, which has to be a JSON object with a string that is not empty under this key."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+        return Problem("", "not JSON", f"not JSON: {error}")
+    if not isinstance(record, dict) or key not in record:
+        found = f"its keys are {', '.join(record)[:200] or '-'}" if isinstance(record, dict) else "it is no object"
+        return Problem("", f'no "{key}"', f'no "{key}": {found}; data.text_key names the key (or --text-key)')
+    text = record[key]
+    if not isinstance(text, str) or not text:
+        return Problem("", "no text", f'"{key}" should be text, and is {json.dumps(text)[:40]}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # "\\ud83d", half of a pair, is valid JSON and no text
+        return Problem("", "no text", f'"{key}" is no text: {error.reason}')
+    return text
+
+
+def encode(chunk: Chunk, job: Job, literal: Literal) -> Result:
+    """Tokens of all documents, by split. No document has the end mark in it."""
+    ids: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
+    sizes = [0, 0]
+    problems = list(chunk.problems)
+    dtype = token_dtype(job.vocab_size)
+    end = np.array([job.end_token], dtype=dtype)
+    documents: list[tuple[str, str]] = []
+    for place, what in _read(chunk, job.text_key):
+        if isinstance(what, Problem):
+            problems.append(what)
+        else:
+            documents.append((place, what))
+    for batch in _batches(documents):
+        for (place, text), tokens in zip(batch, literal.batch([text for _, text in batch]), strict=True):
+            if isinstance(tokens, LiteralError):
+                problems.append(Problem(place, "a text that the tokenizer can't encode", str(tokens)))
+                continue
+            data = text.encode()
+            held = mark(data) < job.held_out_below
+            sizes[held] += len(data)
+            ids[held].append(np.append(tokens.astype(dtype), end))
+    none = np.empty(0, dtype)
+    train, val = (
+        _joined(np.concatenate(x) if x else none, [len(i) for i in x], n, job.unknown)
+        for x, n in zip(ids, sizes, strict=True)
+    )
+    return Result(train, val, problems)
+
+
+def _joined(tokens: NDArray[Any], lengths: list[int], text_bytes: int, unknown: int) -> Encoded:
+    n_unknown = int((tokens == unknown).sum()) if unknown >= 0 else 0
+    return Encoded(tokens, np.array(lengths, np.int32), text_bytes, n_unknown)
+
+
+def _batches(documents: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """Few enough characters at a time for the memory of their encodings to stay small."""
+    batches: list[list[tuple[str, str]]] = [[]]
+    size = 0
+    for place, text in documents:
+        if size and size + len(text) > _BATCH_BYTES // 8:
+            batches.append([])
+            size = 0
+        batches[-1].append((place, text))
+        size += len(text)
+    return [batch for batch in batches if batch]
+
+
+def load(job: Job) -> Literal:
+    """What encodes the documents of a job."""
+    return Literal(bpe.literal(job.tokenizer), job.tokenizer, job.end_token, job.unknown)
+
+
+# --- the process ------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that encodes chunks."""
+
+    def __init__(self, job: Job) -> None:
+        root = str(Path(__file__).parents[3])
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "TOKENIZERS_PARALLELISM": "false",  # there is a process for each core
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "torchtitan_lite.data.prepare.worker"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._job = job
+        self._started = False
+
+    def encode(self, chunk: Chunk) -> Result:
+        """Wait for the result of a chunk.
+
+        Raises:
+            WorkerError: the process is no more.
+        """
+        to, out = self._process.stdin, self._process.stdout
+        assert to is not None
+        assert out is not None
+        try:
+            if not self._started:
+                _send(to, asdict(self._job))
+                self._started = True
+            fields = {key: value for key, value in vars(chunk).items() if key not in ("documents", "problems")}
+            lengths = [len(document) for document in chunk.documents]
+            _send(to, fields | {"lengths": lengths}, *chunk.documents)
+            header, payload = _receive(out)
+        except (OSError, EOFError):
+            code = self._process.wait()
+            raise WorkerError(
+                f"a worker of the preparation ended with exit code {code}"
+                f"{' (killed, perhaps for want of memory: try fewer --workers)' if code < 0 else ''}; "
+                "the same command goes on from where it was"
+            ) from None
+        splits, at = [], 0
+        dtype = np.dtype(token_dtype(self._job.vocab_size))
+        for n_tokens, n_documents, text_bytes, n_unknown in header["splits"]:
+            tokens = np.frombuffer(payload, dtype, n_tokens, at)
+            at += tokens.nbytes
+            lengths_of = np.frombuffer(payload, np.int32, n_documents, at)
+            at += lengths_of.nbytes
+            splits.append(Encoded(tokens, lengths_of, text_bytes, n_unknown))
+        problems = [Problem(**problem) for problem in header["problems"]]
+        return Result(splits[0], splits[1], chunk.problems + problems)
+
+    def close(self) -> None:
+        """End the process."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self._process.wait()
+
+
+class WorkerError(DataError):
+    """A process that encodes was lost; what it did before is not."""
+
+    exit_code = 1
+
+
+def _send(stream: IO[bytes], header: dict[str, Any], *payload: bytes) -> None:
+    """Two lengths, a header in JSON, bytes."""
+    head = json.dumps(header).encode()
+    stream.write(struct.pack("<QQ", len(head), sum(map(len, payload))) + head)
+    stream.writelines(payload)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
+    head, rest = struct.unpack("<QQ", _exactly(stream, 16))
+    return json.loads(_exactly(stream, head)), _exactly(stream, rest)
+
+
+def _exactly(stream: IO[bytes], n: int) -> bytes:
+    data = stream.read(n)
+    if len(data) != n:
+        raise EOFError
+    return data
+
+
+def main() -> None:
+    """Answer chunks until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the preparing process ends this one
+    source, to = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        job = Job(**_receive(source)[0])
+        literal = load(job)
+        while True:
+            header, payload = _receive(source)
+            documents, at = [], 0
+            for length in header.pop("lengths"):
+                documents.append(payload[at : at + length])
+                at += length
+            result = encode(Chunk(**header, documents=documents), job, literal)
+            splits = result.train, result.val
+            head = {
+                "splits": [(len(s.tokens), len(s.lengths), s.text_bytes, s.unknown) for s in splits],
+                "problems": [vars(problem) for problem in result.problems],
+            }
+            _send(to, head, *(part.tobytes() for s in splits for part in (s.tokens, s.lengths)))
+    except (EOFError, BrokenPipeError):
+        return
+
+
+if __name__ == "__main__":
+    main()

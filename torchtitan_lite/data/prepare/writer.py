@@ -1,0 +1,174 @@
+"""The files of a folder that is being made, and how far they count.
+
+Every second they are flushed to the disk, and then progress.json says how long they are and which chunk comes next.
+Whatever is behind that, when the process is killed, is cut off by the next one.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan_lite.data import token_files as metas
+from torchtitan_lite.data.prepare import worker
+from torchtitan_lite.data.prepare.corpus import Corpus
+from torchtitan_lite.data.prepare.readers import Chunk
+from torchtitan_lite.errors import DataError
+
+COMMIT_EVERY_S = 1.0
+
+
+@dataclass
+class Progress:
+    """progress.json: what has been written, and what comes next."""
+
+    plan: str
+    file: int = 0
+    chunk: int = 0  # in the file
+    tokens: list[int] = field(default_factory=lambda: [1, 1])  # each stream begins with an end mark
+    documents: list[int] = field(default_factory=lambda: [0, 0])
+    text_bytes: list[int] = field(default_factory=lambda: [0, 0])
+    unknown_tokens: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_bytes: int = 0  # of skipped.log
+
+
+def read_progress(folder: Path, plan: str, itemsize: int, shard_tokens: int) -> Progress:
+    """Where to go on; from the start if there is nothing, if it was made from something else, or if a file was cut.
+
+    Raises:
+        DataError: the folder holds something that is not ours.
+    """
+    try:
+        progress = Progress(**json.loads((folder / "progress.json").read_bytes()))
+        if progress.plan == plan and not (short := _shorter(folder, progress, itemsize, shard_tokens)):
+            return progress
+        if progress.plan == plan:
+            print(f"data    {folder / short} is shorter than it was: begin again", file=sys.stderr, flush=True)
+    except (OSError, ValueError, TypeError, RecursionError):
+        pass
+    names = sorted(file.name for file in folder.iterdir())
+    others = metas.foreign(folder)
+    if not others and not {"progress.json", metas.shard_name("train", 0)} & set(names):
+        others = names  # names that others use as well: a preparation begins with the shard
+    if others:
+        raise DataError(f"{folder} holds {others[0]}, which is not of a preparation; move it, or choose another --out")
+    for name in names:
+        (folder / name).unlink()
+    return Progress(plan)
+
+
+def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int) -> str:
+    """A file that has less than was committed; empty if there is none."""
+    wanted = {"skipped.log": progress.skipped_bytes}
+    for split, tokens, documents in zip(metas.SPLITS, progress.tokens, progress.documents, strict=True):
+        wanted[f"{split}.idx"] = documents * 8
+        for number, length in enumerate(metas.shard_lengths(tokens, shard_tokens) if tokens > 1 else []):
+            wanted[metas.shard_name(split, number)] = length * itemsize
+    for name, size in wanted.items():
+        file = folder / name
+        if size and (not file.is_file() or file.stat().st_size < size):
+            return name
+    return ""
+
+
+class Writer:
+    """The files of OUT.partial. What is behind the last commit does not count."""
+
+    def __init__(self, folder: Path, job: worker.Job, shard_tokens: int, progress: Progress) -> None:
+        self._folder, self._progress = folder, progress
+        self._dtype = np.dtype(metas.token_dtype(job.vocab_size))
+        self._shard_tokens = shard_tokens
+        self._files = contextlib.ExitStack()
+        self._indices, self._shards, self._written = [], [], list(progress.tokens)
+        for split, tokens, documents in zip(metas.SPLITS, progress.tokens, progress.documents, strict=True):
+            lengths = metas.shard_lengths(tokens, self._shard_tokens)
+            for file in folder.glob(f"{split}-*.bin"):
+                if file.name not in [metas.shard_name(split, i) for i in range(len(lengths))]:
+                    file.unlink()
+            size = lengths[-1] * self._dtype.itemsize if tokens > 1 else 0
+            self._shards.append(self._open(metas.shard_name(split, len(lengths) - 1), size))
+            if tokens == 1:
+                self._shards[-1].write(np.array([job.end_token], self._dtype).tobytes())
+            self._indices.append(self._open(f"{split}.idx", documents * 8))
+        self._skipped = self._open("skipped.log", progress.skipped_bytes)
+        write_durably(folder / "tokenizer.json", job.tokenizer.encode())
+        self._committed = time.monotonic()
+
+    def _open(self, name: str, size: int) -> Any:
+        """A file to append to, cut to this size."""
+        (self._folder / name).touch()
+        stream = self._files.enter_context((self._folder / name).open("r+b"))
+        stream.truncate(size)
+        stream.seek(size)
+        return stream
+
+    def add(self, chunk: Chunk, result: worker.Result, corpus: Corpus) -> None:
+        """Write the result of the next chunk."""
+        p = self._progress
+        for i, encoded in enumerate((result.train, result.val)):
+            ends = p.tokens[i] + np.cumsum(encoded.lengths, dtype=np.int64)
+            self._indices[i].write(ends.tobytes())
+            self._append(i, encoded.tokens)
+            p.tokens[i] += len(encoded.tokens)
+            p.documents[i] += len(encoded.lengths)
+            p.text_bytes[i] += encoded.text_bytes
+            p.unknown_tokens += encoded.unknown
+        for problem in result.problems:
+            line = json.dumps({"file": str(corpus.files[chunk.file]), **vars(problem)}).encode() + b"\n"
+            self._skipped.write(line)
+            p.skipped_bytes += len(line)
+            p.skipped[problem.reason] = p.skipped.get(problem.reason, 0) + 1
+        p.file, p.chunk = (chunk.file + 1, 0) if chunk.last else (chunk.file, chunk.number + 1)
+        if time.monotonic() - self._committed >= COMMIT_EVERY_S:
+            self.commit()
+
+    def _append(self, i: int, tokens: Any) -> None:
+        while len(tokens):
+            number, used = divmod(self._written[i], self._shard_tokens)
+            if used == 0:
+                _flush(self._shards[i])
+                self._shards[i].close()
+                self._shards[i] = self._open(metas.shard_name(metas.SPLITS[i], number), 0)
+            now, tokens = tokens[: self._shard_tokens - used], tokens[self._shard_tokens - used :]
+            self._shards[i].write(now.tobytes())
+            self._written[i] += len(now)
+
+    def commit(self) -> None:
+        """From here on a restart begins with the chunk after this one."""
+        for stream in (*self._shards, *self._indices, self._skipped):
+            _flush(stream)
+        write_durably(self._folder / "progress.json", json.dumps(asdict(self._progress)).encode())
+        self._committed = time.monotonic()
+
+    def close(self) -> None:
+        """Close the files; without a commit, what was added since the last one is lost."""
+        self._files.close()
+
+
+def _flush(stream: Any) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Write a file whole, or not at all."""
+    beside = file.with_name(f"{file.name}.new")
+    with beside.open("wb") as stream:
+        stream.write(content)
+        _flush(stream)
+    beside.replace(file)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,53 @@
+"""All ranks run the same: config and versions. Otherwise a run goes wrong in ways that are hard to see."""
+
+import platform
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite import __version__
+from torchtitan_lite.checkpointing.compatibility import flatten
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import ConfigError
+
+
+def require_agreement(config: Config, world: World) -> list[str]:
+    """Hold every rank's versions and config against the others'. Returns the machines, in the order of their ranks.
+
+    Raises:
+        ConfigError: on every rank; it names what differs, each value, and the ranks and machines that have it.
+    """
+    mine = {
+        "torchtitan_lite": __version__,
+        "torch": torch.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "device": world.device.type,
+        **flatten(config),
+    }
+    found: list[tuple[str, dict[str, Any]]] = [("", {})] * world.world_size
+    dist.all_gather_object(found, (socket.gethostname(), mine))
+    hosts = [host for host, _ in found]
+    differences = []
+    for key in sorted({key for _, values in found for key in values}):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, (_, values) in enumerate(found):
+            ranks_of.setdefault(repr(values.get(key)), []).append(rank)
+        if len(ranks_of) > 1:
+            shown = "; ".join(f"{value} on {_ranks(ranks, hosts)}" for value, ranks in ranks_of.items())
+            differences.append(f"{key}: {shown}")
+    if differences:
+        raise ConfigError("\n  ".join(["the ranks do not run the same:", *differences]))
+    return list(dict.fromkeys(hosts))
+
+
+def _ranks(ranks: list[int], hosts: list[str]) -> str:
+    """rank 3 (node1), or ranks 8 to 15 (node1, node2)"""
+    where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} ({where})"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]} ({where})"
+    return f"ranks {', '.join(map(str, ranks))} ({where})"

@@ -1,0 +1,268 @@
+"""Hugging Face's names, layout and config keys against ours: Llama, Qwen2, Qwen3 (family llama) and GPT-2 (family gpt).
+
+Our layout is theirs, so this renames; only GPT-2 stores its matrices transposed, and queries, keys and values in one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.errors import CheckpointError, shortened
+
+# ours -> theirs; {} is the layer
+_LLAMA = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
+    "layers.{}.attention.wk": "model.layers.{}.self_attn.k_proj",
+    "layers.{}.attention.wv": "model.layers.{}.self_attn.v_proj",
+    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
+    "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+    "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
+    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
+    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GPT2 = {
+    "tok_embeddings.weight": "transformer.wte.weight",
+    "pos_embeddings.weight": "transformer.wpe.weight",
+    "layers.{}.attention_norm": "transformer.h.{}.ln_1",
+    "layers.{}.attention.wqkv": "transformer.h.{}.attn.c_attn",  # ours are three; see _to_gpt2
+    "layers.{}.attention.wo": "transformer.h.{}.attn.c_proj",
+    "layers.{}.ffn_norm": "transformer.h.{}.ln_2",
+    "layers.{}.feed_forward.w1": "transformer.h.{}.mlp.c_fc",
+    "layers.{}.feed_forward.w2": "transformer.h.{}.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "output.weight": "lm_head.weight",
+}
+_TRANSPOSED = (".wqkv.weight", ".wo.weight", ".w1.weight", ".w2.weight")  # GPT-2's Conv1D
+
+
+def rename(name: str, table: Mapping[str, str]) -> str:
+    """A tensor's name by the table, whose entries may leave out the last part (weight or bias)."""
+    parts = name.split(".")
+    layer = next((part for part in parts if part.isdigit()), "")
+    general = ".".join("{}" if part == layer else part for part in parts) if layer else name
+    for known in (general, general.rpartition(".")[0]):
+        if known in table:
+            return (table[known] + general[len(known) :]).replace("{}", layer)
+    raise CheckpointError(f"there is no place for a tensor of the name {shortened(name)}")
+
+
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
+    """For each tensor of Hugging Face's the names of ours that it is made of."""
+    if family == "llama":
+        return {rename(name, _LLAMA): [name] for name in ours}
+    parts: dict[str, list[str]] = {}
+    for name in ours:
+        merged = name.replace(".wk.", ".wq.").replace(".wv.", ".wq.")
+        parts.setdefault(rename(merged.replace(".wq.", ".wqkv."), _GPT2), []).append(name)
+    in_order = (".wq.", ".wk.", ".wv.")
+    return {t: sorted(names, key=lambda n: [w in n for w in in_order], reverse=True) for t, names in parts.items()}
+
+
+def to_hf(names: Sequence[str], weight: Callable[[str], Tensor], family: str) -> Tensor:
+    """One tensor of Hugging Face's, made of those of ours."""
+    whole = torch.cat([weight(name) for name in names]) if len(names) > 1 else weight(names[0])
+    transposed = family == "gpt" and names[0].endswith((".wq.weight", *_TRANSPOSED))
+    return (whole.T if transposed else whole).contiguous()
+
+
+def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Hugging Face's tensors under our names and in our layout, as views: nothing is read that nobody looks at."""
+    if family == "llama":
+        table = {theirs: ours for ours, theirs in _LLAMA.items()}
+        skipped = ("rotary_emb.inv_freq",)  # tables that old checkpoints hold
+        return {rename(name, table): tensor for name, tensor in weights.items() if not name.endswith(skipped)}
+    table = {theirs: ours for ours, theirs in _GPT2.items()}
+    ours: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue  # the causal mask
+        prefix = "" if name.startswith(("transformer.", "lm_head.")) else "transformer."  # GPT2Model has no prefix
+        renamed = rename(prefix + name, table)
+        whole = tensor.T if tensor.ndim == 2 and renamed.endswith(_TRANSPOSED) else tensor
+        if ".wqkv." in renamed:
+            if not whole.ndim or len(whole) % 3:
+                raise CheckpointError(f"{name} of shape {list(tensor.shape)} does not hold queries, keys and values")
+            for w, part in zip(("wq", "wk", "wv"), whole.chunk(3), strict=True):
+                ours[renamed.replace("wqkv", w)] = part
+        else:
+            ours[renamed] = whole
+    return ours
+
+
+def drop_tied(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Without the output matrix, if it is the embeddings."""
+    return {name: t for name, t in weights.items() if not (config.tie_embeddings and name == "output.weight")}
+
+
+# --- configs ----------------------------------------------------------------------------------------------------
+
+
+# model_type: architecture, and our keys that it fixes
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"family": "llama", "qk_norm": False, "qkv_bias": False}),
+    "qwen2": ("Qwen2ForCausalLM", {"family": "llama", "qk_norm": False, "qkv_bias": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"family": "llama", "qk_norm": True, "qkv_bias": False}),
+    "gpt2": ("GPT2LMHeadModel", {"family": "gpt"}),
+}
+
+
+def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Our [model] keys for a Hugging Face config.json.
+
+    Raises:
+        CheckpointError: an architecture, or a variant of one, that is not ours; or a value that is missing or wrong.
+    """
+    keys = _model_keys(content)
+    try:
+        ModelConfig.model_validate(keys)
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc']))} = {shortened(e['input'])}: {e['msg']}" for e in error.errors()
+        )
+        raise CheckpointError(f"config.json describes a model that can't be built: {wrong}") from None
+    return keys
+
+
+def _value(content: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    """A value of config.json. Whatever is null is as if it were absent."""
+    value = content.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"config.json lacks '{key}'" + (", which is null" if key in content else ""))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
+        value = float(value)
+    if type(value) is not kind:
+        word = {int: "a whole number", float: "a number", bool: "true or false", dict: "a table", str: "a text"}[kind]
+        raise CheckpointError(f"config.json: {key} = {shortened(repr(value))} should be {word}")
+    return value
+
+
+def _count(content: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value: int = _value(content, key, int, default)
+    if not 0 < value < 2**31:
+        raise CheckpointError(f"config.json: {key} = {shortened(value)} should be above 0, and below 2**31")
+    return value
+
+
+def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+    model_type = _value(content, "model_type", str)
+    if model_type not in _KINDS:
+        raise CheckpointError(f'model_type "{shortened(model_type)}" is not among {", ".join(_KINDS)}')
+    fixed = _KINDS[model_type][1]
+    if model_type == "gpt2":
+        if content.get("activation_function", "gelu_new") != "gelu_new":
+            raise CheckpointError(f"activation_function {shortened(content['activation_function'])} is not gelu_new")
+        if content.get("scale_attn_by_inverse_layer_idx") or not content.get("scale_attn_weights", True):
+            raise CheckpointError("scale_attn_by_inverse_layer_idx and unscaled attention are not supported")
+        return fixed | {
+            "vocab_size": _count(content, "vocab_size"),
+            "dim": _count(content, "n_embd"),
+            "n_layers": _count(content, "n_layer"),
+            "n_heads": _count(content, "n_head"),
+            "max_seq_len": _count(content, "n_positions"),
+            "norm_eps": _value(content, "layer_norm_epsilon", float, 1e-5),
+            "tie_embeddings": _value(content, "tie_word_embeddings", bool, True),
+        }
+    if content.get("mlp_bias") or (content.get("attention_bias") and model_type != "qwen2"):
+        raise CheckpointError("biases of attention or feed-forward are not supported for this architecture")
+    if content.get("use_sliding_window") or content.get("hidden_act", "silu") != "silu":
+        raise CheckpointError("sliding windows and activations other than silu are not supported")
+    heads, dim = _count(content, "num_attention_heads"), _count(content, "hidden_size")
+    head_dim = 128 if model_type == "qwen3" else dim // heads
+    return fixed | {
+        "vocab_size": _count(content, "vocab_size"),
+        "dim": dim,
+        "n_layers": _count(content, "num_hidden_layers"),
+        "n_heads": heads,
+        "n_kv_heads": _count(content, "num_key_value_heads", heads),
+        "head_dim": _count(content, "head_dim", head_dim),
+        "hidden_dim": _count(content, "intermediate_size"),
+        # absent it is Llama's 2048; null says nothing about the model
+        "max_seq_len": _count({"max_position_embeddings": 2048} | dict(content), "max_position_embeddings"),
+        "norm_eps": _value(content, "rms_norm_eps", float, 1e-6),
+        "tie_embeddings": _value(content, "tie_word_embeddings", bool, False),
+        **_rope_keys(content),
+    }
+
+
+def _rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+    key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
+    rope: dict[str, Any] = _value(content, key, dict, {})
+    theta = _value(content, "rope_theta", float, 1e4)
+    keys = {"rope_theta": _value(rope, "rope_theta", float, theta), "rope_factor": 1.0}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "llama3":
+        keys |= {
+            "rope_factor": _value(rope, "factor", float),
+            "rope_low_freq_factor": _value(rope, "low_freq_factor", float),
+            "rope_high_freq_factor": _value(rope, "high_freq_factor", float),
+            "rope_original_max_seq_len": _count(rope, "original_max_position_embeddings"),
+        }
+    elif kind != "default":
+        raise CheckpointError(f"rope_type {shortened(kind)} is not supported; default and llama3 are")
+    return keys
+
+
+def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a model of ours.
+
+    Raises:
+        CheckpointError: Hugging Face has no such model.
+    """
+    if config.qk_norm and config.qkv_bias:
+        raise CheckpointError("no architecture of Hugging Face has both model.qk_norm and model.qkv_bias")
+    model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    model_type = "gpt2" if config.family == "gpt" else model_type
+    common = {
+        "architectures": [_KINDS[model_type][0]],
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": "float32",
+    }
+    if model_type == "gpt2":
+        return common | {
+            "n_embd": config.dim,
+            "n_layer": config.n_layers,
+            "n_head": config.n_heads,
+            "n_positions": config.max_seq_len,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": "gelu_new",
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
+        }
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_factor > 1:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": config.rope_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_max_seq_len,
+        }
+    return common | {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.dim_of_heads,
+        "intermediate_size": config.dim_of_ffn,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_parameters": rope,
+        **({"rope_scaling": rope} if config.rope_factor > 1 else {}),
+    }

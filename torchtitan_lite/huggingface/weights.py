@@ -1,0 +1,249 @@
+"""Weights of Hugging Face models, in and out: Llama, Qwen2, Qwen3 (family llama) and GPT-2 (family gpt).
+
+    python checkpoint.py import FOLDER [OUT]     a config that starts from a Hugging Face folder
+    python checkpoint.py export RUN OUT          a run's newest checkpoint, or one step's, as such a folder
+
+A folder holds config.json and model.safetensors, or shards of it with an index; names.py says what is where. Files
+are memory-mapped: of a model that is imported each rank reads the rows that it keeps, and an export holds one tensor.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing.safetensors_file import Announced, announcement, write_tensors
+from torchtitan_lite.config import load, paths
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.errors import CheckpointError, DataError
+from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
+
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000  # of an exported file, as transformers has it
+
+
+def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mapping[str, Tensor]:
+    """The weights of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder, under our names.
+
+    Files are memory-mapped, and a sharded checkpoint's tensors are put together when they are looked at.
+
+    Args:
+        verify: hash a checkpoint's files first.
+
+    Raises:
+        CheckpointError: it is none of those, is damaged, or its config is that of another model.
+    """
+    folder = paths.expand(path)
+    if (folder / "config.json").is_file():
+        theirs = from_hf_config(storage.read_json(folder / "config.json"))
+        del theirs["vocab_size"]  # shapes tell, with the tokenizer's
+        if config.family == "llama" and config.max_seq_len < theirs["max_seq_len"]:
+            del theirs["max_seq_len"]  # positions are computed: a shorter context is fine
+        _compare(folder, theirs, config)
+        return drop_tied(from_hf(_read_shards(folder), config.family), config)
+    if steps := storage.find_steps(folder / "checkpoints"):
+        folder = storage.step_folder(folder / "checkpoints", steps[-1])
+    if not (folder / storage.MANIFEST).is_file():
+        raise CheckpointError(
+            f"model.init_from: {path} is no run with a checkpoint, no checkpoint and no Hugging Face folder"
+        )
+    state = storage.read_state(folder, named_by_step=False)
+    saved = {key.removeprefix("model."): v for key, v in state.identity.items() if key.startswith("model.")}
+    for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family == "llama" else [])):
+        saved.pop(key, None)
+    _compare(folder, saved, config)
+    return whole_weights(folder) if verify else read_weights(folder)
+
+
+def whole_weights(folder: Path) -> Mapping[str, Tensor]:
+    """The model's tensors of a checkpoint, by our names; a sharded one's are put together when they are looked at.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if problems := storage.verify(folder):
+        raise CheckpointError("; ".join(problems))
+    return read_weights(folder)
+
+
+def read_weights(folder: Path) -> Mapping[str, Tensor]:
+    """The same of a checkpoint that has been verified."""
+    if storage.read_manifest(folder).state_dict == "sharded":
+        return dcp_storage.WholeTensors(folder, "model.")
+    try:
+        return load_file(folder / storage.MODEL)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / storage.MODEL} can't be read: {error}") from None
+
+
+def config_of(folder: Path) -> ModelConfig:
+    """The [model] section for a Hugging Face folder.
+
+    Raises:
+        CheckpointError: its architecture is not ours, or a value makes no sense.
+    """
+    return ModelConfig.model_validate(from_hf_config(storage.read_json(folder / "config.json")))
+
+
+def trained_config(folder: Path) -> ModelConfig:
+    """The [model] section that a checkpoint was trained with.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold it.
+    """
+    state = storage.read_state(folder, named_by_step=False)
+    if not state.config:
+        raise CheckpointError(f"{folder} does not hold the config that it was trained with")
+    values = {key.removeprefix("model."): value for key, value in state.config.items() if key.startswith("model.")}
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        wrong = "; ".join(f"model.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise CheckpointError(f"{folder / storage.STATE} is damaged: {wrong}") from None
+
+
+def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | None:
+    """The token that ends a document of the text that a checkpoint was trained on; None if nothing says it.
+
+    Older checkpoints do not record it. Theirs is what the config names, or the tokenizer's usual one.
+    """
+    if state.end_token is not None or tokenizer is None:
+        return state.end_token
+    try:
+        return bpe.end_token(tokenizer, str(state.config.get("tokenizer.end_token", "")))
+    except DataError:
+        return None
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text, by the config.json of a Hugging Face folder: one number, a list, or none."""
+    named = storage.read_json(folder / "config.json").get("eos_token_id")
+    return tuple(end for end in (named if isinstance(named, list) else [named]) if type(end) is int)
+
+
+def _compare(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
+    """What a folder says of its model, against ours."""
+    here = config.resolved()
+    saved = {f"model.{key}": value for key, value in theirs.items()}
+    wanted = {f"model.{key}": here[key] for key in theirs}
+    storage.compare(folder, saved, wanted, "model", "set [model] to the folder's values, or train from the beginning")
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
+    index = folder / INDEX
+    weight_map = storage.read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: its weight_map should give the file of each tensor")
+    names = sorted(set(weight_map.values()))
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name or ((folder / name).is_symlink() and not (folder / name).exists()):
+            raise CheckpointError(f"{index} names {name}, which is no file of this folder")
+        try:
+            weights |= load_file(folder / name)
+        except Exception as error:
+            raise CheckpointError(f"{folder / name} can't be read: {error}") from None
+    return weights
+
+
+def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write a run's newest checkpoint, or the checkpoint in a folder, as a Hugging Face folder in float32.
+
+    It is written beside, and renamed when it is whole. Memory: one tensor.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, `out` is not empty, or it can't be written.
+    """
+    run = source.parent.parent if (source / storage.MANIFEST).is_file() else source
+    steps = storage.find_steps(source / "checkpoints")
+    folder = storage.step_folder(source / "checkpoints", steps[-1]) if steps else source
+    if not (folder / storage.MANIFEST).is_file():
+        raise CheckpointError(f"{source} is no run with a checkpoint, and no checkpoint")
+    state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise CheckpointError(f"{out} is there already; name a new folder")
+    weights = whole_weights(folder)
+    announced = dcp_storage.announced(weights)
+    if len(announced.get("tok_embeddings.weight", ("", ()))[1]) != 2:
+        raise CheckpointError(f"{folder} has no token embeddings: it is not a checkpoint of a model")
+    content = to_hf_config(config, announced["tok_embeddings.weight"][1][0])
+    beside = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        tokenizer = None
+        if (run / "tokenizer.json").is_file():
+            shutil.copyfile(run / "tokenizer.json", beside / "tokenizer.json")
+            tokenizer = bpe.load(beside / "tokenizer.json")
+        if (end := end_token(state, tokenizer)) is not None:
+            # without these, readers take the architecture's, which are other entries of our vocabulary
+            content |= {"bos_token_id": end, "eos_token_id": end}
+        (beside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write_shards(beside, weights, announced, config.family, max_shard_bytes)
+        if out.is_dir():
+            out.rmdir()
+        beside.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} can't be written: {error}") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write_shards(
+    folder: Path, weights: Mapping[str, Tensor], announced: Announced, family: str, max_bytes: int
+) -> None:
+    """model.safetensors, or several files of at most so many bytes (a larger tensor has one alone) with an index."""
+    parts = hf_names(announced, family)
+    theirs = announcement(
+        {
+            name: to_hf(ours, lambda n: torch.empty(announced[n][1], device="meta"), family)
+            for name, ours in parts.items()
+        }
+    )
+    files: list[list[str]] = [[]]
+    room = max_bytes
+    for name, (dtype, shape) in theirs.items():
+        size = dtype.itemsize * torch.Size(shape).numel()
+        if files[-1] and size > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(name)
+        room -= size
+    weight_map: dict[str, str] = {}
+    for number, inside in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        write_tensors(
+            folder / file,
+            {name: theirs[name] for name in inside},
+            lambda name: to_hf(parts[name], lambda ours: weights[ours].float(), family),
+        )
+        weight_map |= dict.fromkeys(inside, file)
+    if len(files) > 1:
+        total = sum((folder / file).stat().st_size for file in set(weight_map.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def section(folder: Path) -> Iterator[str]:
+    """The lines of a config that goes on from a Hugging Face folder: [model], and [tokenizer] if the folder has one."""
+    yield "[model]"
+    for key, value in from_hf_config(storage.read_json(folder / "config.json")).items():
+        yield f"{key} = {load.show(value)}"
+    yield f"init_from = {load.show(str(folder))}"
+    if (folder / "tokenizer.json").is_file():
+        yield ""
+        yield "[tokenizer]"
+        yield f"path = {load.show(str(folder / 'tokenizer.json'))}"
+        tokenizer = bpe.load(folder / "tokenizer.json")
+        if end := next((name for i in end_tokens(folder) if 0 <= i < 2**32 and (name := tokenizer.id_to_token(i))), ""):
+            yield f"end_token = {load.show(end)}"

@@ -1,0 +1,175 @@
+"""The words of the terminal: what a run is, what a step did, what to do next. Only text; metrics.Log prints it."""
+
+import math
+import os
+import re
+import sys
+import time
+from typing import Any
+
+import torch
+
+from torchtitan_lite import __version__
+from torchtitan_lite.checkpointing.compatibility import changed, differences, validation_change
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.samples import Mixture
+from torchtitan_lite.distributed.initialize import local_rows
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.training.evaluate import Score, Validation
+
+
+def start_lines(
+    config: Config,
+    layout: Layout,
+    world: World,
+    model: Transformer,
+    data: DataSet,
+    samples: Mixture,
+    state: TrainState,
+    loaded: TrainState | None,
+) -> str:
+    """What this run is, with every number that was derived.
+
+    Args:
+        samples: the training sequences.
+        loaded: the state as it was saved, if the run is resumed.
+    """
+    n_parameters = sum(p.numel() for p in model.parameters())
+    mine = sum(local_rows(p)[0].numel() for p in model.parameters())
+    train = config.train
+    masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
+    lines = [
+        f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
+        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {world.threads} threads per rank",
+        f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers, {config.model.n_heads} "
+        f"heads: {n_parameters:,} parameters, {mine:,} on rank 0; computes in {config.fsdp.param_dtype}",
+        f"batch   {train.micro_batch_size} sequences x {world.world_size} ranks x {layout.grad_accum_steps} "
+        f"accumulation{masked}, of {train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step",
+        *data_lines(config, data, samples),
+        f"fsdp    {fsdp_line(config)}",
+        f"run     {config.folder}  "
+        + (f"resumed after step {loaded.step}" if loaded else "new; the same command resumes it"),
+    ]
+    if not state.setting["deterministic"]:
+        lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
+    if loaded and (values := changed(loaded, state)):
+        lines.append(f"run     changed since then: {values}")
+    if loaded and (values := differences(loaded.setting, state.setting)):
+        lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
+    if loaded and config.eval.every and (values := validation_change(loaded, state)):
+        lines.append(f"run     validation covers {values}: do not compare its loss with that of earlier steps")
+    if config.model.init_from and not loaded:
+        lines.append(f"run     starts from the weights of {config.model.init_from}")
+    return "\n".join(lines)
+
+
+def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
+    """How much data there is, and how often the run goes through it; of a mixture, of each source."""
+    n = config.train.steps * config.train.global_batch_size
+    held_out = f"{data.tokens('val'):,} held out; vocabulary {data.vocab_size}"
+    how = ["documents packed whole"] * (config.data.packing == "best_fit")
+    how += ["attention within documents"] * config.data.document_mask
+    held_out = "; ".join([held_out, *how])
+    if len(data.sources) == 1:
+        epochs = n / samples.n_samples
+        amount = f"{data.tokens('train'):,} tokens to train on"
+        return [f"data    {amount}, {epochs:.2f} epochs in {config.train.steps} steps; {held_out}"]
+    lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
+    for source, seen in zip(data.sources, samples.seen(n).values(), strict=True):
+        share = source.weight / sum(s.weight for s in data.sources)
+        lines.append(
+            f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, {seen['epochs']:.2f} "
+            f"epochs in {config.train.steps} steps"
+        )
+    return lines
+
+
+def fsdp_line(config: Config) -> str:
+    """What is gathered when, and the options of blocks, as far as they are in use."""
+    fsdp, checkpointing = config.fsdp, config.activation_checkpointing
+    parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"sums in {fsdp.reduce_dtype}"]
+    if fsdp.explicit_prefetching:
+        parts.append(f"gathers {fsdp.forward_prefetch} groups ahead, in backward {fsdp.backward_prefetch}")
+    if not fsdp.reshard_after_backward:
+        parts.append("kept between micro-batches")
+    if fsdp.output_dtype:
+        parts.append(f"hands on {fsdp.output_dtype}")
+    if fsdp.cast_forward_inputs:
+        parts.append("casts all inputs")
+    if fsdp.grad_sync != "every":
+        parts.append(f"grad_sync {fsdp.grad_sync}")
+    if fsdp.precision_overrides:
+        parts.append(f"precision of its own for {', '.join(o.match for o in fsdp.precision_overrides)}")
+    if fsdp.cpu_offload:
+        parts.append("offloaded to the host")
+    if checkpointing.mode != "none":
+        parts.append(f"{checkpointing.mode} activation checkpointing of every {checkpointing.every}. block")
+    if config.compile.enabled:
+        parts.append(f"blocks compiled by {config.compile.backend}")
+    if config.optim.freeze:
+        parts.append(f"frozen: {', '.join(config.optim.freeze)}")
+    return "; ".join(parts)
+
+
+def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
+    """A step's record on one line; the times of the end are those of this machine's clock."""
+    end = time.strftime("%H:%M", time.localtime(time.time() + left_s))
+    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+    norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
+    scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
+    mfu = f"  mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
+    return (
+        f"step    {record['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
+        f"grad_norm {norm}{scale}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}{mfu}  "
+        f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
+    )
+
+
+def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
+    """A validation on one line. What is not defined (see Score) is left out."""
+    loss, stderr = score.loss, score.loss_stderr
+    parts = [f"eval    step {step}", f"loss {loss:.4f}" + (f" +- {stderr:.4f}" if math.isfinite(stderr) else "")]
+    of = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
+    bits, stderr, unigram = score.bits_per_byte, score.bits_per_byte_stderr, score.unigram_bits_per_byte
+    if not math.isnan(unigram):
+        parts.append(f"bits/byte {bits:.3f}" + (f" +- {stderr:.3f}" if math.isfinite(stderr) else ""))
+        of = f"unigram {unigram:.3f}; {of}"
+    if unigram > 0 and math.isfinite(bits):
+        gain = 100 * (1 - bits / unigram)
+        of = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {of}"
+    return "  ".join([*parts, f"({of})"])
+
+
+def fitted(line: str, columns: int) -> str:
+    """A step line for a terminal of so many columns: what can be done without goes first."""
+    for name in ("mem", "lr", "data", "scale", "mfu", "grad_norm", "eta"):
+        if len(line) <= columns:
+            break
+        line = re.sub(rf"  {name} .*?(?=  |$)", "", line)
+    return line
+
+
+def what_next(config: Config, step: int) -> str:
+    """What somebody can do with a run that is finished."""
+    here = os.path.relpath(sys.executable)  # a virtual environment in this folder need not be activated
+    python = "python" if here.startswith("..") else here
+    return (
+        f"the run is in {config.folder}\n"
+        f'next    ask it:           {python} -m torchtitan_lite.generate {config.folder} --prompt "def "\n'
+        f"        see its curves:   {python} -m torchtitan_lite.report {config.folder}\n"
+        f"        train longer:     the same command with --train.steps={2 * step} (the learning rate rises again)\n"
+        f"        on your own text: --run.name=NAME --data.path=FOLDER_OF_TXT_FILES\n"
+        f'        the same by make: make train ARGS="--train.steps={2 * step}"'
+    )
+
+
+def duration(seconds: float) -> str:
+    """4m12s, 2h05m, 3d04h."""
+    s = round(seconds)
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
+    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"

@@ -1,0 +1,65 @@
+"""Where the time of some steps goes: a trace for each rank, for ui.perfetto.dev or chrome://tracing, and a table."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torchtitan_lite.config.speed import ProfileConfig
+from torchtitan_lite.distributed.process_group import World
+
+_ROWS = 25
+_EVENTS = 200_000  # of the CUDA allocator, that a snapshot of its memory goes back
+
+
+class Profile:
+    """Profiles the steps that `[profile] steps` names; at all others it does nothing."""
+
+    def __init__(self, config: ProfileConfig, folder: Path, world: World) -> None:
+        self._first, self._last = config.steps or (0, -1)
+        self._snapshot = config.memory_snapshot and world.device.type == "cuda"
+        self._folder = folder / "profile"
+        self._world = world
+        self._running: Any = None
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        if step != self._first:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        if self._snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on stderr that it starts and stops
+        self._running = profile(activities=activities)
+        self._running.start()
+
+    def end(self, step: int, *, last: bool = False) -> str:
+        """A step has ended. Returns what was written, for the log; nothing unless it was the last one to profile.
+
+        Args:
+            last: no step follows.
+        """
+        if self._running is None or not (step == self._last or last):
+            return ""
+        trace, self._running = self._running, None
+        trace.stop()
+        rank = self._world.rank
+        try:
+            self._folder.mkdir(exist_ok=True)
+            trace.export_chrome_trace(str(self._folder / f"rank-{rank}.json.gz"))
+            by = "self_cuda_time_total" if self._world.device.type == "cuda" else "self_cpu_time_total"
+            table = trace.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=60)
+            (self._folder / f"operators-rank-{rank}.txt").write_text(table, encoding="utf-8")
+            if self._snapshot:
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-rank-{rank}.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+        except OSError as error:
+            return f"profile {self._folder} can't be written: {error}; training goes on"
+        return (
+            f"profile steps {self._first} to {step} are in {self._folder}: rank-N.json.gz for ui.perfetto.dev, "
+            "operators-rank-N.txt"
+        )

@@ -1,0 +1,226 @@
+"""The folder of a run: it can be written, nobody else writes to it, and run.json says what happened in it."""
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+
+from torchtitan_lite import __version__
+from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.data.prepare.writer import write_durably
+from torchtitan_lite.distributed.process_group import World, env_int, from_rank0
+from torchtitan_lite.errors import ConfigError
+
+
+def make(folder: Path) -> None:
+    """Make the folder.
+
+    Raises:
+        ConfigError: it can't be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train.log").touch()
+    except OSError as error:
+        raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None
+
+
+def lock(folder: Path, world: World) -> FileLock:
+    """Hold the folder on rank 0 for as long as the returned lock lives: two runs in one folder would ruin each other.
+
+    Raises:
+        ConfigError: on every rank, if another process holds it, or it can't be locked.
+    """
+    held = FileLock(folder / ".lock", blocking=False)
+    problem = ""
+    if world.rank == 0:
+        holder = folder / ".lock-holder"
+        try:
+            held.acquire()
+        except Timeout:
+            by = "another process"
+            with contextlib.suppress(OSError):
+                by = holder.read_text() or by
+            problem = f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME"
+        except (OSError, NotImplementedError) as error:
+            problem = f"{folder / '.lock'} can't be locked: {error}"
+        else:
+            with contextlib.suppress(OSError):  # only for the message above
+                holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    if problem := from_rank0(problem):
+        raise ConfigError(problem)
+    return held
+
+
+# --- what happens to the run: run.json --------------------------------------------------------------------------
+
+
+@functools.cache
+def attempt_id() -> str:
+    """A status in run.json belongs to one attempt. A batch script names its own, to know which status to believe."""
+    return os.environ.get("TORCHTITAN_LITE_ATTEMPT") or uuid.uuid4().hex
+
+
+def begin(folder: Path, world: World, resume: str) -> str:
+    """An attempt begins. Returns what it is to do for `checkpoint.resume`, the same on every rank.
+
+    "never" and "step-N" are carried out once for each launch: a restart by torchrun, and a Slurm job that was queued
+    again, go on from what was saved since. An earlier attempt may have died before it carried it out, which run.json
+    tells: "carried_out" is written together with the first change to the folder.
+    """
+    counts = [0] * world.world_size
+    dist.all_gather_object(counts, env_int("TORCHELASTIC_RESTART_COUNT", 0))  # of its machine
+    restart, problem = False, ""
+    if world.rank == 0:
+        try:
+            before = _read(folder, strict=True)
+        except OSError as error:
+            before, problem = {}, f"{folder / 'run.json'} can't be read: {error.strerror or error}"
+        recorded, launch = before.get("carried_out"), _launch()
+        if isinstance(recorded, dict):
+            same_job, same_run = (launch[key] and recorded.get(key) == launch[key] for key in launch)
+            restart = recorded.get("resume") == resume and bool(same_job or (same_run and max(counts)))
+            if same_run and not max(counts):
+                before["carried_out"] = recorded | {"torchelastic_run_id": ""}  # of an earlier launch of this name
+        if not problem:
+            _write(folder, before | _now("starting", before.get("step", 0), ""))
+    restart, problem = from_rank0((restart, problem))
+    if problem:  # what it says of earlier attempts decides what this one may set aside
+        raise ConfigError(problem)
+    return "auto" if restart else resume
+
+
+def _launch() -> dict[str, str]:
+    """What all attempts of one launch have in common; empty where there is none."""
+    names = {"slurm_job_id": "SLURM_JOB_ID", "torchelastic_run_id": "TORCHELASTIC_RUN_ID"}
+    return {key: os.environ.get(name, "") for key, name in names.items()}
+
+
+def accepted(folder: Path, step: int, resume: str, facts: dict[str, Any]) -> bytes:
+    """The run.json of an attempt that is about to make its first step.
+
+    Args:
+        resume: what it does for `checkpoint.resume`.
+        facts: what else there is to know of it; it stays until the next one.
+    """
+    carried_out = {"carried_out": _read(folder).get("carried_out")}
+    if resume == "never" or resume.startswith("step-"):
+        carried_out = {"carried_out": {"resume": resume, **_launch()}}
+    return _encoded(facts | carried_out | _now("running", step, ""))
+
+
+def take_over(folder: Path, files: Mapping[str, bytes], set_aside: Callable[[], list[str]]) -> list[str]:
+    """Replace files of the run and set checkpoints aside, on rank 0: all of it, or nothing.
+
+    Args:
+        files: new contents by name. They are written beside first: that is what can fail.
+        set_aside: undoes what it did when it fails.
+
+    Raises:
+        ConfigError: a file can't be written.
+    """
+    staged = {name: folder / f".{name}.new" for name in files}
+    try:
+        for name, content in files.items():
+            try:
+                if (folder / name).is_dir():
+                    raise IsADirectoryError(errno.EISDIR, "it is a folder")
+                write_durably(staged[name], content)
+            except OSError as error:
+                raise ConfigError(f"{folder / name} can't be written: {error.strerror or error}") from None
+        notes = set_aside()
+    except BaseException:
+        for beside in staged.values():
+            with contextlib.suppress(OSError):
+                beside.unlink()
+        raise
+    for name, beside in staged.items():
+        beside.replace(folder / name)
+    return notes
+
+
+def write_status(folder: Path, world: World, status: str, step: int | None, reason: str = "") -> None:
+    """Rank 0's run.json: "running", "complete", "preempted" or "failed", at which step, and why.
+
+    Args:
+        step: None leaves the one that is recorded.
+    """
+    if world.rank == 0:
+        before = _read(folder)
+        _write(folder, before | _now(status, before.get("step", 0) if step is None else step, reason))
+
+
+def _now(status: str, step: int, reason: str) -> dict[str, Any]:
+    now = {"status": status, "step": step, "reason": reason, "time": round(time.time(), 3), "pid": os.getpid()}
+    return now | {"attempt": attempt_id()}
+
+
+def _read(folder: Path, strict: bool = False) -> dict[str, Any]:
+    """What run.json holds; nothing if there is none, or if it is damaged.
+
+    Args:
+        strict: raise an OSError if the system can't read it now; else that, too, is nothing.
+    """
+    try:
+        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    except OSError:
+        if strict:
+            raise
+        return {}
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _write(folder: Path, content: dict[str, Any]) -> None:
+    beside = folder / ".run.json"
+    with contextlib.suppress(OSError):  # a full disk does not stop training
+        beside.write_bytes(_encoded(content))
+        beside.replace(folder / "run.json")
+
+
+def facts(layout: Layout, world: World, machines: list[str], argv: Sequence[str]) -> dict[str, Any]:
+    """What started a run: command, code, versions, machines, mesh."""
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
+    return {
+        "argv": list(argv),
+        "git": git_state(Path(__file__).parents[2]),
+        "versions": {"torchtitan_lite": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": f"{world.device.type} {device}".strip(),
+        "machines": machines,
+        "world_size": world.world_size,
+        "mesh": {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard},
+        "started": round(time.time(), 3),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Commit and whether files differ from it; empty if the code is not in a git repository of its own."""
+    try:
+        if not (folder / ".git").exists():
+            return {}
+        git = ["git", "-C", str(folder)]
+        commit, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+        return {"commit": commit, "dirty": bool(changes)}
+    except (OSError, subprocess.SubprocessError):
+        return {}

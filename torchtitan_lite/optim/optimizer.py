@@ -1,0 +1,131 @@
+"""The optimizer, its groups of parameters, and the learning rate of a step."""
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.errors import ConfigError, shortened
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Have the parameters whose names match a pattern keep their values. Call it before anything is sharded.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    wrong = []
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            wrong.append(
+                f'optim.freeze: "{shortened(pattern)}" matches no parameter: names look like {names[0]}, {names[-1]}'
+            )
+        for name in matched:
+            model.get_parameter(name).requires_grad_(False)
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"optim.freeze = {shortened(list(patterns))} leaves no parameter to train")
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """One of torch's optimizers over a sharded model; adamw in its fused form (torch's fused sgd takes no DTensors).
+
+    Raises:
+        ConfigError: a pattern of [[optim.groups]] matches no parameter.
+    """
+    groups = parameter_groups(model, config)
+    if config.name == "sgd":
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+        make_state(sgd)  # else a checkpoint before its first step (float16 may skip some) would lack it
+        return sgd
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Parameters by weight decay and `lr_factor`: those that [[optim.groups]] name, then matrices, then the others."""
+    chosen: dict[tuple[float, float], list[nn.Parameter]] = {}
+    used = set()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decay = config.weight_decay if parameter.ndim > 1 else 0.0
+        factor = 1.0
+        for i, group in enumerate(config.groups):
+            if fnmatch.fnmatchcase(name, group.match):
+                factor = group.lr_factor
+                decay = decay if group.weight_decay is None else group.weight_decay
+                used.add(i)
+                break
+        chosen.setdefault((decay, factor), []).append(parameter)
+    wrong = []
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    for i, group in enumerate(config.groups):
+        if i not in used:
+            other = any(fnmatch.fnmatchcase(name, group.match) for name in names)
+            why = "an earlier group has all that it matches" if other else "everything is frozen"
+            if not other and names:
+                why = f"names look like {names[0]}, {names[-1]}"
+            wrong.append(f'optim.groups: match = "{shortened(group.match)}" matches no parameter: {why}')
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
+    return [
+        {"params": parameters, "weight_decay": decay, "lr_factor": factor}
+        for (decay, factor), parameters in chosen.items()
+    ]
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The learning rate of `step` (1-based) of `steps`: linear warm-up, then the schedule, down to min_lr_ratio."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    done = min((step - config.warmup_steps) / max(steps - config.warmup_steps, 1), 1.0)
+    if config.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * done))
+    elif config.schedule == "linear":
+        height = 1 - done
+    elif config.schedule == "wsd":
+        height = min((steps - step) / max(config.decay_ratio * steps, 1), 1.0)
+    else:
+        return config.lr
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give each group its share of the rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_factor"]
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make its state now, and not at its first step: a load needs somewhere to load to.
+
+    A step with zero gradients and a rate of 0 leaves every parameter as it is, bit for bit; the state's values are
+    wrong (a step has been counted), and have to be overwritten.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients down to a global norm of at most max_norm.
+
+    Returns:
+        the norm before, over all ranks, () float32, on the device: reading it would make the host wait.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

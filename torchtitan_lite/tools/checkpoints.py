@@ -1,0 +1,169 @@
+"""Checkpoints, looked at and turned into others, without ranks: `python checkpoint.py COMMAND`.
+
+verify RUN...        hash every file of every checkpoint, and say what is wrong
+inspect FOLDER       what a checkpoint holds: names, shapes, bytes, and where the run was
+convert FOLDER OUT   a full checkpoint from a sharded one, or the other way round (any run loads both as they are)
+export RUN OUT       a Hugging Face folder
+import FOLDER [OUT]  a config that starts from a Hugging Face folder: printed, or written to OUT.toml
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_tensors
+from torchtitan_lite.config import paths
+from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
+from torchtitan_lite.huggingface import weights
+
+PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # names in shards, and the full file of them
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """A checkpoint's folder itself, or all checkpoints of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / storage.MANIFEST).is_file():
+        return [path]
+    inside = path / "checkpoints"
+    found = [storage.step_folder(inside, step) for step in storage.find_steps(inside)]
+    if not found:
+        raise CheckpointError(f"{path} is no checkpoint, and no run with one")
+    return found
+
+
+def verify(folders: Sequence[Path]) -> bool:
+    """Print what is wrong with each checkpoint; whether all are whole."""
+    good = True
+    for path in folders:
+        for folder in checkpoints_of(path):
+            try:
+                problems = storage.verify(folder)
+            except UnreadableError as error:
+                good = False
+                print(f"UNREADABLE {error}")
+                continue
+            good &= not problems
+            print("\n".join(f"DAMAGED {problem}" for problem in problems) or f"whole   {folder}")
+        for text in storage.not_counted(path / "checkpoints"):
+            print(f"note    {text}")
+    return good
+
+
+def inspect(folder: Path) -> None:
+    """Print what a checkpoint holds."""
+    manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
+    print(
+        f"step {state.step}, {state.tokens:,} tokens, {state.samples_consumed:,} samples; {manifest.state_dict} state"
+    )
+    print(f"saved by {manifest.world_size} ranks; {manifest.bytes / 2**20:.1f} MiB in {len(manifest.files)} files")
+    for name, record in manifest.files.items():
+        print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
+    if manifest.state_dict == "sharded":
+        shapes = dcp_storage.shapes(folder)
+    else:
+        shapes = {
+            f"{prefix}{name}": shape
+            for prefix, file in PARTS
+            for name, shape in storage.read_shapes(folder / file).items()
+        }
+    for name, shape in shapes.items():
+        print(f"  {list(shape)!s:>20}  {name}")
+
+
+def convert(folder: Path, out: Path) -> Path:
+    """Write a sharded checkpoint as a full one, or a full one as a sharded one, into a folder of checkpoints.
+
+    One tensor at a time is in memory. The folder may be that of a run that is training.
+
+    Raises:
+        CheckpointError: it is damaged, or `out` has one of this step.
+    """
+    if problems := storage.verify(folder):
+        raise CheckpointError("; ".join(problems))
+    manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
+    if storage.step_folder(out, state.step).exists():
+        raise CheckpointError(f"{storage.step_folder(out, state.step)} is there already")
+    beside = None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        beside = storage.begin(out, state.step, locked=False)
+        if manifest.state_dict == "full":
+            return storage.commit(beside, state, "sharded", 1, _one_shard(folder, beside), replace=False)
+        records = {}
+        for prefix, file in PARTS:
+            tensors = dcp_storage.WholeTensors(folder, prefix)
+            records[file] = write_tensors(beside / file, tensors.announced(), tensors.__getitem__)
+        return storage.commit(beside, state, "full", manifest.world_size, records, replace=False)
+    except OSError as error:
+        raise CheckpointError(f"{out} can't be written: {error}") from None
+    finally:
+        if beside is not None:
+            storage.abandon(beside)  # committed, it has another name by now
+
+
+def import_config(folder: Path, out: Path | None) -> None:
+    """Print a config that starts from a Hugging Face folder, or write it.
+
+    Raises:
+        CheckpointError: it is no such folder, or `out` is there.
+    """
+    text = "\n".join(weights.section(folder.expanduser().absolute())) + "\n"
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        with out.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise CheckpointError(f"{out} can't be written: {error}") from None
+    print(f"wrote {out}: train.py --config {out} starts from these weights, step 0, with a new optimizer")
+
+
+def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:
+    """The tensors of a full checkpoint as the part of a single rank."""
+    try:
+        tensors = {prefix + name: t for prefix, file in PARTS for name, t in load_file(folder / file).items()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder} can't be read: {error}") from None
+    return dcp_storage.write_whole(out, tensors)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("verify").add_argument("paths", type=paths.argument, nargs="+")
+    commands.add_parser("inspect").add_argument("folder", type=paths.argument)
+    for name, first in (("convert", "folder"), ("export", "source")):
+        command = commands.add_parser(name)
+        command.add_argument(first, type=paths.argument)
+        command.add_argument("out", type=paths.argument)
+    command = commands.add_parser("import")
+    command.add_argument("folder", type=paths.argument)
+    command.add_argument("out", type=paths.argument, nargs="?")
+    given = parser.parse_args(argv)
+    return run_cli("checkpoint.py", lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.command == "verify":
+        return 0 if verify(given.paths) else 1
+    if given.command == "inspect":
+        inspect(checkpoints_of(given.folder)[-1])
+    elif given.command == "convert":
+        print(f"converted to {convert(checkpoints_of(given.folder)[-1], given.out)}")
+    elif given.command == "export":
+        weights.export(given.source, given.out)
+        print(f"exported to {given.out}")
+    else:
+        import_config(given.folder, given.out)
+    return 0

@@ -1,0 +1,126 @@
+"""A trained model with its tokenizer, in one process: from a run, one of its checkpoints, or a Hugging Face folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.config import paths
+from torchtitan_lite.config.rules import model_conflicts
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.errors import CheckpointError, DataError
+from torchtitan_lite.huggingface import weights as hf
+from torchtitan_lite.models import Transformer, build
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that is ready to be asked."""
+
+    source: str  # what was opened, in words
+    model: Transformer
+    tokenizer: Tokenizer
+    ends: tuple[int, ...]  # tokens that end a document
+    notes: list[str]  # checkpoints that were passed over
+
+
+def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None = None) -> Opened:
+    """The model in a folder: the newest whole checkpoint of a run, a checkpoint, or a Hugging Face folder.
+
+    Args:
+        dtype: of the parameters; rotary tables stay in float32.
+        tokenizer: a tokenizer.json, where the folder has none.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        DataError: there is no tokenizer.json, or it has more entries than the model.
+    """
+    folder = paths.expand(path)
+    if (folder / "config.json").is_file():
+        config = hf.config_of(folder)
+        return _ready(folder, config, hf.open_weights(folder, config), device, dtype, tokenizer or folder, [])
+    folder, notes = newest_whole(folder)
+    run = folder.parent.parent
+    config = hf.trained_config(folder)
+    return _ready(folder, config, hf.read_weights(folder), device, dtype, tokenizer or run, notes)
+
+
+def newest_whole(path: Path) -> tuple[Path, list[str]]:
+    """A checkpoint's folder itself, or the newest checkpoint of a run that passes its verification.
+
+    Returns:
+        its folder, and what is wrong with newer ones.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / storage.MANIFEST).is_file():
+        candidates = [path]
+    else:
+        steps = storage.find_steps(path / "checkpoints")
+        candidates = [storage.step_folder(path / "checkpoints", step) for step in reversed(steps)]
+    if not candidates:
+        others = sorted(p.parent for p in path.parent.glob("*/checkpoints")) if path.parent.is_dir() else []
+        known = f"; runs beside it: {', '.join(map(str, others[:8]))}" if others else ""
+        what = (
+            "is no run with a checkpoint, no checkpoint and no Hugging Face folder" if path.exists() else "is not there"
+        )
+        raise CheckpointError(f"{path} {what}{known}")
+    notes: list[str] = []
+    for folder in candidates:
+        problems = storage.verify(folder)
+        if not problems:
+            return folder, [f"damaged, passed over: {note}" for note in notes]
+        notes += problems
+    raise CheckpointError("\n  ".join(["no checkpoint is whole:", *notes]))
+
+
+def _ready(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    tokenizer_in: Path,
+    notes: list[str],
+) -> Opened:
+    tokenizer, ends = _tokenizer(tokenizer_in, folder)
+    embeddings = weights.get("tok_embeddings.weight")
+    if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
+        raise CheckpointError(f"{folder} has no token embeddings: it holds another kind of model")
+    if problems := model_conflicts(config):
+        raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
+    with torch.device("meta"):
+        model = build(config, embeddings.shape[0])
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    storage.compare(folder, {name: tuple(t.shape) for name, t in weights.items()}, shapes, "model", "it can't be used")
+    if bpe.size(tokenizer) > model.tok_embeddings.num_embeddings:
+        raise DataError(
+            f"{tokenizer_in}: its tokenizer has {bpe.size(tokenizer)} entries, and the model in {folder} has "
+            f"{model.tok_embeddings.num_embeddings}: it is another model's"
+        )
+    placed = {name: weights[name].to(device, dtype) for name in shapes}
+    model.load_state_dict(placed, strict=False, assign=True)
+    model.tie_weights()
+    for name, buffer in list(model.named_buffers()):
+        setattr(model, name, torch.empty_like(buffer, device=device))
+    model.reset_buffers()
+    source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
+    return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes)
+
+
+def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
+    """The tokenizer.json in a folder, or that file; and the tokens that end a document, as far as they are known."""
+    file = where / "tokenizer.json" if where.is_dir() else where
+    if not file.is_file():
+        raise DataError(f"{file} is not there: name the model's own with --tokenizer=FILE")
+    tokenizer = bpe.load(file)
+    if (folder / "config.json").is_file():
+        return tokenizer, hf.end_tokens(folder)
+    end = hf.end_token(storage.read_state(folder, named_by_step=False), tokenizer)
+    return tokenizer, () if end is None else (end,)

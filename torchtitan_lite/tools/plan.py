@@ -1,0 +1,337 @@
+"""What a run will need, before there is a GPU: `python -m torchtitan_lite.plan --config x.toml --world-size 64`.
+
+Memory and communication are those of a simulated step (simulate.py); the time is a lower bound, from nominal peaks.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan_lite import models
+from torchtitan_lite.config import cli
+from torchtitan_lite.config.derive import Layout, derive
+from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.prepare.corpus import unfound
+from torchtitan_lite.data.token_files import is_prepared
+from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.monitoring.console import duration
+from torchtitan_lite.monitoring.devices import DEVICES, OWN, Device, device_of
+from torchtitan_lite.monitoring.flops import flops_per_token
+from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
+
+GIB = 2**30
+MOST_RANKS = 1_000_000
+RESERVE = 0.06  # of the device's memory: its context, the buffers of NCCL, gaps between blocks of the allocator
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from a config, a world size and a device. Bytes, seconds and FLOPs are those of one rank."""
+
+    config: Config
+    world_size: int
+    device: Device | None
+    layout: Layout
+    vocab_size: int
+    n_parameters: int
+    flops_per_token: int
+    simulated: Simulated
+    logits_bytes: int  # of one micro-batch, in the dtype of the output matrix and again in float32
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a rank in a step, with those that only fill the last micro-batches."""
+        train = self.config.train
+        return self.layout.grad_accum_steps * train.micro_batch_size * train.seq_len
+
+    def compute_s(self, device: Device) -> float:
+        """Products at the device's peak, with what checkpointing computes again."""
+        checkpointing = self.config.activation_checkpointing
+        again = 1 / (3 * checkpointing.every) if checkpointing.mode == "full" else 0.0
+        peak = device.fp32_flops if self.config.fsdp.param_dtype == "float32" else device.bf16_flops
+        return self.flops_per_token * (1 + again) * self.computed_tokens / peak
+
+    def optimizer_s(self, device: Device) -> float:
+        """The update reads and writes parameters and state, and reads gradients."""
+        start = self.simulated.peaks["start"]
+        return (3 * start[PARAMETERS] + 2 * start[OPTIMIZER]) / device.memory_bandwidth
+
+    def least_s(self, device: Device) -> float:
+        """Seconds that a step takes at least: computing or communication, whichever is longer, and the optimizer."""
+        return max(self.compute_s(device), sum(self.sent_s(device).values())) + self.optimizer_s(device)
+
+    def sent_s(self, device: Device) -> dict[str, float]:
+        """Seconds of each kind of collective, if nothing else used the links."""
+        found: Counter[str] = Counter()
+        for collective, times in self.collectives.items():
+            found[collective.kind] += times * link_s(collective, device, self.layout, self.world_size)  # type: ignore[assignment]
+        return dict(found)
+
+    @property
+    def collectives(self) -> Counter[Collective]:
+        """Those of a whole step."""
+        return self.simulated.of_step(self.layout.grad_accum_steps)
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """The peak by kind, without what `cpu_offload` keeps on the host."""
+        on_host = (PARAMETERS, OPTIMIZER, GRADIENTS) if self.config.fsdp.cpu_offload else ()
+        return {kind: n for kind, n in self.simulated.peak.items() if kind not in on_host}
+
+    def fits(self, device: Device) -> bool:
+        """Whether the peak leaves the reserve."""
+        return sum(self.device_bytes.values()) <= (1 - RESERVE) * device.memory_gib * GIB
+
+
+def link_s(collective: Collective, device: Device, layout: Layout, world_size: int) -> float:
+    """The least time that a collective needs: what has to cross the slowest link.
+
+    Ranks of one shard group are neighbours, copies (all-reduce) are dp_shard ranks apart. Between machines all ranks
+    of a machine send their share at the same time.
+    """
+    per_node = min(device.per_node, world_size)
+    if collective.kind == "all-reduce":
+        ranks, machines, rounds = layout.dp_replicate, min(layout.dp_replicate, -(-world_size // per_node)), 2
+        network = device.inter_node  # each rank has partners of its own
+    else:
+        ranks, machines, rounds = collective.ranks, -(-collective.ranks // per_node), 1
+        network = device.inter_node * per_node
+    inside = collective.bytes * (ranks - 1) / max(ranks, 1) / device.intra_node
+    between = collective.bytes * (machines - 1) / machines / network if machines > 1 else 0.0
+    return rounds * max(inside if machines == 1 or rounds == 1 else 0.0, between)
+
+
+def vocabulary(config: Config) -> tuple[int, str]:
+    """Entries of the tokenizer that training would use, and what is not known of it here; empty if all is.
+
+    Raises:
+        ConfigError: `tokenizer.path` is not on this machine.
+    """
+    data, path = config.data, config.tokenizer.path
+    texts = [*([data.path] if isinstance(data.path, str) else data.path), *data.sources]
+    prepared = [p for p in texts if p and is_prepared(p)]
+    if prepared or path:
+        file = expand(prepared[0]) / "tokenizer.json" if prepared else expand(path)
+        if not file.is_file():
+            raise ConfigError(f"{file} is not on this machine; --model.vocab_size=N gives its number of entries")
+        return bpe.size(bpe.load(file)), ""
+    missing = [p for p in texts if p and unfound(p)]
+    note = f"{', '.join(missing[:1])} is not on this machine: if it is a prepared folder, give --model.vocab_size=N"
+    return config.tokenizer.vocab_size, note if missing else ""
+
+
+def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu: bool | None = None) -> Plan:
+    """Simulate a step and count.
+
+    Args:
+        on_gpu: whether it is a GPU, if that does not follow from `device`: one whose figures are not known.
+    """
+    vocab_size = config.model.vocab_size or vocabulary(config)[0]
+    with torch.device("meta"):
+        model = models.build(config.model, vocab_size)
+    train = config.train
+    width = 4 if config.fsdp.param_dtype == "float32" else 2
+    return Plan(
+        config=config,
+        world_size=world_size,
+        device=device,
+        layout=derive(config, world_size),
+        vocab_size=vocab_size,
+        n_parameters=sum(p.numel() for p in model.parameters()),
+        flops_per_token=flops_per_token(model, train.seq_len),
+        simulated=simulate(config, world_size, vocab_size, on_gpu=device is not None if on_gpu is None else on_gpu),
+        logits_bytes=train.micro_batch_size * train.seq_len * vocab_size * (4 if width == 4 else width + 4),
+    )
+
+
+# --- what is printed --------------------------------------------------------------------------------------------
+
+
+def describe(plan: Plan, mfu: float) -> str:
+    """All of it, in lines."""
+    return "\n".join([*_model_lines(plan), *_memory_lines(plan), *_sent_lines(plan), *_time_lines(plan, mfu)])
+
+
+def size(n_bytes: float) -> str:
+    """1.50 GiB, 20.25 MiB."""
+    return f"{n_bytes / GIB:,.2f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:,.2f} MiB"
+
+
+def _model_lines(plan: Plan) -> list[str]:
+    config, layout = plan.config, plan.layout
+    on = plan.device.name if plan.device else "cpu"
+    note = "" if config.model.vocab_size else vocabulary(config)[1]
+    return [
+        f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers, vocabulary "
+        f"{plan.vocab_size:,}: {plan.n_parameters:,} parameters, computes in {config.fsdp.param_dtype}",
+        *([f"        {note}"] if note else []),
+        f"mesh    {plan.world_size} x {on} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}",
+        f"batch   {config.train.micro_batch_size} sequences x {plan.world_size} ranks x {layout.grad_accum_steps} "
+        f"accumulation, of {config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step",
+    ]
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    lines = ["", "memory of a rank at its fullest moment"]
+    lines += [f"  {kind:<24}{size(n):>12}" for kind, n in plan.device_bytes.items()]
+    total = sum(plan.device_bytes.values())
+    lines.append(f"  {'in all':<24}{size(total):>12}" + _verdict(plan))
+    lines.append(f"  activations kept from forward to backward: {size(plan.simulated.kept)}; ")
+    lines[-1] += f"logits of a micro-batch: {size(plan.logits_bytes)}"
+    if plan.config.fsdp.cpu_offload:
+        host = sum(plan.simulated.peak.values()) - total
+        lines.append(f"  on the host, per rank: {size(host)}")
+    if plan.config.compile.enabled:
+        lines.append("  (compiled blocks keep less: that is not counted)")
+    return lines
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.device is None:
+        return ""
+    usable = (1 - RESERVE) * plan.device.memory_gib
+    state = "fits" if plan.fits(plan.device) else "DOES NOT FIT"
+    return (
+        f"   {state}: {plan.device.memory_gib:.1f} GiB on the device, {usable:.1f} without a reserve of {RESERVE:.0%}"
+    )
+
+
+def _sent_lines(plan: Plan) -> list[str]:
+    lines = ["", "communication of a step: bytes that are gathered, scattered or summed"]
+    kinds: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for collective, times in plan.collectives.items():
+        kinds[collective.kind] += times * collective.bytes
+        calls[collective.kind] += times
+    seconds = plan.sent_s(plan.device) if plan.device else {}
+    for kind in sorted(kinds):
+        at_least = f"   at least {seconds[kind]:.3f} s" if kind in seconds else ""
+        lines.append(f"  {kind:<24}{size(kinds[kind]):>12}   in {calls[kind]} calls{at_least}")
+    return lines if kinds else []
+
+
+def _time_lines(plan: Plan, mfu: float) -> list[str]:
+    train, tokens = plan.config.train, plan.layout.tokens_per_step
+    lines = [
+        "",
+        f"compute {plan.flops_per_token:.4g} FLOPs per token (6 (N - N_embedding) + 12 L H Q T), "
+        f"{plan.flops_per_token * tokens:.4g} per step",
+        f"run     {train.steps:,} steps, {train.steps * tokens:,} tokens",
+    ]
+    device = plan.device
+    if device is None:
+        return [*lines, "time    not bounded: the peak of this device is not known; give --peak-tflops and bandwidths"]
+    parts = {"computing": plan.compute_s(device), "communication": sum(plan.sent_s(device).values())}
+    bound = max(parts, key=lambda name: parts[name])
+    step_s = plan.least_s(device)
+    lines += [
+        f"time    a step takes at least {step_s:.3f} s, bound by {bound}: computing {parts['computing']:.3f} s at the "
+        f"device's peak, communication {parts['communication']:.3f} s if it overlaps in full, optimizer "
+        f"{plan.optimizer_s(device):.3f} s",
+        f"        the run at least {duration(step_s * train.steps)} ({step_s * train.steps / 86400:.2f} days)",
+    ]
+    peak = device.fp32_flops if plan.config.fsdp.param_dtype == "float32" else device.bf16_flops
+    real_s = max(plan.flops_per_token * tokens / plan.world_size / peak / mfu, step_s)
+    days = real_s * train.steps / 86400
+    lines.append(f"        at {mfu:.0%} of the peak (--mfu): {real_s:.3f} s a step, {days:.2f} days")
+    return lines
+
+
+def advice(plan: Plan) -> list[str]:
+    """Changes that make it fit, each simulated, the cheapest first; empty if it fits."""
+    device = plan.device
+    if device is None or plan.fits(device):
+        return []
+    lines = ["", "what to change"]
+    for options, config, world_size in _changes(plan):
+        other = make_plan(config, world_size, device)
+        total = size(sum(other.device_bytes.values()))
+        lines.append(f"  {total:>12}   {'fits' if other.fits(device) else 'not yet'}   {options}")
+        if other.fits(device):
+            return lines
+    return [*lines, "  none of these is enough: more ranks, a smaller model, or a device with more memory"]
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
+    """Ever more changes, one on top of the other."""
+    config, world_size = plan.config, plan.world_size
+    values: dict[str, object] = {}
+
+    def change(key: str, value: object) -> Iterator[tuple[str, Config, int]]:
+        nonlocal config
+        section, name = key.split(".")
+        part = getattr(config, section)
+        if getattr(part, name) != value:
+            config = config.model_copy(update={section: part.model_copy(update={name: value})})
+            values[key] = value
+            yield " ".join(f"--{k}={str(v).lower()}" for k, v in values.items()), config, world_size
+
+    if config.fsdp.param_dtype == "float32":
+        yield from change("fsdp.param_dtype", "bfloat16")
+    if config.fsdp.reshard_after_forward != "default":
+        yield from change("fsdp.reshard_after_forward", True)
+    if config.activation_checkpointing.mode == "none":
+        yield from change("activation_checkpointing.mode", "selective")
+    yield from change("activation_checkpointing.every", 1)
+    yield from change("activation_checkpointing.mode", "full")
+    while config.train.micro_batch_size > 1:
+        yield from change("train.micro_batch_size", config.train.micro_batch_size // 2)
+    if plan.layout.dp_replicate > 1:
+        values["fsdp.dp_shard"] = -1
+        config = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"dp_replicate": -1, "dp_shard": -1})})
+        yield from change("fsdp.dp_replicate", 1)
+    options = " ".join(f"--{key}={str(value).lower()}" for key, value in values.items())
+    for _ in range(3):
+        world_size *= 2
+        yield f"{options} --world-size={world_size}".strip(), config, world_size
+
+
+# --- the command line -------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.plan",
+        description="Memory, communication and the least time of a run. Nothing is allocated; no GPU is needed. Every "
+        "option of train.py works as well: --config FILE, --section.key=value, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
+    parser.add_argument("--device", default="h100", help=f"cpu, {', '.join(DEVICES)}, or own figures (default: h100)")
+    parser.add_argument("--mfu", type=float, default=0.4, help="a share of the peak to expect (default: 0.4)")
+    own = parser.add_argument_group("own figures, for another device")
+    for flag, (_, _, text) in OWN.items():
+        own.add_argument(f"--{flag}", type=float, metavar="N", help=text)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code."""
+    given, rest = _parser().parse_known_args(argv)
+    return run_cli("plan", lambda: _plan(given, rest))
+
+
+def _plan(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    if not 1 <= given.world_size <= MOST_RANKS:
+        raise ConfigError(f"--world-size={given.world_size} should be 1 or more, and at most {MOST_RANKS:,}")
+    if not 0 < given.mfu <= 1:
+        raise ConfigError(f"--mfu={given.mfu} should be above 0 and at most 1, e.g. 0.4")
+    device = device_of(given)
+    per_node = min(device.per_node if device else given.world_size, given.world_size)
+    sizes = {"world_size": given.world_size, "local_world_size": per_node}
+    elsewhere = True
+    command = cli.parse(rest, elsewhere, n_gpus=0 if device is None else per_node, **sizes)
+    plan = make_plan(command.loaded.config, given.world_size, device)
+    print(describe(plan, given.mfu), flush=True)
+    print("\n".join(advice(plan)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,303 @@
+"""The page of `report`: HTML around curves that plotly draws. Whatever comes from a run is escaped."""
+
+import html
+import json
+import math
+from collections.abc import Callable, Iterable
+from importlib import resources
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from torchtitan_lite.monitoring.console import duration
+from torchtitan_lite.tools.report.report import Records, Run
+
+COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
+POINTS = 2000  # of a curve; more are not seen on a screen, and make the page slow
+SAMPLES = 12  # of a prompt
+
+Points = tuple[list[int], list[float | None]]
+
+
+def thinned(x: list[int], y: list[float | None]) -> Points:
+    """At most POINTS points: the lowest and the highest of each stretch, so that no spike is lost."""
+    if len(x) <= POINTS:
+        return x, y
+    width = math.ceil(len(x) / (POINTS // 2))
+    kept: list[int] = []
+    for start in range(0, len(x), width):
+        stretch = range(start, min(start + width, len(x)))
+        known = [i for i in stretch if y[i] is not None]
+        if not known:
+            kept.append(start)
+            continue
+        kept += sorted({min(known, key=lambda i: y[i] or 0.0), max(known, key=lambda i: y[i] or 0.0)})
+    return [x[i] for i in kept], [y[i] for i in kept]
+
+
+def curve(records: Records, key: str) -> Points:
+    """Steps and values of the records that have a key. None, what is not finite, is a gap."""
+    found = [r for r in records if key in r]
+    return thinned([r["step"] for r in found], [r[key] for r in found])
+
+
+# --- figures ----------------------------------------------------------------------------------------------------
+
+
+def trace(run: Run, colour: str, points: Points, what: str, many: bool, **style: Any) -> dict[str, Any]:
+    """One line of a figure, named by what it is, and by its run if there are several."""
+    x, y = points
+    name = html.escape(f"{run.name} {what}".strip() if many else what)
+    mode = "lines+markers" if len(x) < 40 else "lines"
+    line = {"color": colour, "width": 1.6} | style
+    return {"x": x, "y": y, "name": name, "mode": mode, "line": line, "marker": {"size": 5}, "type": "scatter"}
+
+
+def lines_figure(
+    runs: list[Run], title: str, unit: str, parts: Iterable[tuple[str, str, str, dict[str, Any]]], **axis: Any
+) -> dict[str, Any] | None:
+    """A figure over steps; None if no run has anything to show.
+
+    Args:
+        parts: which records ("steps" or "validations"), their key, what it is called, and the line's style.
+    """
+    traces = []
+    for i, run in enumerate(runs):
+        for source, key, what, style in parts:
+            points = curve(getattr(run, source), key)
+            if any(value is not None for value in points[1]):
+                colour = style.get("color", COLOURS[i % len(COLOURS)]) if len(runs) == 1 else COLOURS[i % len(COLOURS)]
+                rest = {k: v for k, v in style.items() if k != "color"}
+                traces.append(trace(run, colour, points, what, len(runs) > 1, **rest))
+    return {"title": title, "unit": unit, "traces": traces, "axis": axis} if traces else None
+
+
+def time_figure(runs: list[Run]) -> dict[str, Any] | None:
+    """Where the time went: one bar for each run."""
+    kinds: list[tuple[str, str, Callable[[Run], float]]] = [
+        (
+            "forward and backward",
+            "#4c78a8",
+            lambda r: _sum(r.steps, "seconds") - _sum(r.steps, "data_s", "optimizer_s"),
+        ),
+        ("optimizer", "#72b7b2", lambda r: _sum(r.steps, "optimizer_s")),
+        ("waiting for data", "#e45756", lambda r: _sum(r.steps, "data_s")),
+        ("validation", "#f58518", lambda r: _sum(r.validations, "eval_s")),
+        ("samples", "#b279a2", lambda r: _sum(r.samples, "seconds")),
+        ("saving", "#54a24b", lambda r: _sum(r.saves, "save_s")),
+    ]
+    if not any(_sum(run.steps, "seconds") for run in runs):
+        return None
+    names = [html.escape(run.name) for run in runs]
+    traces = []
+    for name, colour, seconds in kinds:
+        values = [max(seconds(run), 0.0) for run in runs]
+        if any(values):
+            bar = {
+                "x": values,
+                "y": names,
+                "name": name,
+                "type": "bar",
+                "orientation": "h",
+                "marker": {"color": colour},
+            }
+            traces.append(bar)
+    return {"title": "Where the time went", "unit": "seconds", "traces": traces, "axis": {}, "bars": True}
+
+
+def _rest_s(run: Run) -> float:
+    """On a GPU with the optimizer, whose time the host does not see."""
+    return _sum(run.steps, "seconds") - _sum(run.steps, "data_s", "optimizer_s")
+
+
+def _sum(records: Records, *keys: str) -> float:
+    return sum(r.get(key) or 0.0 for r in records for key in keys)
+
+
+def figures(runs: list[Run]) -> list[dict[str, Any]]:
+    """All figures that have something to show."""
+    dot = {"dash": "dot"}
+    one = {"color": COLOURS[1]} if len(runs) == 1 else {}
+    unigram = {"color": "#888888", "width": 1.2} if len(runs) == 1 else {"width": 1}
+    found = [
+        lines_figure(
+            *(runs, "Loss", "nats per token"),
+            [("steps", "loss", "train", {}), ("validations", "val_loss", "validation", {"width": 2.4} | one)],
+        ),
+        lines_figure(
+            *(runs, "Bits per byte", "bits per byte of held-out text"),
+            [
+                ("validations", "val_bits_per_byte", "validation", one),
+                ("validations", "unigram_bits_per_byte", "unigram model", dot | unigram),
+            ],
+        ),
+        lines_figure(runs, "Learning rate", "", [("steps", "lr", "", {})], tickformat="~e"),
+        lines_figure(runs, "Gradient norm, before clipping", "", [("steps", "grad_norm", "", {})]),
+        lines_figure(
+            runs,
+            "Throughput",
+            "tokens per second",
+            [("steps", "tokens_per_second", "", {})],
+            rangemode="tozero",
+        ),
+        lines_figure(
+            *(runs, "Peak memory of rank 0", "GiB"),
+            [("steps", "peak_memory_gib", "", {})],
+            rangemode="tozero",
+        ),
+        lines_figure(runs, "Loss scale (float16)", "", [("steps", "loss_scale", "", {})], type="log"),
+        time_figure(runs),
+    ]
+    return [figure for figure in found if figure]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------
+
+
+def page(runs: list[Run]) -> str:
+    """The whole page."""
+    shown = figures(runs)
+    cells = "".join(f'<figure><div class="plot" id="plot{i}"></div></figure>' for i in range(len(shown)))
+    data = json.dumps(shown, allow_nan=False).replace("</", "<\\/")
+    title = html.escape(", ".join(run.name for run in runs))
+    parts = resources.files("torchtitan_lite.tools.report")
+    style = parts.joinpath("report.css").read_text(encoding="utf-8")
+    script = parts.joinpath("report.js").read_text(encoding="utf-8")
+    body = [
+        f"<header><h1>{title}</h1>{_legend(runs)}</header>",
+        *(_summary(run, len(runs) > 1) for run in runs),
+        f"<p class=note>{' '.join(map(html.escape, _notes(runs)))}</p>" if _notes(runs) else "",
+        f"<main>{cells}</main>",
+        _differences(runs),
+        *(_samples(run, len(runs) > 1) for run in runs),
+        *(_config(run, len(runs) > 1) for run in runs),
+    ]
+    # the policy forbids every request, and whatever a run's text might smuggle in
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{style}</style></head><body>{''.join(body)}"
+        f'<script type="application/json" id="figures">{data}</script>'
+        f"<script>{get_plotlyjs()}</script><script>{script}</script></body></html>\n"
+    )
+
+
+def _legend(runs: list[Run]) -> str:
+    if len(runs) == 1:
+        return f"<p>{html.escape(str(runs[0].folder))}</p>"
+    coloured = ((COLOURS[i % len(COLOURS)], html.escape(str(run.folder))) for i, run in enumerate(runs))
+    chips = (f'<span class="chip"><i style="background:{colour}"></i>{name}</span>' for colour, name in coloured)
+    return f"<p>{''.join(chips)}</p>"
+
+
+def _notes(runs: list[Run]) -> list[str]:
+    notes = [f"{run.name}: {note}." for run in runs for note in run.notes]
+    for run in runs:
+        if len(run.steps) > POINTS:
+            notes.append(
+                f"{run.name}: {len(run.steps):,} records, drawn as up to {POINTS:,} points a curve: the lowest and the "
+                "highest of each stretch."
+            )
+        bad = [r["step"] for r in run.steps if r["loss"] is None]
+        if bad:
+            some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+            notes.append(f"{run.name}: the loss was not finite at {len(bad)} recorded steps: {some}.")
+        if run.skipped:
+            notes.append(f"{run.name}: {len(run.skipped)} steps were skipped, the first is {run.skipped[0]['step']}.")
+    return notes
+
+
+def _summary(run: Run, many: bool) -> str:
+    """The figures that one looks for first."""
+    last = run.steps[-1]
+    losses = [r["loss"] for r in run.steps if r["loss"] is not None]
+    rates = sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second"))
+    best = min((r for r in run.validations if r["val_loss"] is not None), key=lambda r: r["val_loss"], default=None)
+    of = run.config.get("train.steps", ("", ""))[0]
+    tiles = [
+        ("status", run.status.get("status", "unknown"), run.status.get("reason", "")),
+        ("step", f"{last['step']:,}", f"of {int(of):,}" if of.isdigit() else ""),
+        ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "at the last record"),
+    ]
+    if best is not None:
+        tiles.append(("best validation loss", f"{best['val_loss']:.4f}", f"step {best['step']:,}"))
+        if isinstance(best.get("val_bits_per_byte"), float):
+            stderr = best.get("val_bits_per_byte_stderr")
+            more = f"+- {stderr:.3f}" if isinstance(stderr, float) else "at that step"
+            tiles.append(("bits per byte", f"{best['val_bits_per_byte']:.3f}", more))
+    if last.get("tokens") is not None:
+        tiles.append(("tokens", f"{last['tokens']:,}", ""))
+    if rates:
+        tiles.append(("tokens per second", f"{rates[len(rates) // 2]:,.0f}", "median"))
+    times = [r["time"] for r in run.steps if r.get("time") is not None]
+    if len(times) > 1:
+        tiles.append(("first to last record", duration(times[-1] - times[0]), ""))
+    cells = "".join(
+        f"<div><span>{html.escape(label)}</span><b>{html.escape(str(value))}</b><small>{html.escape(str(more))}</small></div>"
+        for label, value, more in tiles
+    )
+    name = f"<h3>{html.escape(run.name)}</h3>" if many else ""
+    return f'{name}<section class="tiles">{cells}</section>'
+
+
+def _differences(runs: list[Run]) -> str:
+    if len(runs) == 1:
+        return ""
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    rows = []
+    for key in keys:
+        values = [run.config.get(key, ("-", ""))[0] for run in runs]
+        if len(set(values)) > 1:
+            cells = "".join(f"<td><code>{html.escape(value)}</code></td>" for value in values)
+            rows.append(f"<tr><th>{html.escape(key)}</th>{cells}</tr>")
+    if not rows:
+        return "<section><h2>Differences of the configs</h2><p>none</p></section>"
+    heads = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
+    return (
+        f"<section><h2>Differences of the configs</h2>{_table(f'<tr><th></th>{heads}</tr>' + ''.join(rows))}</section>"
+    )
+
+
+def _table(rows: str, kind: str = "plain") -> str:
+    return f'<div class=scroll><table class="{kind}">{rows}</table></div>'
+
+
+def _samples(run: Run, many: bool) -> str:
+    if not run.samples:
+        return ""
+    prompts: dict[str, Records] = {}
+    for sample in run.samples:
+        prompts.setdefault(sample["prompt"], []).append(sample)
+    blocks = []
+    for prompt, samples in prompts.items():
+        shown = samples
+        if len(samples) > SAMPLES:  # evenly over the run, with the first and the last
+            shown = [samples[round(i * (len(samples) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
+        rows = "".join(
+            f"<tr><th>{s['step']:,}</th><td><pre><mark>{html.escape(prompt)}</mark>{html.escape(s['text'])}</pre></td></tr>"
+            for s in reversed(shown)
+        )
+        fewer = f" ({len(shown)} of {len(samples)})" if len(shown) < len(samples) else ""
+        blocks.append(
+            f"<h3><code>{html.escape(prompt)}</code>{fewer}</h3><div class=scroll><table>{rows}</table></div>"
+        )
+    of = f" of {html.escape(run.name)}" if many else ""
+    return f"<section><h2>Samples{of}, the latest first</h2>{''.join(blocks)}</section>"
+
+
+def _config(run: Run, many: bool) -> str:
+    if not run.config:
+        return ""
+    rows = "".join(
+        f'<tr class="{"default" if origin == "default" else "set"}"><th>{html.escape(key)}</th>'
+        f"<td><code>{html.escape(value)}</code></td><td>{html.escape(origin)}</td></tr>"
+        for key, (value, origin) in run.config.items()
+    )
+    of = f" of {html.escape(run.name)}" if many else ""
+    return (
+        f"<section><h2>Config{of}</h2><label><input type=checkbox class=all> with defaults</label>"
+        + _table(f"<tr><th>key</th><th>value</th><th>from</th></tr>{rows}", "config")
+        + "</section>"
+    )

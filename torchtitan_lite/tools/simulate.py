@@ -1,0 +1,352 @@
+"""One step of training on tensors without storage, over a process group without peers: what it holds and what it sends.
+
+The step is the real one: the model, `fully_shard`, activation checkpointing and the optimizer run as in training, on
+FakeTensors, so that every option of FSDP2 counts for what it does, and 405 B parameters take seconds and no memory. A
+dispatch mode sees each operator; the tensors that come out of it are followed until they are freed.
+
+    timeline:    (born, died, bytes, kind) of each storage  ->  the moment with the most bytes, and of which kinds
+    collectives: (operator, bytes, ranks) by micro-batch    ->  what a step sends
+
+A deep model is simulated at two small depths. Between them each part of the step (the forward of the second block, the
+backward of the last, the head, ...) changes by what one block more brings, and so on to the full depth.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_lite import models
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.parallelize import (
+    apply_activation_checkpointing,
+    apply_fast_paths,
+    apply_fsdp,
+    before_micro_batch,
+)
+from torchtitan_lite.distributed.process_group import build_mesh
+from torchtitan_lite.models.fused import RMSNorm
+from torchtitan_lite.models.head import CHUNK
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state
+
+PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
+    *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),
+)
+KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS)
+
+
+@dataclass
+class Storage:
+    """Bytes that were held from one moment to another; `died` is None as long as they are."""
+
+    born: int
+    bytes: int
+    kind: str
+    died: int | None = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one rank sends: `bytes` is the size of the whole that is gathered, scattered or summed, over `ranks`."""
+
+    kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce"
+    bytes: int
+    ranks: int
+
+
+Peaks = dict[str, dict[str, int]]  # by part of the step: bytes by kind, at the moment with the most in that part
+
+
+@dataclass
+class Simulated:
+    """A step of one rank."""
+
+    peaks: Peaks
+    kept: int  # bytes of activations between forward and backward of a micro-batch
+    collectives: list[Counter[Collective]]  # of the first micro-batch, one in the middle, the last; fewer if there are
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by kind, at the moment with the most."""
+        return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at any moment."""
+        return sum(self.peak.values())
+
+    def of_step(self, grad_accum_steps: int) -> Counter[Collective]:
+        """All collectives of a step with so many micro-batches."""
+        first, last = self.collectives[0], self.collectives[-1]
+        if grad_accum_steps == 1:
+            return last
+        middle = self.collectives[1] if len(self.collectives) == 3 else first
+        times = max(grad_accum_steps - 2, 0)
+        total = Counter({key: times * n for key, n in middle.items()})
+        total.update(first)
+        total.update(last)
+        return total
+
+
+class Timeline(TorchDispatchMode):
+    """Follows every storage from the operator that makes it until it is freed, and every collective."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.storages: list[Storage] = []
+        self.collectives: Counter[Collective] = Counter()
+        self.phase, self.micro = "forward", 0
+        self._parts: list[tuple[int, str]] = [(0, "start")]  # from which moment on it is which part of the step
+        self._alive: dict[int, tuple[Any, Storage]] = {}  # by id, with the weak reference that tells of its death
+
+    def part(self, name: str) -> None:
+        """What happens from now on belongs to this part of the step."""
+        self._parts.append((self.now + 1, name))
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function.namespace == "c10d":
+            self._collective(function, args)
+        else:
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor):
+                    self.follow(_local(tensor), ACTIVATIONS)
+        return out
+
+    def follow(self, tensor: Tensor, kind: str) -> None:
+        """Count a tensor's storage from now on, or say what it is."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        known = self._alive.get(key)
+        if known is not None:
+            if kind != ACTIVATIONS:
+                known[1].kind = kind
+            return
+        self._born(key, weakref.ref(storage, lambda _: self._dead(key)), storage.nbytes(), kind)
+
+    def _born(self, key: int, reference: Any, n_bytes: int, kind: str) -> None:
+        self.now += 1
+        entry = Storage(self.now, n_bytes, kind)
+        self.storages.append(entry)
+        self._alive[key] = reference, entry
+
+    def _dead(self, key: int) -> None:
+        self.now += 1
+        self._alive.pop(key)[1].died = self.now
+
+    def _resized(self, storage: Any) -> None:
+        """FSDP frees gathered parameters, and takes memory for them again, by resizing their storage."""
+        if known := self._alive.get(id(storage)):
+            reference, entry = known
+            self.now += 1
+            entry.died = self.now
+            entry.kind = GATHERED
+            self._born(id(storage), reference, storage.nbytes(), GATHERED)
+
+    def _collective(self, function: Any, args: Any) -> None:
+        name = function.__name__.split(".")[0]
+        if name == "_allgather_base_":
+            whole, part = args[0], args[1]
+            found = Collective(f"all-gather, {self.phase}", whole.nbytes, whole.numel() // part.numel())
+        elif name == "_reduce_scatter_base_":
+            part, whole = args[0], args[1]
+            found = Collective("reduce-scatter", whole.nbytes, whole.numel() // part.numel())
+        elif name == "allreduce_":
+            found = Collective("all-reduce", sum(t.nbytes for t in args[0]), 0)
+            whole = args[0][0]
+        else:
+            return
+        self.follow(whole, SENDING)
+        self.collectives[found] += 1
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow everything in here."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    def held(self, kind: str, when: int) -> int:
+        """Bytes of a kind that were held at a moment."""
+        alive = (s for s in self.storages if s.born <= when and (s.died is None or s.died > when))
+        return sum(s.bytes for s in alive if s.kind == kind)
+
+    def peaks(self) -> Peaks:
+        """The moment with the most bytes in each part of the step."""
+        changes = [(s.born, s.bytes) for s in self.storages]
+        changes += [(s.died, -s.bytes) for s in self.storages if s.died is not None]
+        changes.sort()
+        found, held, i = {}, 0, 0
+        ends = [start for start, _ in self._parts[1:]] + [self.now + 1]
+        for (start, name), end in zip(self._parts, ends, strict=True):
+            most, when = held, start - 1
+            while i < len(changes) and changes[i][0] < end:
+                held += changes[i][1]
+                if held > most:
+                    most, when = held, changes[i][0]
+                i += 1
+            found[name] = dict.fromkeys(KINDS, 0)
+            for s in self.storages:
+                if s.born <= when and (s.died is None or s.died > when):
+                    found[name][s.kind] += s.bytes
+        return found
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """A process group whose collectives do nothing; this process is rank 0, which holds no less than the others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) -> Simulated:
+    """Rank 0's step. Compilation and host offload are left out.
+
+    Args:
+        on_gpu: attention with dropout needs no T x T matrices, as it does on the CPU.
+    """
+    layers, prefetch, every = config.model.n_layers, 1, 1
+    if config.fsdp.explicit_prefetching:
+        prefetch = max(config.fsdp.forward_prefetch, config.fsdp.backward_prefetch)
+    if config.activation_checkpointing.mode != "none":
+        every = config.activation_checkpointing.every
+    few = -(-(prefetch + 3) // every) * every + layers % every
+    with fake_world(world_size):
+        if layers <= few + every:
+            return _simulate(config, world_size, vocab_size, layers, on_gpu)
+        one = _simulate(config, world_size, vocab_size, few, on_gpu)
+        more = _simulate(config, world_size, vocab_size, few + every, on_gpu)
+    return _extrapolated(one, more, (layers - few) // every)
+
+
+def _extrapolated(one: Simulated, more: Simulated, times: int) -> Simulated:
+    """`one`, and so many times what `more` has more."""
+    peaks = {
+        name: {kind: n + times * (more.peaks[name][kind] - n) for kind, n in kinds.items()}
+        for name, kinds in one.peaks.items()
+    }
+    collectives = [
+        Counter({key: a[key] + times * (b[key] - a[key]) for key in {*a, *b}})
+        for a, b in zip(one.collectives, more.collectives, strict=True)
+    ]
+    return Simulated(peaks, one.kept + times * (more.kept - one.kept), collectives)
+
+
+def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, on_gpu: bool) -> Simulated:
+    layout, fsdp = derive(config, world_size), config.fsdp.model_copy(update={"cpu_offload": False})
+    timeline = Timeline()
+    mesh = build_mesh(layout, torch.device("cpu"))
+    with torch.device("meta"):
+        model = models.build(config.model.model_copy(update={"n_layers": n_layers}), vocab_size)
+    freeze(model, config.optim.freeze)
+    off = {"block_attention": False, "fused_functions": False} if on_gpu else {}
+    apply_fast_paths(model, config.speed.model_copy(update=off))
+    apply_activation_checkpointing(model, config.activation_checkpointing)
+    apply_fsdp(model, mesh, fsdp)
+    if on_gpu:
+        for norm in (module for module in model.modules() if isinstance(module, RMSNorm)):
+            norm.few_passes = True  # CUDA's own kernel keeps as little as ours for the CPU
+        for layer in model.layers:
+            layer.attention.dropout = 0.0  # type: ignore[union-attr]  # a block of ours
+    _mark_blocks(model, timeline)
+    alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        optimizer = build_optimizer(model, config.optim)
+        make_state(optimizer)
+        _follow_state(timeline, model, optimizer)
+        stack.enter_context(patch.dict(CHUNK, {"cpu": CHUNK["cuda" if on_gpu else "cpu"]}))
+        return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
+
+
+def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
+    """Name the parts of the step by blocks, counted from the nearer end: these are the same at every depth."""
+    n = len(model.layers)
+
+    def before(i: int, *_: Any) -> None:
+        timeline.part(f"{timeline.micro} forward {_from_nearer_end(i, n)}")
+
+    def after(i: int, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        if i == n - 1:
+            timeline.part(f"{timeline.micro} head")
+        if output.requires_grad:
+            output.register_hook(lambda _: timeline.part(f"{timeline.micro} backward {_from_nearer_end(i, n)}"))
+
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(functools.partial(before, i))
+        layer.register_forward_hook(functools.partial(after, i))
+
+
+def _from_nearer_end(i: int, n: int) -> str:
+    return f"block {i}" if i < n // 2 else f"last block but {n - 1 - i}"
+
+
+def _follow_state(timeline: Timeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        timeline.follow(_local(tensor), PARAMETERS)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                timeline.follow(_local(value), OPTIMIZER)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _step(
+    config: Config, n_micro: int, model: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline
+) -> Simulated:
+    train = config.train
+    between, collectives = 0, []
+    with timeline.watching():
+        for i in range(n_micro):
+            timeline.phase, timeline.micro = "forward", i
+            timeline.part(f"{i} inputs")
+            tokens = torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.int64)
+            before_micro_batch(model, config.fsdp, last=i == n_micro - 1)
+            loss = model(tokens, tokens)
+            between = timeline.now
+            timeline.phase = "backward"
+            loss.backward()
+            del loss
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    timeline.follow(_local(parameter.grad), GRADIENTS)
+            collectives.append(timeline.collectives)
+            timeline.collectives = Counter()
+        timeline.part("optimizer")
+        clip_gradients(model, config.optim.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Simulated(timeline.peaks(), timeline.held(ACTIVATIONS, between), collectives)

@@ -1,0 +1,66 @@
+"""Checks of a config that need the model's names or a tokenizer, and neither storage nor a process group."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from torchtitan_lite import models
+from torchtitan_lite.config.paths import expand, problem
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.token_files import is_prepared
+from torchtitan_lite.distributed.parallelize import groups_of
+from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.optim.optimizer import freeze, parameter_groups
+from torchtitan_lite.training.sampling import wrong_prompts
+
+
+def check_patterns(config: Config) -> dict[str, str]:
+    """Compare names in the config with the model's parameters. Returns the broken rules, as `conflicts` does."""
+    with torch.device("meta"):
+        model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
+    checks: dict[str, Callable[[], object]] = {
+        "optim.freeze": lambda: freeze(model, config.optim.freeze),
+        "optim.groups": lambda: parameter_groups(model, config.optim),
+        "fsdp.precision_overrides": lambda: groups_of(model, config.fsdp),
+    }
+    found: dict[str, str] = {}
+    for key, check in checks.items():
+        try:
+            check()
+        except ConfigError as error:
+            found |= {f"{key} {number}": line for number, line in enumerate(str(error).split("\n  "))}
+    return found
+
+
+def check_prompts(config: Config) -> dict[str, str]:
+    """Compare the prompts with the tokenizer, if there is one already. Returns the broken rules."""
+    try:
+        tokenizer = known_tokenizer(config)
+    except DataError as error:
+        return {"tokenizer.path": str(error)}
+    return {f"sample.prompts {n}": wrong for n, wrong in enumerate(wrong_prompts(config, tokenizer))}
+
+
+def known_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of a run that samples: the one that is named, or was trained before; None if it is not there yet.
+
+    Raises:
+        DataError: `tokenizer.path` is no tokenizer.json.
+    """
+    if not config.sample.every or not config.sample.prompts:
+        return None
+    if config.tokenizer.path:
+        return bpe.load(expand(config.tokenizer.path))
+    named = config.data.sources or ([config.data.path] if isinstance(config.data.path, str) else [])
+    prepared = [expand(path) for path in named if path and not problem(path) and is_prepared(path)]
+    with contextlib.suppress(DataError):  # a damaged folder is reported when it is opened
+        if prepared:
+            return bpe.load(prepared[0] / "tokenizer.json")
+        own: Path = config.folder / "tokenizer.json"  # of this run, if it has begun
+        if not problem(own) and bpe.size(tokenizer := bpe.load(own)) == config.tokenizer.vocab_size:
+            return tokenizer
+    return None

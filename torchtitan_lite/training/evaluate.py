@@ -1,0 +1,123 @@
+"""Validation: a fixed random subset of the held-out sequences, summed over all ranks, per token and per byte."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.loader import Loader, MicroBatch
+from torchtitan_lite.data.samples import open_samples
+from torchtitan_lite.data.tokenizer import bytes_per_token
+from torchtitan_lite.distributed.parallelize import reshard
+from torchtitan_lite.distributed.process_group import sum_over_ranks
+from torchtitan_lite.models.loss import IGNORE, bits_per_byte
+
+# The seed of the permutation that picks the sequences. It is not run.seed: runs with other seeds must be comparable.
+SUBSET_SEED = 0
+
+
+@dataclass
+class Validation:
+    """A fixed set of sequences: the first n_samples of a permutation of the whole validation split."""
+
+    loader: Loader
+    n_samples: int
+    bytes_per_token: Tensor  # (V,) int64
+    n_available: int = 0  # sequences of the whole split
+    unigram: float | None = None  # bits per byte; the first evaluation counts the targets
+
+    @classmethod
+    def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
+        """eval.samples random sequences of the held-out text, or all if there are fewer, mixed as in training."""
+        samples = open_samples(data, "val", config.train.seq_len, config.data.packing)
+        n_samples = samples.longest_prefix(config.eval.samples)
+        loader = Loader(samples, micro_batch_size, rank, world_size, SUBSET_SEED, config.data.document_mask)
+        lengths = torch.from_numpy(bytes_per_token(Tokenizer.from_file(str(data.folder / "tokenizer.json"))))
+        lengths[data.end_token] = 0  # it stands for no text, also where it is an ordinary entry of the vocabulary
+        return cls(loader, n_samples, lengths, samples.n_samples)
+
+    def identity(self) -> dict[str, int]:
+        """Which sequences these are: losses over different ones do not compare."""
+        return {"samples": self.n_samples, "of": self.n_available, "seed": SUBSET_SEED}
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """This rank's sequences, read one micro-batch at a time; every rank gets as many."""
+        per_round = self.loader.micro_batch_size * self.loader.world_size
+        for first in range(0, self.n_samples, per_round):
+            yield from self.loader.batch(first, min(per_round, self.n_samples - first)).micro_batches
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of a validation. What is not defined is NaN: a standard error of one sequence, bits of no bytes."""
+
+    loss: float  # nats per token
+    loss_stderr: float  # standard error of the mean over sequences, as if they were drawn independently
+    bits_per_byte: float
+    bits_per_byte_stderr: float
+    unigram_bits_per_byte: float  # what the best model without context would reach: the entropy of the targets
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> Score:
+    """Score the model on the validation set. Every rank must call it, and gets the same score."""
+    losses, tokens, n_bytes = [], [], []  # of each sequence of this rank
+    counts = torch.zeros(len(validation.bytes_per_token), dtype=torch.int64)  # how often each token is a target
+    model.eval()
+    for micro in validation.micro_batches():
+        losses.append(model(*micro.on(device), per_sequence=True))
+        known = micro.targets != IGNORE
+        tokens.append(known.sum(1))
+        n_bytes.append((validation.bytes_per_token[micro.targets.clamp(min=0)] * known).sum(1))
+        if validation.unigram is None:
+            counts += micro.targets[known].bincount(minlength=len(counts))
+    model.train()
+    reshard(model)
+    if validation.unigram is None:
+        validation.unigram = unigram_bits_per_byte(sum_over_ranks(counts.to(device)).cpu(), validation.bytes_per_token)
+    # (3, N), float64: N sequences of this rank. Masked rows are zeros, and add nothing to any sum.
+    values = torch.stack([torch.cat(part).double().cpu() for part in (losses, tokens, n_bytes)])
+    n = (values[1] > 0).sum().double()
+    sums = torch.cat((n[None], values.sum(1), (values @ values.T).flatten()))
+    found = sum_over_ranks(sums.to(device)).cpu()
+    totals, products = found[1:4], found[4:].reshape(3, 3)
+    loss, loss_stderr = _ratio(totals, products, 1, int(found[0]))
+    nats, nats_stderr = _ratio(totals, products, 2, int(found[0]))
+    return Score(loss, loss_stderr, bits_per_byte(nats, 1), bits_per_byte(nats_stderr, 1), validation.unigram)
+
+
+def unigram_bits_per_byte(counts: Tensor, lengths: Tensor) -> float:
+    """The entropy of targets that occur so often, in bits per byte of their text; NaN if they stand for no text.
+
+    Args:
+        counts: (V,) int64, how often each token is a target.
+        lengths: (V,) int64, the bytes of text that each token stands for.
+    """
+    n_bytes = int((counts * lengths).sum())
+    weights = counts.double()
+    nats = torch.xlogy(weights, weights.sum() / weights).sum().item()
+    return bits_per_byte(nats, n_bytes) if n_bytes else math.nan
+
+
+def _ratio(totals: Tensor, products: Tensor, of: int, n: int) -> tuple[float, float]:
+    """The summed loss over another sum, and the standard error of that ratio over n sequences.
+
+    The ratio R of two sums is, to first order, as uncertain as the mean of y - R x: of the sequences' loss above or
+    below what R predicts for their length. With sequences of one length that is the usual standard error of a mean.
+
+    Args:
+        totals: (3,) sums over sequences of loss, tokens, bytes.
+        products: (3, 3) sums of their products.
+        of: which sum to divide by.
+    """
+    total = float(totals[of])
+    if not total:
+        return math.nan, math.nan
+    ratio = float(totals[0]) / total
+    squares = float(products[0, 0] - 2 * ratio * products[0, of] + ratio**2 * products[of, of])
+    return ratio, math.sqrt(max(squares, 0.0) * n / (n - 1)) / total if n > 1 else math.nan

@@ -1,0 +1,36 @@
+"""Out of memory, in words: what to set instead."""
+
+import contextlib
+from collections.abc import Iterator
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.errors import NoMemoryError, is_out_of_memory
+
+
+@contextlib.contextmanager
+def explained(config: Config) -> Iterator[None]:
+    """
+    Raises:
+        NoMemoryError: instead of the device's or the host's own error, with what to try next.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        text = str(error)
+        raise NoMemoryError(
+            f"out of memory: {text.splitlines()[0] if text else 'the host'}\n  {advice(config)}"
+        ) from None
+
+
+def advice(config: Config) -> str:
+    """The next thing to try, in the order of what it costs."""
+    if config.train.micro_batch_size > 1:
+        half = config.train.micro_batch_size // 2
+        return f"try --train.micro_batch_size={half}: the same global batch in more micro-batches, with the same result"
+    if config.activation_checkpointing.mode != "full":
+        return "try --activation_checkpointing.mode=full: about a third more computation, much less memory"
+    if config.fsdp.param_dtype == "float32":
+        return "try --mixed-precision: activations of half the size"
+    return "try more ranks (each holds a smaller shard), a shorter --train.seq_len, or a smaller model"

@@ -1,0 +1,130 @@
+"""Being asked to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1, or the time limit. The step is finished first.
+
+A signal only sets a reason. The loop adds every rank's into the reduction that it does anyway, so that all ranks stop
+after the same step, and save. Another signal more than two seconds later ends this process at once, without saving.
+Signals within these two seconds are copies of one request: torchrun forwards what a terminal has already sent, and
+Slurm signals the launcher and its workers.
+
+Python runs its handlers in the main thread and between two instructions, so not while that thread waits for another
+rank or for a disk. Therefore a thread reads the signals from a pipe, into which the C handler writes them.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torchtitan_lite.distributed.process_group import die_with_launcher
+from torchtitan_lite.terminal import prepare_streams
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+SAME_REQUEST_S = 2.0
+
+
+class Leaving:
+    """Whether this process was asked to stop, and why. Handlers are installed while it is used as a context.
+
+    Args:
+        max_minutes: the time limit; 0: none.
+        clock: in seconds; must not go backwards.
+        end: ends the process with an exit code, at once.
+    """
+
+    def __init__(
+        self, max_minutes: float, clock: Callable[[], float] = time.monotonic, end: Callable[[int], Any] = os._exit
+    ) -> None:
+        self.reason = ""
+        self.last_words: Callable[[str], Any] = lambda _: None  # is told why the process ends at once
+        self._limit_s = 60 * max_minutes if max_minutes else float("inf")
+        self._max_minutes = max_minutes
+        self._clock, self._end = clock, end
+        self._started = clock()
+        self._first: tuple[int, float] | None = None  # the first signal, and when it came
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Leaving":
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        self._pipe = writing, signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._read, args=(reading,), name="signals", daemon=True).start()
+        self._before = {number: signal.signal(number, _ignore) for number in SIGNALS if not _stays_ignored(number)}
+        _in_use.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _in_use.remove(self)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        writing, before = self._pipe
+        signal.set_wakeup_fd(before)
+        os.close(writing)  # which ends the thread
+
+    def in_child(self) -> None:
+        """A forked process has the same pipe, and must not answer for this one."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _read(self, reading: int) -> None:
+        while numbers := os.read(reading, 64):
+            for number in numbers:
+                if number in SIGNALS:
+                    self.received(number)
+        os.close(reading)
+
+    def received(self, number: int) -> None:
+        """A signal came."""
+        name, now = signal.Signals(number).name, self._clock()
+        if self._first is None:
+            self._first = number, now
+            self.reason = self.reason or name
+        elif now - self._first[1] > SAME_REQUEST_S:
+            first = signal.Signals(self._first[0]).name
+            self._end_at_once(number, f"{name}, {now - self._first[1]:.0f} s after {first}: stopped without saving")
+
+    def _end_at_once(self, number: int, why: str) -> None:
+        text = f"train.py: {why}; the same command resumes from the newest checkpoint\n"
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())  # the main thread may hold the lock of sys.stderr
+        # in a thread of its own: a file system that does not answer must not keep this process
+        telling = threading.Thread(target=self.last_words, args=(why,), daemon=True)
+        telling.start()
+        telling.join(timeout=2)
+        self._end(128 + number)
+
+    def asked(self) -> bool:
+        """Whether to stop after this step."""
+        if not self.reason and self._clock() - self._started > self._limit_s:
+            self.reason = f"run.max_minutes = {self._max_minutes:g}"
+        return bool(self.reason)
+
+
+_in_use: list[Leaving] = []
+
+
+def _in_child() -> None:
+    for leaving in _in_use:
+        leaving.in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def prepare_process() -> None:
+    """What train.py does before anything else: end with the launcher, and print whatever stdout and stderr are."""
+    die_with_launcher()
+    prepare_streams()
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Python must have a handler, or nothing comes through the pipe."""
+
+
+def _stays_ignored(number: int) -> bool:
+    """Whether this process was started by nohup. (torchrun handles SIGHUP even then, and its workers with it.)"""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -1,0 +1,68 @@
+"""An attempt to train, from its beginning to the moment before its first step.
+
+A command can be refused for many reasons: its values, the weights it names, a disk without space. So the run's folder
+changes last, at the end of `start`: config, run.json, records of steps that come again, checkpoints to set aside.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+
+from torchtitan_lite.checkpointing.select import on_rank0, set_aside
+from torchtitan_lite.config.load import Loaded, to_toml_with_origins
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.agreement import require_agreement
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring.console import start_lines, what_next
+from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.training.session import Training
+
+
+def start(
+    loaded_config: Loaded, data: DataSet, world: World, log: Log, build: Callable[..., Training]
+) -> Training | None:
+    """What the loop works with; None if the run has made all its steps.
+
+    Args:
+        build: `train.build`.
+
+    Raises:
+        UserError: on every rank. Apart from the status in run.json, the folder is as it was.
+    """
+    config = loaded_config.config
+    resume = run_folder.begin(config.folder, world, config.checkpoint.resume)
+    if resume != config.checkpoint.resume:
+        done = f'checkpoint.resume = "{config.checkpoint.resume}" was carried out by an earlier attempt of this launch'
+        log.say(f"note    {done}: this one resumes from what was saved since")
+    machines = require_agreement(config, world)
+    t = build(config, data, world, log, resume)
+    with contextlib.ExitStack() as refused:
+        refused.callback(t.close)
+        log.say(start_lines(config, t.layout, world, t.model, data, t.samples, t.state, t.loaded))
+        step = t.state.step
+        if step >= config.train.steps:
+            log.say(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
+            # later checkpoints that would be set aside are still there: the run has got further than this
+            run_folder.write_status(config.folder, world, "complete", None if t.checkpointer.aside else step)
+            return None
+        with t.watch.loading("comparing the space on the disk"):
+            t.checkpointer.require_space()
+        facts = run_folder.facts(t.layout, world, machines, sys.argv)
+
+        def take_over() -> list[str]:
+            files = {
+                "config.toml": to_toml_with_origins(loaded_config).encode(),
+                "tokenizer.json": (data.folder / "tokenizer.json").read_bytes(),
+                "run.json": run_folder.accepted(config.folder, step, resume, facts),
+                **log.without_later(step),
+            }
+            saves = t.checkpointer
+            return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))
+
+        with t.watch.loading("changing the files of the run"):
+            notes = on_rank0(world, take_over)
+        for note in notes:
+            log.say(f"note    {note}")
+        refused.pop_all()
+    return t
