@@ -42,7 +42,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, progress, storage
 from torchtitan_lite.checkpointing.compatibility import with_defaults
-from torchtitan_lite.checkpointing.gathering import Gathering, to_be_copied
 from torchtitan_lite.checkpointing.safetensors_file import (
     Announced,
     FileRecord,
@@ -53,11 +52,12 @@ from torchtitan_lite.checkpointing.safetensors_file import (
 )
 from torchtitan_lite.checkpointing.save import Saver, Write
 from torchtitan_lite.checkpointing.select import choose, on_rank0
+from torchtitan_lite.checkpointing.state_dict import Gathering, to_be_copied
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed import names
-from torchtitan_lite.distributed.initialize import local_rows
+from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
@@ -83,7 +83,7 @@ class Checkpointer:
         self.config = config
         self.world = world
         self.notes: list[str] = []  # what a load has to say: damaged checkpoints
-        self.aside: list[tuple[int, str]] = []  # what it plans to have set aside, see choose.py
+        self.aside: list[tuple[int, str]] = []  # what it plans to have set aside, see select.py
         self._saver = Saver(folder, config, world)
         self.finished, self.wait = self._saver.finished, self._saver.wait
         self._buffers: Tensors = {}  # host copies of this rank's part, kept from save to save
@@ -148,7 +148,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, before anything is overwritten, if they are of another model.
         """
-        targets = names.own_tensors(self.model)
+        targets = sharding.own_tensors(self.model)
         weights: Mapping[str, Tensor] = {}
 
         def compare() -> None:
@@ -170,9 +170,9 @@ class Checkpointer:
 
     # --- what there is to save ----------------------------------------------------------------------------------
 
-    def _parts(self) -> names.Parts:
+    def _parts(self) -> sharding.Parts:
         """The tensors of each file of a full state dict."""
-        model, optimizer = names.own_tensors(self.model), names.optimizer_tensors(self.model, self.optimizer)
+        model, optimizer = sharding.own_tensors(self.model), sharding.optimizer_tensors(self.model, self.optimizer)
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
 
     def _read_state(self, folder: Path, identity: Mapping[str, Any]) -> TrainState:
@@ -183,7 +183,7 @@ class Checkpointer:
     def _compare(self, folder: Path, manifest: Manifest) -> None:
         if manifest.state_dict == "sharded":
             storage.compare(
-                folder, dcp_storage.shapes(folder), _shapes(names.by_name(self._parts())), "model or optimizer"
+                folder, dcp_storage.shapes(folder), _shapes(sharding.by_name(self._parts())), "model or optimizer"
             )
             return
         for file, tensors in self._parts().items():
@@ -191,9 +191,9 @@ class Checkpointer:
 
     # --- saving -------------------------------------------------------------------------------------------------
 
-    def _full_by_dtensor(self, parts: names.Parts, beside: bool) -> Write:
+    def _full_by_dtensor(self, parts: sharding.Parts, beside: bool) -> Write:
         announced = {file: announcement(tensors) for file, tensors in parts.items()}
-        live = names.by_name(parts)
+        live = sharding.by_name(parts)
         if beside:
             copies = self._copied(to_be_copied(live, self.world.rank))
             return functools.partial(self._write_while_gathering, announced, Gathering(live, copies, self._saver.group))
@@ -210,7 +210,7 @@ class Checkpointer:
             writer = None
             for name in layout(announced)[1]:
                 # all ranks take part, also after rank 0 has failed to write
-                whole = gathered(f"{names.prefix(file)}{name}")
+                whole = gathered(f"{sharding.prefix(file)}{name}")
                 if self.world.rank == 0 and failure is None:
                     try:
                         writer = writer or TensorFileWriter(folder / file, announced)
@@ -234,13 +234,13 @@ class Checkpointer:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.cpu().contiguous() if self.world.rank == 0 else torch.empty(0)
 
-    def _full_by_dcp(self, parts: names.Parts, beside: bool) -> Write:
+    def _full_by_dcp(self, parts: sharding.Parts, beside: bool) -> Write:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: Any = get_model_state_dict(self.model, options=options)
         nested: Any = get_optimizer_state_dict(self.model, self.optimizer, options=options)
         content: dict[str, Tensors] = {}
         if self.world.rank == 0:
-            moments = names.flat(nested)
+            moments = sharding.flat(nested)
             content = {
                 file: {name: (whole if file == storage.MODEL else moments)[name] for name in tensors}
                 for file, tensors in parts.items()
@@ -260,14 +260,14 @@ class Checkpointer:
 
         return write
 
-    def _sharded_by_dtensor(self, parts: names.Parts, beside: bool) -> Write:
-        return self._shard_writer(names.by_name(parts), beside)
+    def _sharded_by_dtensor(self, parts: sharding.Parts, beside: bool) -> Write:
+        return self._shard_writer(sharding.by_name(parts), beside)
 
-    def _sharded_by_dcp(self, parts: names.Parts, beside: bool) -> Write:
+    def _sharded_by_dcp(self, parts: sharding.Parts, beside: bool) -> Write:
         model, nested = get_state_dict(self.model, self.optimizer)
-        state: Any = {f"{names.prefix(storage.MODEL)}{name}": value for name, value in model.items()}
-        state |= {f"{names.prefix(storage.OPTIMIZER)}{name}": value for name, value in names.flat(nested).items()}
-        return self._shard_writer({name: state[name] for name in names.by_name(parts)}, beside)
+        state: Any = {f"{sharding.prefix(storage.MODEL)}{name}": value for name, value in model.items()}
+        state |= {f"{sharding.prefix(storage.OPTIMIZER)}{name}": value for name, value in sharding.flat(nested).items()}
+        return self._shard_writer({name: state[name] for name in sharding.by_name(parts)}, beside)
 
     def _shard_writer(self, state: Tensors, beside: bool) -> Write:
         copies = self._copied(state) if beside else None
@@ -305,7 +305,7 @@ class Checkpointer:
         elif manifest.state_dict == "full":
             self._set_full(folder)
         elif self.config.api == "dtensor":
-            dcp_storage.load(names.by_name(self._parts()), folder, self.world.patient)
+            dcp_storage.load(sharding.by_name(self._parts()), folder, self.world.patient)
         else:
             self._set_sharded(folder)
 
@@ -327,29 +327,29 @@ class Checkpointer:
         model: dict[str, Any] = {}
         nested: dict[str, Any] = {}
         if self.world.rank == 0:
-            model = names.with_tied(self.model, load_file(folder / storage.MODEL))
-            nested = names.nested_state(self.model, self.optimizer, load_file(folder / storage.OPTIMIZER))
+            model = sharding.with_tied(self.model, load_file(folder / storage.MODEL))
+            nested = sharding.nested_state(self.model, self.optimizer, load_file(folder / storage.OPTIMIZER))
         dist.barrier(group=self.world.patient)  # the groups of training, which follow, do not wait as long
-        ours = names.hyperparameters(self.optimizer)
+        ours = sharding.hyperparameters(self.optimizer)
         set_model_state_dict(self.model, model, options=options)
         set_optimizer_state_dict(self.model, self.optimizer, nested, options=options)
-        names.restore(self.optimizer, ours)
+        sharding.restore(self.optimizer, ours)
 
     def _set_sharded(self, folder: Path) -> None:
-        ours = names.hyperparameters(self.optimizer)
-        state = names.by_name(self._parts())
+        ours = sharding.hyperparameters(self.optimizer)
+        state = sharding.by_name(self._parts())
         dcp_storage.load(state, folder, self.world.patient)
         model, optimizer = (
             {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-            for prefix in (names.prefix(storage.MODEL), names.prefix(storage.OPTIMIZER))
+            for prefix in (sharding.prefix(storage.MODEL), sharding.prefix(storage.OPTIMIZER))
         )
-        whole: Any = names.with_tied(self.model, model)
-        nested: Any = names.nested_state(self.model, self.optimizer, optimizer)
+        whole: Any = sharding.with_tied(self.model, model)
+        nested: Any = sharding.nested_state(self.model, self.optimizer, optimizer)
         set_state_dict(self.model, self.optimizer, model_state_dict=whole, optim_state_dict=nested)
-        names.restore(self.optimizer, ours)
+        sharding.restore(self.optimizer, ours)
 
 
-def _n_bytes(parts: names.Parts) -> int:
+def _n_bytes(parts: sharding.Parts) -> int:
     """What a checkpoint takes, without some JSON."""
     return sum(t.numel() * t.element_size() for tensors in parts.values() for t in tensors.values())
 

@@ -24,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from checkpoint import Checkpointer
 from torchtitan_lite import models
 from torchtitan_lite.checkpointing.compatibility import continued, fresh_state
+from torchtitan_lite.checkpointing.preflight import require_equal_copies, require_finite
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.derive import derive
-from torchtitan_lite.config.load import Loaded, to_toml_with_origins
 from torchtitan_lite.config.schema import Config, LogConfig
+from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Ahead, Loader
 from torchtitan_lite.data.packing import pack_all
@@ -59,12 +60,12 @@ from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import duration, what_next
-from torchtitan_lite.monitoring.flops import flops_per_token
 from torchtitan_lite.monitoring.metrics import Clock, Log
+from torchtitan_lite.monitoring.mfu import flops_per_token
 from torchtitan_lite.monitoring.profiler import Profile
 from torchtitan_lite.monitoring.trackers import Trackers
 from torchtitan_lite.monitoring.watchdog import Watch
-from torchtitan_lite.optim.finite_guard import FiniteGuard, require_equal_copies, require_finite
+from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, learning_rate, set_learning_rate
 from torchtitan_lite.terminal import complain, show

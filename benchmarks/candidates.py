@@ -23,10 +23,11 @@ from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import shared_memory
 from torchtitan_lite.distributed.process_group import leave, process_group
 from torchtitan_lite.models import attention as block_attention
-from torchtitan_lite.models import fused, head
+from torchtitan_lite.models import fused
+from torchtitan_lite.models import loss as head
+from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.llama import rotate
 from torchtitan_lite.models.loss import summed_cross_entropy
-from torchtitan_lite.models.transformer import attend
 
 SHAPE = Shape()
 BF16, TIMES = torch.bfloat16, 7

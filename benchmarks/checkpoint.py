@@ -27,7 +27,7 @@ from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import load as settings
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
-from torchtitan_lite.distributed import names
+from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
@@ -70,7 +70,7 @@ class Bench:
         self.step = 0
 
     def state(self) -> dict[str, Tensor]:
-        model, optimizer = names.own_tensors(self.model), names.optimizer_tensors(self.model, self.optimizer)
+        model, optimizer = sharding.own_tensors(self.model), sharding.optimizer_tensors(self.model, self.optimizer)
         return {f"model.{n}": t for n, t in model.items()} | {f"optimizer.{n}": t for n, t in optimizer.items()}
 
     def parts(self) -> list[Tensor]:

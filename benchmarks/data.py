@@ -27,8 +27,8 @@ import tokenizers
 from torchtitan_lite.data import token_files
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.prepare import corpus
-from torchtitan_lite.data.prepare.writer import write_durably
 from torchtitan_lite.data.samples import Mixture, Samples
+from torchtitan_lite.files import write_durably
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, BATCH = 1024, 512

@@ -21,7 +21,7 @@ import torch
 
 from torchtitan_lite import models
 from torchtitan_lite.config import load
-from torchtitan_lite.monitoring import devices
+from torchtitan_lite.monitoring import mfu
 
 ROOT = Path(__file__).parent.parent
 STEPS, LOG_EVERY, SEQUENCES = 40, 5, 8  # per GPU and step
@@ -99,7 +99,7 @@ def flops_per_token(options: list[str], *, causal: bool) -> int:
 
 def peak_flops(name: str) -> float:
     """Of a GPU by the name that its driver reports; NaN if it is not known."""
-    known = devices.named(name)
+    known = mfu.named(name)
     return known.bf16_flops if known else math.nan
 
 

@@ -25,9 +25,9 @@ import torch
 import train
 from benchmarks.contenders import Shape, training_of
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.initialize import local_rows
 from torchtitan_lite.distributed.process_group import leave, process_group
-from torchtitan_lite.models.head import CHUNK
+from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.models.loss import CHUNK
 from torchtitan_lite.tools.allocator import peak_of
 from torchtitan_lite.training.session import Training
 

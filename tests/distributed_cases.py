@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
+from torchtitan_lite.checkpointing.preflight import require_finite
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
@@ -32,14 +33,15 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed.initialize import local_rows, materialise
+from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import World, leave, process_group
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.optim.finite_guard import FiniteGuard, require_finite
+from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate
 from torchtitan_lite.training.evaluate import Validation, evaluate

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from torchtitan_lite.data.loader import Loader
-from torchtitan_lite.distributed.initialize import local_rows
 from torchtitan_lite.distributed.parallelize import groups_of
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, NonFiniteError
 from torchtitan_lite.training.session import Training
 

@@ -27,9 +27,11 @@ from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
-from torchtitan_lite.distributed.initialize import local_rows, materialise
+from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
-from torchtitan_lite.models import attention, head
+from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.models import attention
+from torchtitan_lite.models import loss as head
 from torchtitan_lite.monitoring.metrics import Clock
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler

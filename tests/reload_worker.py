@@ -15,8 +15,8 @@ from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.names import optimizer_tensors, own_tensors
 from torchtitan_lite.distributed.process_group import World, build_mesh, process_group
+from torchtitan_lite.distributed.sharding import optimizer_tensors, own_tensors
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state, set_learning_rate
 
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]

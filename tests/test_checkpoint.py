@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from tests.helpers import checkpoint, limited, python, ranks, records, succeeded, tensors, tiny
-from torchtitan_lite.checkpointing import dcp_storage, retention, storage
+from torchtitan_lite.checkpointing import dcp_storage, select, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorFileWriter, announcement, write_tensors
 from torchtitan_lite.errors import CheckpointError
 
@@ -376,8 +376,8 @@ def test_retention(tmp_path: Path) -> None:
         (1, 0, False, (4,)): {4, 6},
     }.items():
         fill()
-        assert retention.to_keep(tmp_path, latest, every, best, also) == kept
-        assert set(retention.purge(tmp_path, kept)) == set(losses) - kept
+        assert select.to_keep(tmp_path, latest, every, best, also) == kept
+        assert set(select.purge(tmp_path, kept)) == set(losses) - kept
         assert set(storage.find_steps(tmp_path)) == kept
         shutil.rmtree(tmp_path)
 

@@ -11,8 +11,8 @@ import pytest
 from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
 from torchtitan_lite.config import load
 from torchtitan_lite.config.families import PARAMETERS
-from torchtitan_lite.monitoring import devices
-from torchtitan_lite.monitoring.devices import Device
+from torchtitan_lite.monitoring import mfu
+from torchtitan_lite.monitoring.mfu import Device
 from torchtitan_lite.tools import plan
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -60,8 +60,8 @@ def cluster(file: Path) -> tuple[int, Device | None]:
     assert purpose.startswith("# ")
     found = re.fullmatch(r"# Cluster: (\d+) x (.+)", line)
     assert found, f"{file.name}: {line}"
-    device = devices.named(found[2])
-    assert device is not None or found[2] == "CPU", f"{file.name}: {found[2]} is not known to devices.py"
+    device = mfu.named(found[2])
+    assert device is not None or found[2] == "CPU", f"{file.name}: {found[2]} is not known to mfu.py"
     return int(found[1]), device
 
 

@@ -14,7 +14,8 @@ from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
 from tests.test_knobs import reference
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
-from torchtitan_lite.models import build, head
+from torchtitan_lite.models import build
+from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.simulate import simulate
 

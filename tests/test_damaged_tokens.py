@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import ranks, tiny
 from torchtitan_lite.data.packing import pack
-from torchtitan_lite.data.prepare.cache import main
+from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import _SPOT_BYTES, _SPOTS, read_meta
 from torchtitan_lite.errors import DataError

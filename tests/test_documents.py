@@ -13,7 +13,7 @@ from torchtitan_lite.config.schema import ActivationCheckpointingConfig, Compile
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.models.transformer import attend, within_documents
+from torchtitan_lite.models.attention import attend, within_documents
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},

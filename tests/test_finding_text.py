@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import ROOT
 from torchtitan_lite.config.load import Setting, load
 from torchtitan_lite.data.prepare import corpus
-from torchtitan_lite.data.prepare.cache import main
+from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.errors import ConfigError, DataError
 
 

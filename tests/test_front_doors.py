@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 import train
 from tests.helpers import ranks, start, tiny
 from torchtitan_lite import errors
-from torchtitan_lite.config import cli, load, paths
+from torchtitan_lite.config import cli, load, paths, schema, toml
 from torchtitan_lite.config.unread import RULES
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import cache
+from torchtitan_lite.data.prepare import __main__
 from torchtitan_lite.errors import CheckpointError, ConfigError, UserError, run_cli
 from torchtitan_lite.huggingface import names
 from torchtitan_lite.tools import generate, migrate_accelerate
 
 
-def parse(*argv: str, world_size: int = 1) -> load.Loaded:
+def parse(*argv: str, world_size: int = 1) -> toml.Loaded:
     return cli.parse(argv, world_size=world_size, n_gpus=0).loaded
 
 
@@ -221,9 +221,9 @@ def test_every_path_knows_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     loaded = parse("--config=~/mine.toml", "--data.path=~/text.txt", "--tokenizer.path=~/tokenizer.json")
     assert loaded.config.folder == tmp_path / "runs/mine"
     monkeypatch.chdir(tmp_path)
-    assert cache.main(["~/text.txt", "--out=~/data", "--tokenizer=bytes"]) == 0
+    assert __main__.main(["~/text.txt", "--out=~/data", "--tokenizer=bytes"]) == 0
     assert (tmp_path / "data/meta.json").is_file()
-    assert cache.main(["--verify=~/data"]) == 0
+    assert __main__.main(["--verify=~/data"]) == 0
     assert not (tmp_path / "~").exists()
     assert paths.expand("~/a") == tmp_path / "a"
 
@@ -287,7 +287,7 @@ def test_what_is_printed_loads_and_gives_the_same_config(
         assume(False)
     file = tmp_path / "printed" / "config.toml"
     file.parent.mkdir(exist_ok=True)
-    for text in (load.to_toml_with_origins(loaded), load.to_toml(loaded.config)):
+    for text in (toml.to_toml_with_origins(loaded), toml.to_toml(loaded.config)):
         assert tomli.loads(text)
         file.write_text(text, encoding="utf-8")
         again = load.load(file, {}, world_size=8, local_world_size=local)
@@ -368,7 +368,7 @@ def test_what_a_cadence_of_0_switches_off_is_noted_and_kept() -> None:
 
 
 def test_the_table_names_keys_that_exist() -> None:
-    known = load.known_keys()
+    known = schema.known_keys()
     for rule in RULES:
         assert {*rule.keys, *rule.choice} <= known.keys()
     of_one = {k for k, field in known.items() if str(field.description).startswith(("gpt:", "llama:", "sgd:", "wsd:"))}

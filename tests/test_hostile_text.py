@@ -19,7 +19,8 @@ from tests.test_data import decoded
 from tests.test_prepare import TEXTS, as_csv, as_jsonl, succeeds, write
 from torchtitan_lite.config.schema import DataConfig
 from torchtitan_lite.data.prepare import readers
-from torchtitan_lite.data.prepare.cache import cache_folder, main
+from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.prepare.cache import cache_folder
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError, UserError

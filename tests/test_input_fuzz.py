@@ -23,14 +23,14 @@ import tomli_w
 
 import train
 from torchtitan_lite import models
-from torchtitan_lite.checkpointing import compatibility, storage
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import announcement, write_tensors
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
-from torchtitan_lite.config import cli, load
+from torchtitan_lite.config import cli, derive, schema, toml
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import cache, corpus
+from torchtitan_lite.data.prepare import __main__, cache, corpus
 from torchtitan_lite.data.prepare.encode import Options
-from torchtitan_lite.distributed.names import own_tensors
+from torchtitan_lite.distributed.sharding import own_tensors
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate, plan
@@ -88,7 +88,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_every_key_on_the_command_line(amount: int) -> None:
-    cases = [(key, word) for key in load.known_keys() for word in WORDS]
+    cases = [(key, word) for key in schema.known_keys() for word in WORDS]
     for key, word in sample(cases, 150 * amount):
         refused_or_fine(train.main, ["--check-config", *MODEL, f"--{key}={word}"])
 
@@ -96,7 +96,7 @@ def test_every_key_on_the_command_line(amount: int) -> None:
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_every_key_in_a_file(tmp_path: Path, amount: int) -> None:
     file = tmp_path / "config.toml"
-    cases = [(key, value) for key in [*load.known_keys(), "base.x", "no.such"] for value in VALUES]
+    cases = [(key, value) for key in [*schema.known_keys(), "base.x", "no.such"] for value in VALUES]
     for key, value in sample(cases, 100 * amount):
         section, name = key.split(".")
         file.write_text(tomli_w.dumps({section: {name: value}}), encoding="utf-8")
@@ -118,8 +118,8 @@ def test_words_that_are_no_options(option: str) -> None:
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_config_files_of_any_bytes(tmp_path: Path, amount: int) -> None:
     file = tmp_path / "config.toml"
-    good = load.to_toml(cli.parse(["--run.name=a"], world_size=1, n_gpus=0).loaded.config).encode()
-    extra = [f"base = {load.show(word)}\n".encode() for word in WORDS if "\udcff" not in word]
+    good = toml.to_toml(cli.parse(["--run.name=a"], world_size=1, n_gpus=0).loaded.config).encode()
+    extra = [f"base = {toml.show(word)}\n".encode() for word in WORDS if "\udcff" not in word]
     extra += [
         b"base = 'config.toml'",
         b"base = 3",
@@ -162,17 +162,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     }
     identity = {f"model.{key}": value for key, value in config.model.resolved().items()}
-    state = TrainState(step=1, identity=identity, config=compatibility.flatten(config))
+    state = TrainState(step=1, identity=identity, config=derive.flatten(config))
     full = storage.commit(folder, state, "full", 1, records)
     checkpoints.convert(full, run.parent / "sharded")
     bpe.byte_level().save(str(run / "tokenizer.json"))
     hf.export(run, run.parent / "hf")
-    (run / "config.toml").write_text(load.to_toml_with_origins(load.Loaded(config, {})))
+    (run / "config.toml").write_text(toml.to_toml_with_origins(toml.Loaded(config, {})))
     records_of_run = [{"step": n, "loss": 2.0, "seconds": 1.0, "time": 5.0, "lr": 0.1} for n in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records_of_run))
     (run / "run.json").write_text(json.dumps({"status": "complete", "step": 2}))
     (run.parent / "text.txt").write_text(TEXT)
-    assert cache.main([str(run.parent / "text.txt"), "--out", str(run.parent / "data"), "--tokenizer", "bytes"]) == 0
+    assert __main__.main([str(run.parent / "text.txt"), "--out", str(run.parent / "data"), "--tokenizer", "bytes"]) == 0
     (run.parent / "accelerate.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  a: 1\n")
     return run
 
@@ -194,7 +194,7 @@ def test_every_option_of_the_other_commands(run: Path, amount: int) -> None:
     for word in WORDS:
         cases += [(generate.main, [str(run), "--prompt=a b", "--max-tokens=2", f"--{o}={word}"]) for o in generating]
         cases += [(plan.main, [*MODEL, "--world-size=2", f"--{option}={word}"]) for option in planning]
-        cases += [(cache.main, ["text.txt", "--out=out", f"--{option}={word}"]) for option in preparing]
+        cases += [(__main__.main, ["text.txt", "--out=out", f"--{option}={word}"]) for option in preparing]
         cases += [(generate.main, [word, "--prompt=a"]), (migrate_accelerate.main, [word])]
         cases += [(checkpoints.main, ["export", str(run), word]), (report.main, [word])]
         cases += [(checkpoints.main, [what, word]) for what in ("verify", "inspect", "import")]
@@ -364,7 +364,7 @@ def test_hostile_prepared_data(run: Path, amount: int) -> None:
     with restored(file):
         for content in versions(file, amount):
             file.write_bytes(content)
-            refused_or_fine(cache.main, ["--verify", str(file.parent)])
+            refused_or_fine(__main__.main, ["--verify", str(file.parent)])
             refused_or_fine(train.main, ["--check-config", *MODEL, f"--data.path={file.parent}"])
 
 
@@ -451,5 +451,5 @@ def test_the_fixture_is_read_by_every_command(run: Path) -> None:
     assert generate.main([str(run.parent / "hf"), "--prompt=a", "--max-tokens=1"]) == 0
     assert report.main([str(run), "--out=report.html"]) == 0
     assert migrate_accelerate.main([str(run.parent / "accelerate.yaml")]) == 0
-    assert cache.main(["--verify", str(run.parent / "data")]) == 0
+    assert __main__.main(["--verify", str(run.parent / "data")]) == 0
     assert train.main(["--check-config", *MODEL]) == 0

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from torchtitan_lite.data import token_files as metas
-from torchtitan_lite.data.prepare.cache import main
+from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import TokenFiles, read_meta, verify
 from torchtitan_lite.data.tokenizer import byte_level, bytes_per_token
 from torchtitan_lite.errors import DataError

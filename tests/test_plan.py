@@ -19,8 +19,7 @@ from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
-from torchtitan_lite.monitoring.devices import DEVICES, named
-from torchtitan_lite.monitoring.flops import flops_per_token
+from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, named
 from torchtitan_lite.tools import plan, simulate
 from torchtitan_lite.tools.simulate import Collective
 

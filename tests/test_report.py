@@ -14,7 +14,7 @@ import pytest
 import tomli
 
 from tests.helpers import HANGS_S, ROOT, ranks, start, succeeded, tiny
-from torchtitan_lite.config import load
+from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.tools.report import page as report_page
 from torchtitan_lite.tools.report import report
 
@@ -169,14 +169,14 @@ def test_values_and_origins_of_the_config(tmp_path: Path) -> None:
     origins = {"run.name": "command line", "run.out_dir": "a file # with a mark.toml", "optim.lr": "x.toml"}
     loaded = load.load(None, {key: load.Setting(value, "") for key, value in values.items()})
     (folder / "config.toml").write_text(
-        load.to_toml_with_origins(load.Loaded(loaded.config, origins)), encoding="utf-8"
+        toml.to_toml_with_origins(toml.Loaded(loaded.config, origins)), encoding="utf-8"
     )
     shown = shown_config(made(tmp_path / "page.html", folder))
     for key, value in values.items():
         assert tomli.loads(f"value = {shown[key][0]}")["value"] == value
         assert shown[key][1] == origins.get(key, "default")
     assert shown["optim.eps"] == ("1e-08", "default")
-    assert shown.keys() == load.known_keys().keys()
+    assert shown.keys() == schema.known_keys().keys()
 
 
 def test_a_text_of_many_lines_gives_no_origin(tmp_path: Path) -> None:

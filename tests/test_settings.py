@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, python, ranks, torchrun
-from torchtitan_lite.config import cli, load
+from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools import config_reference
 
 
-def parse(*argv: str, world_size: int = 1, n_gpus: int = 0) -> load.Loaded:
+def parse(*argv: str, world_size: int = 1, n_gpus: int = 0) -> toml.Loaded:
     return cli.parse(argv, world_size=world_size, n_gpus=n_gpus).loaded
 
 
@@ -48,7 +48,7 @@ def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path
     assert origins["train.seq_len"] == "base.toml"
     assert origins["train.micro_batch_size"] == "command line"
     assert origins["fsdp.param_dtype"] == "--mixed-precision"
-    shown = load.to_toml_with_origins(loaded)
+    shown = toml.to_toml_with_origins(loaded)
     assert "steps = 60 " in shown
     assert "mine.toml" in shown
 
@@ -56,7 +56,7 @@ def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path
 def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:
     config = parse("--optim.betas=[0.8, 0.9]", '--data.path=["tests/*.py"]', "--optim.max_norm=inf").config
     assert config.optim.betas == (0.8, 0.9)
-    for text in (load.to_toml(config), load.to_toml_with_origins(load.Loaded(config, {}))):
+    for text in (toml.to_toml(config), toml.to_toml_with_origins(toml.Loaded(config, {}))):
         file = write(tmp_path / "config.toml", text)
         assert parse("--config", str(file)).config == config
 
@@ -316,7 +316,7 @@ def test_help_lists_every_key_with_meaning_and_default() -> None:
     result = python("--help")
     assert result.returncode == 0
     text = " ".join(result.stdout.split())
-    for key, field in load.known_keys().items():
+    for key, field in schema.known_keys().items():
         assert f"--{key}" in text
         assert field.description, f"{key} has no help"
         assert f"{field.description} (default: " in text

@@ -18,10 +18,11 @@ from tests.test_blocks import Operators
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile, apply_fast_paths
-from torchtitan_lite.models import Transformer, build, fused, head, llama
+from torchtitan_lite.models import Transformer, build, fused, llama
 from torchtitan_lite.models import attention as block_attention
+from torchtitan_lite.models import loss as head
+from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
-from torchtitan_lite.models.transformer import KeysValues, attend
 from torchtitan_lite.tools.allocator import peak_of
 from torchtitan_lite.training.garbage import on_schedule
 

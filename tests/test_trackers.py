@@ -14,7 +14,7 @@ from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.monitoring import devices
+from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.monitoring.console import step_line
 from torchtitan_lite.training.session import peak_flops
 
@@ -105,6 +105,6 @@ def test_mfu_stands_in_the_line_only_where_the_peak_is_known(monkeypatch: pytest
     cpu = World(0, 4, torch.device("cpu"), 1)
     assert peak_flops(Config(), cpu) == 0
     gpu = World(0, 4, torch.device("cuda"), 1)
-    for name, expected in {"NVIDIA H100 80GB HBM3": 4 * devices.DEVICES["h100"].bf16_flops, "Some GPU": 0.0}.items():
+    for name, expected in {"NVIDIA H100 80GB HBM3": 4 * mfu.DEVICES["h100"].bf16_flops, "Some GPU": 0.0}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(Config(fsdp=FsdpConfig(param_dtype="bfloat16")), gpu) == expected

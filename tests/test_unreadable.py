@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
-from torchtitan_lite.checkpointing import retention, storage
+from torchtitan_lite.checkpointing import select, storage
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tools import checkpoints as checkpoint_tools
@@ -115,7 +115,7 @@ def test_retention_does_not_delete_what_it_can_t_compare(tmp_path: Path, monkeyp
     for step in range(1, 5):
         small(tmp_path, step, val_loss=float(step))
     failing(monkeypatch, storage.step_folder(tmp_path, 1) / "state.json", errno.EIO)
-    assert retention.to_keep(tmp_path, 1, 0, True, ()) == {1, 2, 4}
+    assert select.to_keep(tmp_path, 1, 0, True, ()) == {1, 2, 4}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -124,4 +124,4 @@ def test_the_best_is_a_number(bad: float, tmp_path: Path) -> None:
     for step, loss in enumerate([bad, 3.0, 2.0, bad, 2.5], start=1):
         small(tmp_path, step, loss)
     assert ("NaN" in (storage.step_folder(tmp_path, 1) / "state.json").read_text()) == (bad != bad)
-    assert retention.to_keep(tmp_path, 1, 0, True, ()) == {3, 5}
+    assert select.to_keep(tmp_path, 1, 0, True, ()) == {3, 5}

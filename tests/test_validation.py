@@ -15,10 +15,10 @@ from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch
-from torchtitan_lite.data.prepare.cache import main
+from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Mixture, Samples
-from torchtitan_lite.monitoring.console import eval_line
 from torchtitan_lite.training.evaluate import Score, Validation, unigram_bits_per_byte
+from torchtitan_lite.training.session import eval_line
 
 NAN = math.nan
 

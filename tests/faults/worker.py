@@ -35,10 +35,10 @@ import torch
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing import retention, safetensors_file, storage
+from torchtitan_lite.checkpointing import safetensors_file, select, storage
 from torchtitan_lite.data.loader import Ahead
-from torchtitan_lite.distributed.initialize import local_rows
 from torchtitan_lite.distributed.process_group import env_int, leave
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
 
@@ -60,8 +60,8 @@ SITES: dict[str, tuple[Any, str]] = {
     "commit": (storage, "commit"),
     "manifest": (storage, "_hash_of"),
     "before rename": (storage, "set_aside"),
-    "after rename": (retention, "to_keep"),
-    "purge": (retention, "purge"),
+    "after rename": (select, "to_keep"),
+    "purge": (select, "purge"),
     "delete": (shutil, "rmtree"),
 }
 now = 0  # the step that this rank is at

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.derive import derive
-from torchtitan_lite.config.load import default_of, known_keys
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.derive import derive, flatten
+from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
 
@@ -34,12 +33,6 @@ def continued(saved: TrainState, fresh: TrainState) -> TrainState:
         setting=fresh.setting,
         config=fresh.config,
     )
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """Every value by "section.key", as JSON has it."""
-    tree = config.model_dump(mode="json")
-    return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
 
 
 def changed(saved: TrainState, here: TrainState) -> str:

@@ -1,4 +1,4 @@
-"""What this process does that may take long, and how far it is. The watchdog (watch.py) reads it, on every rank.
+"""What this process does that may take long, and how far it is. The watchdog (watchdog.py) reads it, on every rank.
 
 Saves, loads and verifications take as long as there are bytes, so no fixed time says whether one hangs. Whoever writes,
 hashes or reads calls `advance` with the bytes. `doing` marks what a rank takes part in, and within it `working` what

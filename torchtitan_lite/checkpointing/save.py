@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from torchtitan_lite.checkpointing import progress, retention, storage
+from torchtitan_lite.checkpointing import progress, select, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
@@ -128,7 +128,7 @@ class Saver:
             return ""
         c, keep = self.config, {*self.protect, step}
         try:
-            retention.purge(self.folder, retention.to_keep(self.folder, c.keep_latest, c.keep_every, c.keep_best, keep))
+            select.purge(self.folder, select.to_keep(self.folder, c.keep_latest, c.keep_every, c.keep_best, keep))
         except Exception as caught:
             return str(caught) or repr(caught)
         return ""

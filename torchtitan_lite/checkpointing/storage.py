@@ -1,7 +1,7 @@
 """Checkpoints on disk: when one counts, which one to load, what may be deleted. Any tool may use this; no ranks here.
 
     checkpoints/step-00000100/model.safetensors, optimizer.safetensors       state_dict = "full": whole tensors
-                              shard-00000-of-00004.safetensors, index.json   state_dict = "sharded": see shards.py
+                              shard-00000-of-00004.safetensors, index.json   state_dict = "sharded": see dcp_storage.py
                               state.json                                     TrainState
                               manifest.json                                  written last: size and SHA-256 of each file
                 .tmp-*          being written by the run, or left by a killed one: never read, removed by the next save
@@ -49,8 +49,8 @@ class TrainState:
     tokens: int = 0
     samples_consumed: int = 0
     val_loss: float | None = None  # of the validation at this step, if there was one
-    grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # float16's, see scaler.py
-    skipped: list[int] = field(default_factory=list)  # the steps whose update was withheld, see guard.py
+    grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # float16's, see grad_scaler.py
+    skipped: list[int] = field(default_factory=list)  # the steps whose update was withheld, see finite_guard.py
     end_token: int | None = None  # the id that ends a document; None in checkpoints from before it was recorded
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss (evaluate.py), likewise
     identity: Mapping[str, Any] = field(default_factory=dict)  # must be the same on a resume, by config key

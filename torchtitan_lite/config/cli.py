@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.config import load, paths
+from torchtitan_lite.config import load, paths, schema, toml
 from torchtitan_lite.errors import shortened
 
 _BARE = "\0"  # the value of an option that was given none
@@ -22,7 +22,7 @@ SHORTHANDS: dict[str, dict[str, Any]] = {
 class Command:
     """What the command line asks for."""
 
-    loaded: load.Loaded
+    loaded: toml.Loaded
     print_config: bool
     check_config: bool
     inspect: bool
@@ -56,7 +56,7 @@ def parse(
         if given[flag]:
             overrides |= {key: load.Setting(value, flag) for key, value in keys.items()}
     problems = []
-    known = load.known_keys()
+    known = schema.known_keys()
     for text in rest:
         key, equals, value = text.removeprefix("--").partition("=")
         if text.startswith("--") and "." in key:
@@ -108,12 +108,12 @@ def _parser() -> argparse.ArgumentParser:
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())
         shorthands.add_argument(flag, dest=flag, action="store_true", help=meaning)
     groups: dict[str, Any] = {}
-    for key, field in load.known_keys().items():
+    for key, field in schema.known_keys().items():
         section = key.split(".")[0]
         group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
-        default = load.default_of(key)
-        shown = "-" if default == "" else load.show(default)
+        default = schema.default_of(key)
+        shown = "-" if default == "" else toml.show(default)
         text = f"{field.description} (default: {shown})".replace("%", "%%")
         # values stay text here; they are checked, all together, by the config
-        group.add_argument(f"--{key}", dest=key, nargs="?", const=_BARE, metavar=load.type_name(key), help=text)
+        group.add_argument(f"--{key}", dest=key, nargs="?", const=_BARE, metavar=schema.type_name(key), help=text)
     return parser

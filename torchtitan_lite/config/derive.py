@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_lite.config.schema import Config
 
@@ -34,3 +35,9 @@ def derive(config: Config, world_size: int) -> Layout:
         masked_sequences=accum * per_round - train.global_batch_size,
         tokens_per_step=train.global_batch_size * train.seq_len,
     )
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every value by "section.key", as JSON has it."""
+    tree = config.model_dump(mode="json")
+    return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}

@@ -2,9 +2,9 @@
 
 A value is looked for in this order, and the last one found counts; `--print-config` shows where each came from:
 
-  1. the default in config.py,
+  1. the default in schema.py,
   2. the named model size (`[model] size = "1M"` stands for dim, n_layers and n_heads), and FSDP1's name of a sharding
-     strategy (strategies.py),
+     strategy (presets.py),
   3. the files: `base = "other.toml"` (relative to the file that says it) is read first, the file on top of it,
   4. the command line: `--section.key=value`, and shorthands such as `--mixed-precision`.
 
@@ -13,23 +13,22 @@ that lists everything it found: unknown keys, wrong types, combinations that mak
 """
 
 import difflib
-import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import tomli
-import tomli_w
 from pydantic import ValidationError
 
 from torchtitan_lite.config.families import SIZES
 from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.presets import contradiction, stands_for
 from torchtitan_lite.config.rules import conflicts
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, default_of, known_keys
+from torchtitan_lite.config.toml import Loaded, show
 from torchtitan_lite.config.unread import unread
 from torchtitan_lite.errors import ConfigError, shortened
 
@@ -49,29 +48,6 @@ Settings = dict[str, Setting]  # by "section.key"
 Check = Callable[[Config], dict[str, str]]  # the broken rules of a config, as `conflicts` gives them
 _DEFAULT = -(10**6)  # below any file
 _LONGEST = 16 << 20  # bytes of a config; /dev/zero has no end
-
-
-@functools.cache
-def known_keys() -> dict[str, Any]:
-    """Each "section.key" with pydantic's description of the field, in the order of the file."""
-    return {
-        f"{section}.{key}": field
-        for section, table in Config.model_fields.items()
-        for key, field in type(table.default).model_fields.items()
-    }
-
-
-def type_name(key: str) -> str:
-    """What `--help` calls the values of "section.key"."""
-    annotation = known_keys()[key].annotation
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
-    return getattr(annotation, "__name__", "VALUE").upper() if isinstance(annotation, type) else "VALUE"
-
-
-def default_of(key: str) -> Any:
-    """The default of "section.key"."""
-    return known_keys()[key].default
 
 
 def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> Settings:
@@ -316,15 +292,6 @@ def _sentence(item: Any) -> str:
     return (f"{inside} " if inside else "") + message[:1].lower() + message[1:]
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A config and where each of its values came from."""
-
-    config: Config
-    origins: dict[str, str]  # by "section.key"; what is absent is a default
-    notes: Sequence[str] = ()  # settings that nothing reads
-
-
 def load(
     file: Path | None,
     overrides: Settings,
@@ -364,46 +331,3 @@ def load(
 
 
 # --- writing ----------------------------------------------------------------------------------------------------
-
-
-def to_toml(config: Config) -> str:
-    """The whole config as TOML; reading it back gives the same config."""
-    return tomli_w.dumps(_plain(config.model_dump()))
-
-
-def to_toml_with_origins(loaded: Loaded) -> str:
-    """The whole config as TOML, with the origin of each value beside it; reading it back gives the same config."""
-    lines = [f"# note: {_in_comment(note)}" for note in loaded.notes]
-    for section, table in _plain(loaded.config.model_dump()).items():
-        lines.append(f"[{section}]")
-        for key, value in table.items():
-            assignment = f"{key} = {show(value)}"
-            origin = _in_comment(loaded.origins.get(f"{section}.{key}", "default"))
-            lines.append(f"{assignment:<44} # {origin}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _in_comment(text: str) -> str:
-    """Text as a comment of one line, which may hold no control characters."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}  # TOML has no null
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
-
-
-def show(value: Any) -> str:
-    """A value as TOML, on one line."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(key)} = {show(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(show(item) for item in value) + "]"
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
-
-
-def _key(key: str) -> str:
-    """A key as TOML: quoted, unless it is a plain word."""
-    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")

@@ -1,11 +1,24 @@
-"""Paths as people write them: `~` and `~name` stand for home folders, everywhere alike."""
+"""Paths as people write them: `~` and globs, folders with links in them, and prepared folders.
+
+`~` and `~name` stand for home folders, everywhere alike. In a search for text nothing is left out silently, and nothing
+is read twice because of a link: a folder that can't be listed is an error, links to folders are followed, and a link
+that leads back to what was already found adds nothing.
+"""
 
 import argparse
+import contextlib
+import errno
+import fnmatch
+import glob
+import json
 import os
 import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.errors import ConfigError, shortened
+from torchtitan_lite.config import paths
+from torchtitan_lite.errors import ConfigError, DataError, shortened
 
 
 def expand(path: str | Path) -> Path:
@@ -47,3 +60,186 @@ def problem(path: str | Path) -> str:
     if not os.access(where, os.R_OK | os.X_OK if is_folder else os.R_OK, effective_ids=effective):
         return f"{path}: permission denied to uid {os.geteuid()}"
     return ""
+
+
+def expanded(path: str | Path, key: str) -> Path:
+    """The path with `~` replaced.
+
+    Raises:
+        DataError: the home folder is not known, or no path can have this name.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        raise DataError(f"{key}: {text!r} contains a NUL character, which no path can")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise DataError(
+            f"{key}: the home folder in {text} is unknown (HOME is not set, or there is no such user); "
+            "write the full path"
+        ) from None
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn an OSError about this path into a message."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror or error}") from None
+
+
+def is_file(path: Path) -> bool:
+    """Whether this is a regular file; False for a broken link, a FIFO or a device, which are never opened.
+
+    Raises:
+        DataError: it is not permitted to look.
+    """
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder, or a link to one.
+
+    Raises:
+        DataError: it is not permitted to look.
+    """
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def _mode(path: str | Path) -> int | None:
+    """The type of what a path leads to; None if it leads nowhere."""
+    with reading(path):
+        try:
+            return os.stat(path).st_mode
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return None
+            raise
+
+
+def kind_of(path: Path) -> str:
+    """What a path leads to, in words."""
+    mode = _mode(path)
+    if mode is None:
+        return "a broken link"
+    names = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
+    return next((name for test, name in names.items() if test(mode)), "a folder" if stat.S_ISDIR(mode) else "a file")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that was listed."""
+
+    path: Path
+    linked: bool  # reached through a link
+    names: list[str]  # of what it holds besides folders
+
+
+def folders_below(root: Path, hidden: bool) -> list[Folder]:
+    """The folder and all folders below it, each once.
+
+    Real folders come first, so a link to one of them adds nothing. A link to another place is followed once.
+    """
+    seen: set[tuple[int, int]] = set()
+    found: list[Folder] = []
+    links = [root]
+    while links:
+        links.sort()
+        todo = [links.pop(0)]
+        linked = bool(found)
+        while todo:
+            folder = todo.pop()
+            with reading(folder):
+                info = folder.stat()
+                if (info.st_dev, info.st_ino) in seen:
+                    continue
+                seen.add((info.st_dev, info.st_ino))
+                entries = [entry for entry in os.scandir(folder) if hidden or not entry.name.startswith(".")]
+            names = []
+            for entry in entries:
+                if not is_folder(folder / entry.name):
+                    names.append(entry.name)
+                else:
+                    (links if entry.is_symlink() else todo).append(folder / entry.name)
+            found.append(Folder(folder, linked, names))
+    return found
+
+
+def matching(pattern: Path) -> list[tuple[Path, bool]]:
+    """The paths that a glob means, sorted; and whether `**` reached one through a link.
+
+    As `glob.glob(..., recursive=True)`, which would follow a loop of links until the kernel refuses. A path that
+    exists means itself, even if its name contains `[` or `*`.
+
+    Raises:
+        DataError: a folder can't be read.
+    """
+    with reading(pattern), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        pattern.lstat()
+        return [(pattern, False)]
+    found = {Path(pattern.anchor): False}
+    parts = pattern.parts[1:] if pattern.anchor else pattern.parts
+    for number, part in enumerate(parts):
+        found = _step(found, part, "**" in parts[:number], last=number == len(parts) - 1)
+    return [(path, found[path]) for path in sorted(found, key=str)]
+
+
+def _step(bases: dict[Path, bool], part: str, below_stars: bool, last: bool) -> dict[Path, bool]:
+    """What the next part of a pattern makes of the paths so far."""
+    found: dict[Path, bool] = {}
+
+    def add(path: Path, linked: bool) -> None:
+        linked = linked or (below_stars and path.is_symlink() and is_folder(path))
+        found[path] = found.get(path, True) and linked
+
+    for base, linked in bases.items():
+        if part == "**":
+            for folder in folders_below(base, hidden=False) if is_folder(base) else []:
+                if not last or folder.path != Path():  # as the library has it: "**" is what is below
+                    add(folder.path, linked or folder.linked)
+                for name in folder.names if last else []:
+                    add(folder.path / name, linked or folder.linked)
+        elif glob.has_magic(part):
+            for name in fnmatch.filter(_names(base), part):
+                if part.startswith(".") or not name.startswith("."):
+                    add(base / name, linked)
+        elif os.path.lexists(base / part):
+            add(base / part, linked)
+    return found
+
+
+def _names(folder: Path) -> list[str]:
+    with reading(folder):
+        return os.listdir(folder) if is_folder(folder) else []
+
+
+def unfound(entry: str) -> str:
+    """Why there is nothing at an entry of `[data] path`; empty if there is something."""
+    try:
+        return "" if paths.matching(paths.expanded(entry, "data.path")) else f"nothing found at {entry}"
+    except DataError as error:
+        return str(error)
+
+
+_LONGEST_META = 256 << 20  # bytes
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Whether this is a prepared folder: its meta.json is ours, or it is damaged and has our other files.
+
+    A folder of text may hold a meta.json of its own. What can't be looked at is not ours: who reads it says why.
+    """
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        folder = Path(path).expanduser()
+        file = folder / "meta.json"
+        if not file.is_file():
+            return False
+        if {"tokenizer.json", "train.idx"} <= {entry.name for entry in os.scandir(folder)}:
+            return True
+        if file.stat().st_size <= _LONGEST_META:
+            content = json.loads(file.read_bytes())
+            return isinstance(content, dict) and {"format_version", "tokens_sha256"} <= content.keys()
+    return False

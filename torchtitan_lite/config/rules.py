@@ -9,10 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_lite.config.derive import derive
-from torchtitan_lite.config.paths import expand, problem
+from torchtitan_lite.config.paths import expand, is_prepared, problem, unfound
 from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
-from torchtitan_lite.data.prepare.corpus import unfound
-from torchtitan_lite.data.token_files import is_prepared
 from torchtitan_lite.errors import ConfigError, shortened
 
 # rules that look at this machine: its files, its packages, its compiler

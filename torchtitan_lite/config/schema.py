@@ -1,27 +1,83 @@
-"""The configuration: what can be set. (What follows: layout.py. Which combinations make no sense: conflicts.py.)
+"""The configuration: what can be set. (What follows from it: derive.py. Which combinations make no sense: rules.py.)
 
 Every section of the TOML file is a frozen class, and the string under a field is its help text. Builders are given
-their own section, never the whole. How files, `base` and the command line become a Config is in settings.py.
+their own section, never the whole. How files, `base` and the command line become a Config is in load.py.
 """
 
+import functools
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PlainValidator,
     PositiveFloat,
     PositiveInt,
+    field_validator,
 )
 
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.speed import Frozen
-from torchtitan_lite.config.speed import ProfileConfig as ProfileConfig
-from torchtitan_lite.config.speed import Section as Section
-from torchtitan_lite.config.speed import SpeedConfig as SpeedConfig
+
+_LARGEST = 2**63 - 1  # TOML's integers have 64 bits
+
+
+class Frozen(BaseModel):
+    """What all parts of a config have in common. The string under a field is its help text."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class Section(Frozen):
+    """A table of the TOML file."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _can_be_written(cls, value: Any) -> Any:
+        _require_toml(value)
+        return value
+
+
+def _require_toml(value: Any) -> None:
+    """
+    Raises:
+        ValueError: a number or a text in it can't be written to a TOML file.
+    """
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        raise ValueError("should be a number of at most 64 bits")
+    if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+        raise ValueError("should be UTF-8")
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    for item in value if isinstance(value, list | tuple) else ():
+        _require_toml(item)
+
+
+class SpeedConfig(Section):
+    chunked_loss: bool = True
+    """compute output matrix and loss together, some tokens at a time: the logits never exist as a whole"""
+    block_attention: bool = True
+    """CPU: attention of up to 1,024 tokens by plain matrix products, a block of queries at a time"""
+    fused_functions: bool = True
+    """CPU: RMSNorm and rotary positions in fewer passes over memory, with a backward of their own"""
+    shared_memory: bool = True
+    """CPU, all ranks on one machine: parameters and gradients go through shared memory, not through gloo's TCP"""
+    gc_every: NonNegativeInt = 100
+    """collect Python's garbage every so many steps, on all ranks at once; 0: leave it to Python"""
+
+
+class ProfileConfig(Section):
+    steps: list[PositiveInt] = []
+    """profile from the first of these steps to the last, e.g. [10, 12]: traces and a table in profile/"""
+    memory_snapshot: bool = False
+    """CUDA: the allocator's history in these steps as well, for pytorch.org/memory_viz"""
+
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -76,7 +132,7 @@ class ModelConfig(Section):
     family: Literal["gpt", "llama"] = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention"""
     size: str = "1M"
-    """a name for the numbers below, which can also be set one by one; see sizes.py"""
+    """a name for the numbers below, which can also be set one by one; see families.py"""
     init_from: PathText = ""
     """start from the weights of a run, a checkpoint or a Hugging Face folder: step 0, a new optimizer"""
     vocab_size: SizeOrZero = 0
@@ -371,3 +427,26 @@ class Config(Frozen):
     def folder(self) -> Path:
         """The run's folder."""
         return expand(self.run.out_dir) / self.run.name
+
+
+@functools.cache
+def known_keys() -> dict[str, Any]:
+    """Each "section.key" with pydantic's description of the field, in the order of the file."""
+    return {
+        f"{section}.{key}": field
+        for section, table in Config.model_fields.items()
+        for key, field in type(table.default).model_fields.items()
+    }
+
+
+def type_name(key: str) -> str:
+    """What `--help` calls the values of "section.key"."""
+    annotation = known_keys()[key].annotation
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    return getattr(annotation, "__name__", "VALUE").upper() if isinstance(annotation, type) else "VALUE"
+
+
+def default_of(key: str) -> Any:
+    """The default of "section.key"."""
+    return known_keys()[key].default

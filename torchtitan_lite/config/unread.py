@@ -7,8 +7,8 @@ below, e.g. from a `base` of which another file changes the optimizer, it is lef
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.token_files import is_prepared
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def unread(config: Config) -> Iterator[Unread]:
 
 
 def _all_prepared(config: Config) -> bool:
-    """Whether there is no text to prepare. A path that can't be looked at is reported by conflicts.py."""
+    """Whether there is no text to prepare. A path that can't be looked at is reported by rules.py."""
     data = config.data
     named = list(data.sources) if data.sources else [data.path] if isinstance(data.path, str) else []
     try:

@@ -1,7 +1,7 @@
 """Batches: which tokens each rank gets at a position of the run.
 
 The global batch at position `samples_consumed` is the run's samples samples_consumed, ..., samples_consumed + G - 1
-(see order.py and mixture.py). It is laid out over micro-batches, then ranks, then rows; rows that are left over are
+(see order.py and order.py). It is laid out over micro-batches, then ranks, then rows; rows that are left over are
 fully masked, and count for nothing because the loss is divided by the number of valid targets of the whole batch.
 """
 

@@ -24,11 +24,11 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from torchtitan_lite.config.paths import reading
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.prepare.paths import reading
-from torchtitan_lite.data.prepare.writer import write_durably
 from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, document_ends, remedy, spots
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import write_durably
 
 _WINDOW = 1 << 15  # documents that are packed together
 Pairs = NDArray[np.int64]

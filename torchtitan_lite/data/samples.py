@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.mixture import Interleave
-from torchtitan_lite.data.order import Indices, sample_indices
+from torchtitan_lite.data.order import Indices, Interleave, sample_indices
 from torchtitan_lite.data.packing import REMEDY, pack
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
@@ -124,7 +123,7 @@ class Samples:
 
 
 class Mixture:
-    """Sequences of several folders, by one periodic table (mixture.py)."""
+    """Sequences of several folders, by one periodic table (order.py)."""
 
     def __init__(self, sources: list[Samples], weights: list[float], names: list[str]) -> None:
         self.names = names

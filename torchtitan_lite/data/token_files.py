@@ -11,7 +11,6 @@ The stream of a split is: end mark, document, end mark, document, ..., end mark.
 to predict its first token from, and one behind it, to learn where it ends.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from typing import Any, get_origin
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan_lite.config.paths import _LONGEST_META
 from torchtitan_lite.errors import DataError
 
 FORMAT_VERSION = 2
@@ -35,7 +35,6 @@ _SPOT_BYTES = 4096
 _ENDS = 1 << 20  # ends of documents that are looked at together
 HASHED_BYTES = 256 << 20  # more than this is compared by its size and 64 spots, where all of it is not asked for
 _BLOCK = 1 << 22  # tokens that are looked at at a time
-_LONGEST_META = 256 << 20  # bytes
 OURS = re.compile(
     r"(train|val)(-\d+\.bin|\.idx)|skipped\.log|(meta|progress|tokenizer)\.json(\.new)?"
     r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
@@ -182,24 +181,6 @@ def _wrong_end(file: Path, number: int, end: int, before: int, n_tokens: int) ->
         f"{file} is damaged: document {number:,} (at byte {8 * number:,}) ends at token {end:,}, and should end after "
         f"{before:,} and at most at {n_tokens:,}; {remedy(file.parent)}"
     )
-
-
-def is_prepared(path: str | Path) -> bool:
-    """Whether this is a prepared folder: its meta.json is ours, or it is damaged and has our other files.
-
-    A folder of text may hold a meta.json of its own. What can't be looked at is not ours: who reads it says why.
-    """
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        folder = Path(path).expanduser()
-        file = folder / "meta.json"
-        if not file.is_file():
-            return False
-        if {"tokenizer.json", "train.idx"} <= {entry.name for entry in os.scandir(folder)}:
-            return True
-        if file.stat().st_size <= _LONGEST_META:
-            content = json.loads(file.read_bytes())
-            return isinstance(content, dict) and {"format_version", "tokens_sha256"} <= content.keys()
-    return False
 
 
 def foreign(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan_lite.data.prepare.paths import expanded, kind_of
+from torchtitan_lite.config.paths import expanded, kind_of
 from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpointing.compatibility import flatten
+from torchtitan_lite.config.derive import flatten
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -59,22 +60,6 @@ def _normal_(seed: int, name: str, parameter: Tensor, deviation: float) -> None:
         stop = min(start + _CHUNK, flat.numel())
         index = torch.arange(first + start, first + stop, dtype=torch.int64, device=flat.device)
         flat[start:stop] = table[splitmix64(int.from_bytes(key[:8], "little"), index) >> 48 & (_LEVELS - 1)]
-
-
-def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of a parameter, and the index of the first of them.
-
-    `fully_shard` cuts along dim 0 as torch.chunk does: ceil(rows / ranks) each, the last ranks may get fewer or none.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter, 0
-    first = 0
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            assert placement.is_shard(0), f"rows are expected on dim 0, not {placement}"
-            per_rank = -(-parameter.shape[0] // parameter.device_mesh.size(axis))
-            first = min(per_rank * parameter.device_mesh.get_local_rank(axis), parameter.shape[0])
-    return parameter.to_local(), first
 
 
 def splitmix64(key: int, index: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ _PATIENT = "patient"
 
 def patient_group() -> dist.ProcessGroup:
     """A gloo group of all ranks whose collectives wait for as long as it takes: for saves and loads, which take as long
-    as there are bytes. It is watch.py that ends the run if none move any more."""
+    as there are bytes. It is watchdog.py that ends the run if none move any more."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=30), group_desc=_PATIENT)
     return group
 

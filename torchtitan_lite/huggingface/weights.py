@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import Announced, announcement, write_tensors
-from torchtitan_lite.config import load, paths
+from torchtitan_lite.config import paths, toml
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError
@@ -238,12 +238,12 @@ def section(folder: Path) -> Iterator[str]:
     """The lines of a config that goes on from a Hugging Face folder: [model], and [tokenizer] if the folder has one."""
     yield "[model]"
     for key, value in from_hf_config(storage.read_json(folder / "config.json")).items():
-        yield f"{key} = {load.show(value)}"
-    yield f"init_from = {load.show(str(folder))}"
+        yield f"{key} = {toml.show(value)}"
+    yield f"init_from = {toml.show(str(folder))}"
     if (folder / "tokenizer.json").is_file():
         yield ""
         yield "[tokenizer]"
-        yield f"path = {load.show(str(folder / 'tokenizer.json'))}"
+        yield f"path = {toml.show(str(folder / 'tokenizer.json'))}"
         tokenizer = bpe.load(folder / "tokenizer.json")
         if end := next((name for i in end_tokens(folder) if 0 <= i < 2**32 and (name := tokenizer.id_to_token(i))), ""):
-            yield f"end_token = {load.show(end)}"
+            yield f"end_token = {toml.show(end)}"

@@ -1,15 +1,19 @@
-"""Causal attention on the CPU by plain matrix products, a block of queries at a time.
+"""Causal attention: by PyTorch's kernels, or on the CPU by plain matrix products, a block of queries at a time.
 
 PyTorch's flash kernel for the CPU multiplies small tiles, and reaches a fifth of what one batched product does in
-bfloat16 (BENCHMARKS.md). Here a block of queries meets all keys up to its own end: four large products where the kernel
-has many small ones, and only the last square of each block is masked. Half of the (T, T) probabilities are kept for
-backward, in the dtype of the computation: faster than computing them again, and too much memory for long sequences.
+bfloat16 (BENCHMARKS.md). In `block_attention` a block of queries meets all keys up to its own end: four large products
+where the kernel has many small ones, and only the last square of each block is masked. Half of the (T, T) probabilities
+are kept for backward, in the dtype of the computation: faster than computing them again, and too much memory for long
+sequences.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128  # queries; 64 and 256 were slower
@@ -62,3 +66,81 @@ class _BlockAttention(torch.autograd.Function):
             dk[:, :end] += torch.bmm(ds.transpose(1, 2), q[:, start:end])
             dv[:, :end] += torch.bmm(probabilities.transpose(1, 2), d_block)
         return dq.mul_(scale), dk.mul_(scale).to(k.dtype), dv.to(v.dtype)
+
+
+class KeysValues:
+    """The keys and values of one block for the tokens so far: generation computes those of new tokens only."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return 0 if self._kept is None else self._kept[0].shape[1]
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of T new tokens, (B, T, heads, width) each; returns those of all."""
+        if self._kept is not None:
+            k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
+        self._kept = k, v
+        return k, v
+
+
+def within_documents(positions: Tensor, *, dense: bool) -> Any:
+    """Which tokens each token may look at: itself and those before it in its document, which begins at position 0.
+
+    Args:
+        positions: (B, T) int64.
+        dense: as a (B, 1, T, T) tensor of bool for scaled_dot_product_attention; else as a BlockMask for FlexAttention,
+            which skips the blocks that lie in other documents.
+    """
+    documents = (positions == 0).cumsum(1)  # (B, T), a number for each
+    if dense:
+        return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    from torch.nn.attention import flex_attention as flex  # not needed, nor imported, without a GPU
+
+    def allowed(batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (documents[batch, q] == documents[batch, k])
+
+    n, length = positions.shape
+    return flex.create_block_mask(allowed, n, None, length, length, device=str(positions.device))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, *, by_blocks: bool = False
+) -> Tensor:
+    """Attention that looks back only, and with `mask` (of within_documents) only as far as it allows.
+
+    Queries, keys and values, (B, T, H, E) each -> (B, T, H, E). Fewer queries than keys are the last ones.
+
+    Args:
+        by_blocks: use block_attention where it is the faster way.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    plain = mask is None and dropout == 0 and q.shape == k.shape and q.device.type == "cpu"
+    if by_blocks and plain and q.shape[2] <= MAX_SEQ_LEN:
+        mixed = block_attention(q, k, v)
+    elif mask is None:
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **causal(q, k))
+    elif isinstance(mask, Tensor):
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, attn_mask=mask)
+    else:
+        mixed = _flex_attention()(q, k, v, block_mask=mask)
+    return mixed.transpose(1, 2)
+
+
+@functools.cache
+def _flex_attention() -> Callable[..., Tensor]:
+    """FlexAttention as the one kernel that it is only when compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def causal(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """How attention is told to look back only: (B, heads, T, width) queries are the last T of the tokens of `k`."""
+    n, of = q.shape[2], k.shape[2]
+    if n == of:
+        return {"is_causal": True}
+    return {"attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n)}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_lite.errors import NonFiniteError
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.models.transformer import KeysValues
+from torchtitan_lite.models.attention import KeysValues
 
 
 @dataclass(frozen=True)

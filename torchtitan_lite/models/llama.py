@@ -1,7 +1,7 @@
 """Llama and its relatives: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 With `qk_norm` this is Qwen3, with `qkv_bias` Qwen2. Weights have the layout of Hugging Face (rotary halves, not pairs),
-so that import and export only rename (hf.py).
+so that import and export only rename (huggingface/weights.py).
 
 Shapes: B sequences, T tokens, D dim, H heads, K key and value heads, E head_dim, F hidden_dim, V vocabulary.
 """
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import fused
-from torchtitan_lite.models.transformer import KeysValues, Transformer, attend
+from torchtitan_lite.models.attention import KeysValues, attend
+from torchtitan_lite.models.transformer import Transformer
 
 
 class Attention(nn.Module):

@@ -1,14 +1,20 @@
-"""The loss, as a sum: whoever needs a mean divides by the number of valid tokens of all ranks and micro-batches.
+"""The loss, as a sum, and the output matrix that computes it in chunks of tokens.
 
-A mean per rank, averaged over the ranks, is another number as soon as the ranks hold different counts of targets.
+Whoever needs a mean divides by the number of valid tokens of all ranks and micro-batches: a mean per rank, averaged
+over the ranks, is another number as soon as the ranks hold different counts of targets.
+
+The logits never exist all at once. The gradient of a summed cross-entropy with respect to the logits is softmax -
+onehot, times one number that backward brings. So forward computes the gradients of its inputs as well, chunk by chunk,
+and frees each chunk's logits: memory does not grow with tokens times vocabulary, and a chunk stays in the cache.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORE = -100  # the target of a position that counts for nothing
 
@@ -31,3 +37,112 @@ def of_each(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor
 def bits_per_byte(nats: float, n_bytes: int) -> float:
     """A summed loss per byte of the text it predicts: comparable between tokenizers, which a loss per token is not."""
     return nats / math.log(2) / n_bytes
+
+
+# Tokens in a chunk. On the CPU the logits of one should fit into the cache, on a GPU a chunk should fill all of it.
+CHUNK = {"cpu": 256, "cuda": 4096}
+
+
+class Head(nn.Linear):
+    """The output matrix. Given targets, it returns the summed cross-entropy instead of logits.
+
+    The loss is computed in here because FSDP holds the whole matrix only while this module's forward runs.
+    """
+
+    chunked = False  # set by parallelize.apply_fast_paths
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
+        """(B, T, D) -> (B, T, V) logits; with targets, (B, T) int64, the loss, () float32, or (B,) per sequence."""
+        if targets is None:
+            return F.linear(x, self.weight)
+        return of_each(self._loss, x, targets) if per_sequence else self._loss(x, targets)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        if x.dtype == torch.float16:
+            # the gradients would be rounded before the scale of the loss is known, which keeps small ones from zero
+            return summed_cross_entropy(F.linear(x, self.weight), targets)
+        return chunked_cross_entropy(x, self.weight, targets)
+
+
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """summed_cross_entropy(x @ weight.T, targets), a chunk of tokens at a time.
+
+    Logits are rounded to the dtype of `x`; softmax, loss and the sum of the weight's gradient are float32.
+
+    Args:
+        x: (B, T, D), any float dtype.
+        weight: (V, D), of the same dtype.
+        targets: (B, T) int64, IGNORE where there is nothing to learn.
+
+    Returns:
+        the sum over all targets, () float32.
+    """
+    learns = torch.is_grad_enabled()
+    wanted = learns and x.requires_grad, learns and weight.requires_grad
+    return _ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *wanted)  # type: ignore[no-untyped-call]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """x (N, D), weight (V, D), targets (N,), and whether the gradient of x and of weight is wanted -> ()."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool) -> Tensor:
+        chunk = CHUNK.get(x.device.type, max(CHUNK.values()))
+        dx = torch.empty_like(x) if wants_dx else None
+        dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        for start in range(0, len(x), chunk):
+            part = x[start : start + chunk]
+            losses, d_logits = _softmax_minus_onehot(part @ weight.T, targets[start : start + chunk])
+            loss += losses.sum()
+            if dx is not None:
+                torch.mm(d_logits, weight, out=dx[start : start + chunk])
+            if dw is not None:
+                _add(dw, d_logits.T @ part)
+        ctx.save_for_backward(dx, dw)
+        ctx.dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        dx, dw = ctx.saved_tensors
+        factor = grads[0]
+        return (
+            None if dx is None else (dx * factor).to(dx.dtype),
+            None if dw is None else _scaled(dw, factor, ctx.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _add(total: Tensor, product: Tensor) -> None:
+    """total += product, (V, D) each, some rows at a time: across dtypes PyTorch would first copy the whole product."""
+    step = _rows(total) if total.dtype != product.dtype else len(total)
+    for rows, more in zip(total.split(step), product.split(step), strict=True):
+        rows += more
+
+
+def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """total * factor in another dtype, without a whole product in between."""
+    out = torch.empty(total.shape, dtype=dtype, device=total.device)
+    for rows, to in zip(total.split(_rows(total)), out.split(_rows(total)), strict=True):
+        to.copy_(rows * factor)
+    return out
+
+
+def _rows(total: Tensor) -> int:
+    """How many rows stay in a core's cache; on a GPU all."""
+    return len(total) if total.is_cuda else 1024
+
+
+def _softmax_minus_onehot(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each token, (n,) float32, and the gradient of their sum, (n, V) in the logits' dtype."""
+    counts = targets != IGNORE
+    index = torch.where(counts, targets, 0)[:, None]
+    p = torch.softmax(logits, -1, dtype=torch.float32)
+    # log(sum(exp)) from the largest probability, which is at least 1 / V: no second pass of exponentials
+    normaliser = logits.amax(-1).float() - p.amax(-1).log()
+    losses = torch.where(counts, normaliser - logits.gather(1, index)[:, 0].float(), 0.0)
+    p.scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float32))
+    return losses, p.mul_(counts[:, None]).to(logits.dtype)

@@ -1,98 +1,17 @@
 """What the families share: the way from tokens to a loss, tied embeddings, initial values."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import MAX_SEQ_LEN, block_attention
-from torchtitan_lite.models.head import Head
-from torchtitan_lite.models.loss import of_each, summed_cross_entropy
+from torchtitan_lite.models.attention import KeysValues, within_documents
+from torchtitan_lite.models.loss import Head, of_each, summed_cross_entropy
 
 Fill = Callable[[str, Tensor, float], None]  # fills a parameter, given its name, with normal values of this deviation
-
-
-class KeysValues:
-    """The keys and values of one block for the tokens so far: generation computes those of new tokens only."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens so far."""
-        return 0 if self._kept is None else self._kept[0].shape[1]
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of T new tokens, (B, T, heads, width) each; returns those of all."""
-        if self._kept is not None:
-            k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
-        self._kept = k, v
-        return k, v
-
-
-def within_documents(positions: Tensor, *, dense: bool) -> Any:
-    """Which tokens each token may look at: itself and those before it in its document, which begins at position 0.
-
-    Args:
-        positions: (B, T) int64.
-        dense: as a (B, 1, T, T) tensor of bool for scaled_dot_product_attention; else as a BlockMask for FlexAttention,
-            which skips the blocks that lie in other documents.
-    """
-    documents = (positions == 0).cumsum(1)  # (B, T), a number for each
-    if dense:
-        return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-    from torch.nn.attention import flex_attention as flex  # not needed, nor imported, without a GPU
-
-    def allowed(batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (documents[batch, q] == documents[batch, k])
-
-    n, length = positions.shape
-    return flex.create_block_mask(allowed, n, None, length, length, device=str(positions.device))
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, *, by_blocks: bool = False
-) -> Tensor:
-    """Attention that looks back only, and with `mask` (of within_documents) only as far as it allows.
-
-    Queries, keys and values, (B, T, H, E) each -> (B, T, H, E). Fewer queries than keys are the last ones.
-
-    Args:
-        by_blocks: use block_attention where it is the faster way.
-    """
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    plain = mask is None and dropout == 0 and q.shape == k.shape and q.device.type == "cpu"
-    if by_blocks and plain and q.shape[2] <= MAX_SEQ_LEN:
-        mixed = block_attention(q, k, v)
-    elif mask is None:
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **causal(q, k))
-    elif isinstance(mask, Tensor):
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, attn_mask=mask)
-    else:
-        mixed = _flex_attention()(q, k, v, block_mask=mask)
-    return mixed.transpose(1, 2)
-
-
-@functools.cache
-def _flex_attention() -> Callable[..., Tensor]:
-    """FlexAttention as the one kernel that it is only when compiled."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
-
-
-def causal(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """How attention is told to look back only: (B, heads, T, width) queries are the last T of the tokens of `k`."""
-    n, of = q.shape[2], k.shape[2]
-    if n == of:
-        return {"is_causal": True}
-    return {"attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n)}
 
 
 class Transformer(nn.Module):
@@ -136,7 +55,7 @@ class Transformer(nn.Module):
         """Logits, or the loss where targets are given.
 
         The loss is computed in here, and not by the caller, so that it can happen while FSDP holds the whole output
-        matrix: only then can it be computed in chunks, without ever holding all logits (head.py).
+        matrix: only then can it be computed in chunks, without ever holding all logits (loss.py).
 
         Args:
             tokens: (B, T) int64, T at most max_seq_len.

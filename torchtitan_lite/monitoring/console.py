@@ -1,6 +1,5 @@
 """The words of the terminal: what a run is, what a step did, what to do next. Only text; metrics.Log prints it."""
 
-import math
 import os
 import re
 import sys
@@ -16,10 +15,9 @@ from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.samples import Mixture
-from torchtitan_lite.distributed.initialize import local_rows
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.training.evaluate import Score, Validation
 
 
 def start_lines(
@@ -127,21 +125,6 @@ def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: flo
         f"grad_norm {norm}{scale}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}{mfu}  "
         f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
     )
-
-
-def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
-    """A validation on one line. What is not defined (see Score) is left out."""
-    loss, stderr = score.loss, score.loss_stderr
-    parts = [f"eval    step {step}", f"loss {loss:.4f}" + (f" +- {stderr:.4f}" if math.isfinite(stderr) else "")]
-    of = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
-    bits, stderr, unigram = score.bits_per_byte, score.bits_per_byte_stderr, score.unigram_bits_per_byte
-    if not math.isnan(unigram):
-        parts.append(f"bits/byte {bits:.3f}" + (f" +- {stderr:.3f}" if math.isfinite(stderr) else ""))
-        of = f"unigram {unigram:.3f}; {of}"
-    if unigram > 0 and math.isfinite(bits):
-        gain = 100 * (1 - bits / unigram)
-        of = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {of}"
-    return "  ".join([*parts, f"({of})"])
 
 
 def fitted(line: str, columns: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from torchtitan_lite.config.speed import ProfileConfig
+from torchtitan_lite.config.schema import ProfileConfig
 from torchtitan_lite.distributed.process_group import World
 
 _ROWS = 25

@@ -20,9 +20,9 @@ from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
 from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.data.prepare.writer import write_durably
 from torchtitan_lite.distributed.process_group import World, env_int, from_rank0
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.files import write_durably
 
 
 def make(folder: Path) -> None:

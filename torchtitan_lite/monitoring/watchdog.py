@@ -1,10 +1,10 @@
 """The watchdog: a rank that hangs is noticed and named, and every rank ends with its stacks written.
 
-1. Steps. The groups that training uses give up after `run.timeout_minutes` (distributed.limit_waiting). Shortly before,
-   a rank whose step takes that long writes its stacks. Each rank tells the store where it is, so that whoever waited
-   can say for whom (`explained`).
+1. Steps. The groups that training uses give up after `run.timeout_minutes` (process_group.limit_waiting). Shortly
+   before, a rank whose step takes that long writes its stacks. Each rank tells the store where it is, so that whoever
+   waited can say for whom (`explained`).
 2. Saves, loads and verifications take as long as there are bytes, so they are judged by progress.py and not by time.
-   Their collectives wait without limit (distributed.patient_group). A thread of each rank publishes how many bytes it
+   Their collectives wait without limit (process_group.patient_group). A thread of each rank publishes how many bytes it
    has moved; rank 0's adds them up, and publishes the sum. Another thread looks at it, without touching the store:
 
        as long as bytes move on any rank                 nobody gives up

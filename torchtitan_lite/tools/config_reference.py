@@ -1,6 +1,6 @@
 """docs/config.md from the config's own classes: `python -m torchtitan_lite.tools.config_reference > docs/config.md`."""
 
-from torchtitan_lite.config import cli, load
+from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.config.schema import Config
 
 _HEAD = """# Every key of the config
@@ -15,13 +15,13 @@ its origin.
 def lines() -> list[str]:
     """The page."""
     page = _HEAD.splitlines()
-    known = load.known_keys()
+    known = schema.known_keys()
     for section in Config.model_fields:
         page += ["", f"## [{section}]", "", "| key | | default | |", "|---|---|---|---|"]
         for key, field in known.items():
             if key.startswith(f"{section}."):
-                default = load.show(load.default_of(key))
-                kind = load.type_name(key).replace("|", ", ").lower()
+                default = toml.show(schema.default_of(key))
+                kind = schema.type_name(key).replace("|", ", ").lower()
                 text = str(field.description).replace("<", "&lt;").replace("|", "\\|")
                 page.append(f"| `{key.split('.', 1)[1]}` | {kind} | `{default}` | {text} |")
     page += ["", "## Shorthands", "", "| flag | stands for |", "|---|---|"]

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel
 
-from torchtitan_lite.config.load import Loaded
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.agreement import require_agreement
 from torchtitan_lite.distributed.process_group import env_int, process_group
 from torchtitan_lite.errors import StuckError
-from torchtitan_lite.monitoring import devices, run_folder
+from torchtitan_lite.monitoring import mfu, run_folder
 from torchtitan_lite.monitoring.console import duration, fsdp_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
@@ -67,7 +67,7 @@ def elsewhere(loaded: Loaded) -> Iterator[Loaded]:
 def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
     """The plan for the device that this process would take. To be made before there is a process group."""
     on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
-    device = devices.named(torch.cuda.get_device_name()) if on_gpu else None
+    device = mfu.named(torch.cuda.get_device_name()) if on_gpu else None
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocab_size})
     return make_plan(config.model_copy(update={"model": model}), world_size, device, on_gpu=on_gpu)
 

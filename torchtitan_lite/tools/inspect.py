@@ -4,8 +4,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import FsdpConfig
-from torchtitan_lite.distributed.initialize import local_rows
 from torchtitan_lite.distributed.parallelize import Group, groups_of
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config import paths
-from torchtitan_lite.config.load import show
 from torchtitan_lite.config.presets import STRATEGIES
+from torchtitan_lite.config.toml import show
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.tools.strict_yaml import read, shown
 

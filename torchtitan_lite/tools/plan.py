@@ -14,15 +14,12 @@ import torch
 from torchtitan_lite import models
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.derive import Layout, derive
-from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.paths import expand, is_prepared, unfound
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare.corpus import unfound
-from torchtitan_lite.data.token_files import is_prepared
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import duration
-from torchtitan_lite.monitoring.devices import DEVICES, OWN, Device, device_of
-from torchtitan_lite.monitoring.flops import flops_per_token
+from torchtitan_lite.monitoring.mfu import DEVICES, OWN, Device, device_of, flops_per_token
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 
 GIB = 2**30

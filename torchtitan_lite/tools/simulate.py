@@ -40,7 +40,7 @@ from torchtitan_lite.distributed.parallelize import (
 )
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models.fused import RMSNorm
-from torchtitan_lite.models.head import CHUNK
+from torchtitan_lite.models.loss import CHUNK
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (

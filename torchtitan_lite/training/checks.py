@@ -8,10 +8,9 @@ import torch
 from tokenizers import Tokenizer
 
 from torchtitan_lite import models
-from torchtitan_lite.config.paths import expand, problem
+from torchtitan_lite.config.paths import expand, is_prepared, problem
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.token_files import is_prepared
 from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.optim.optimizer import freeze, parameter_groups

@@ -17,15 +17,15 @@ from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.monitoring import devices, run_folder
-from torchtitan_lite.monitoring.console import eval_line, fitted, step_line
+from torchtitan_lite.monitoring import mfu, run_folder
+from torchtitan_lite.monitoring.console import fitted, step_line
 from torchtitan_lite.monitoring.metrics import Clock, Log, peak_memory_gib
 from torchtitan_lite.monitoring.profiler import Profile
 from torchtitan_lite.monitoring.watchdog import Watch
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import learning_rate
-from torchtitan_lite.training.evaluate import Validation, evaluate
+from torchtitan_lite.training.evaluate import Score, Validation, evaluate
 from torchtitan_lite.training.preemption import Leaving
 from torchtitan_lite.training.sampling import Prompts
 
@@ -82,7 +82,7 @@ class Training:
 
 def peak_flops(config: Config, world: World) -> float:
     """What all devices of a run can compute per second in its dtype, as their makers say; 0 if one is not known."""
-    device = devices.named(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    device = mfu.named(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
     if device is None:
         return 0.0
     return world.world_size * (device.fp32_flops if config.fsdp.param_dtype == "float32" else device.bf16_flops)
@@ -185,3 +185,18 @@ def report_save(t: Training, *, wait: bool) -> str:
     if saved.note:
         t.log.say(f"note    older checkpoints were not deleted: {saved.note}")
     return saved.error
+
+
+def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
+    """A validation on one line. What is not defined (see Score) is left out."""
+    loss, stderr = score.loss, score.loss_stderr
+    parts = [f"eval    step {step}", f"loss {loss:.4f}" + (f" +- {stderr:.4f}" if math.isfinite(stderr) else "")]
+    of = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
+    bits, stderr, unigram = score.bits_per_byte, score.bits_per_byte_stderr, score.unigram_bits_per_byte
+    if not math.isnan(unigram):
+        parts.append(f"bits/byte {bits:.3f}" + (f" +- {stderr:.3f}" if math.isfinite(stderr) else ""))
+        of = f"unigram {unigram:.3f}; {of}"
+    if unigram > 0 and math.isfinite(bits):
+        gain = 100 * (1 - bits / unigram)
+        of = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {of}"
+    return "  ".join([*parts, f"({of})"])

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from torchtitan_lite.checkpointing.select import on_rank0, set_aside
-from torchtitan_lite.config.load import Loaded, to_toml_with_origins
+from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.agreement import require_agreement
 from torchtitan_lite.distributed.process_group import World

@@ -9,36 +9,34 @@ Documents are split by a hash of their text: a document stays where it is when o
 documents, unless one is given. encode.py does the rest.
 """
 
-import argparse
 import hashlib
 import json
 import os
 import platform
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from torchtitan_lite.config import paths
+from torchtitan_lite.config.paths import expanded, is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet, as_in, require_end_token
 from torchtitan_lite.data.prepare import content, worker
 from torchtitan_lite.data.prepare import corpus as corpora
+from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.corpus import Corpus
-from torchtitan_lite.data.prepare.encode import Options, encode, plan_of, refusal, require_complete
-from torchtitan_lite.data.prepare.paths import expanded
+from torchtitan_lite.data.prepare.encode import Options, encode, plan_of, refusal
 from torchtitan_lite.data.prepare.readers import MAX_DOCUMENT_BYTES, chunks
-from torchtitan_lite.data.prepare.summary import report, summary
-from torchtitan_lite.data.prepare.writer import write_durably
-from torchtitan_lite.data.token_files import FORMAT_VERSION, Meta, is_prepared, read_meta, remedy, verify
-from torchtitan_lite.errors import ConfigError, DataError, run_cli
+from torchtitan_lite.data.prepare.summary import summary
+from torchtitan_lite.data.token_files import FORMAT_VERSION, Meta, read_meta
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import write_durably
 
 TRAINED_ON_BYTES = 128 << 20  # of text, about: a tokenizer learns little from more
 MOST_WORKERS = 1024
@@ -248,96 +246,6 @@ def _training_texts(texts: list[Corpus], below: list[int], options: Options) -> 
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
-    arguments = _parser().parse_args(argv)
-    return run_cli("prepare", lambda: _run(arguments))
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    try:
-        if arguments.verify:
-            return _verify(arguments.verify)
-        if not arguments.sources or not arguments.out:
-            raise ConfigError("it takes text and a folder to make: prepare my_text --out data/mine")
-        if not 0 < arguments.val_fraction < 1:
-            raise ConfigError(f"--val-fraction {arguments.val_fraction} should be between 0 and 1, e.g. 0.05")
-        return _make(arguments)
-    except KeyboardInterrupt:
-        print("prepare: stopped; the same command goes on from where it was", file=sys.stderr)
-        return 130
-    except OSError as error:
-        if not arguments.out:
-            raise
-        print(f"prepare: {arguments.out}: {error}; the same command goes on from where it was", file=sys.stderr)
-        return 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m torchtitan_lite.data.prepare", description="Text -> a prepared folder.")
-    add = parser.add_argument
-    add("sources", nargs="*", metavar="SOURCE", help=f"{corpora.READABLE}, folders or globs")
-    add("--out", type=paths.argument, help="the folder to make")
-    add("--tokenizer", default="", metavar="FILE", help="a tokenizer.json, or the word bytes: one token for each byte")
-    add("--end-token", default="", help="the entry that ends a document; default: as [tokenizer] end_token")
-    add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE of N entries (the default, with 4096)")
-    add("--text-key", default="text", help="the key of a .jsonl line, the column of a .csv or .parquet file")
-    add("--val-fraction", type=float, default=0.05, help="share of the documents for validation (default 0.05)")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out what can't be used, and list it")
-    add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, help="a longer line or text is an error")
-    add("--workers", type=int, default=0, help="processes; default: one per core")
-    add("--verify", type=paths.argument, metavar="FOLDER", help="read every byte of a prepared folder, and stop")
-    return parser
-
-
-def _verify(folder: Path) -> int:
-    wrong = verify(folder)
-    if wrong:
-        raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *wrong]))
-    print(f"{folder}: whole. {summary(read_meta(folder))}")
-    return 0
-
-
-def _make(arguments: argparse.Namespace) -> int:
-    if arguments.tokenizer and arguments.train_tokenizer is not None:
-        raise ConfigError("--tokenizer and --train-tokenizer: leave one of the two out")
-    for name, low, high in (
-        ("train_tokenizer", bpe.SMALLEST, 2**31 - 1),
-        ("max_document_bytes", 1, 2**40),
-        ("workers", 0, MOST_WORKERS),
-    ):
-        value = getattr(arguments, name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} should be at least {low} and at most {high:,}")
-    out = _out(arguments.out)
-    config = TokenizerConfig(
-        path=arguments.tokenizer,
-        end_token=arguments.end_token,
-        vocab_size=arguments.train_tokenizer or TokenizerConfig().vocab_size,
-    )
-    options = Options(arguments.on_error, arguments.max_document_bytes, arguments.workers, keep_partial=True)
-    corpus = corpora.find(arguments.sources, arguments.text_key)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.with_name(f".{out.name}.work")
-    work.mkdir(exist_ok=True)
-    try:
-        with FileLock(work / "lock", blocking=False):
-            corpus = content.known(corpus, _records(work))
-            plan = plan_for([corpus], config, arguments.val_fraction, work, options, print)
-            job = plan.jobs[0]
-            if not out.exists():
-                _encode(corpus, plan.tokenizer, job, out, options)
-            elif not is_prepared(out) or read_meta(out).made_from != plan_of(corpus, job, options):
-                raise DataError(f"{out} is there already, and was made from something else; choose another --out")
-            else:
-                require_complete(out, read_meta(out).skipped, options)
-    except Timeout:
-        raise DataError(f"{out} is being made by another process") from None
-    shutil.rmtree(work)
-    print(report(out, plan.tokenizer))
-    return 0
-
-
 def _records(work: Path) -> Path:
     """Where it is remembered what a text was, so that other text of the same size and time is not taken for it."""
     try:
@@ -346,18 +254,6 @@ def _records(work: Path) -> Path:
     except (DataError, OSError):  # no home folder, or a read-only one: only this preparation remembers
         return work
     return folder
-
-
-def _out(given: Path) -> Path:
-    """The folder to make.
-
-    Raises:
-        ConfigError: it has no name.
-    """
-    out = expanded(given, "--out")
-    if out.name in ("", ".."):
-        raise ConfigError(f"--out {given} should name a folder that is not there yet, e.g. --out {out / 'prepared'}")
-    return out
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from torchtitan_lite.data.prepare import paths
+from torchtitan_lite.config import paths
 from torchtitan_lite.data.prepare.corpus import Content, Corpus, stat_of
-from torchtitan_lite.data.prepare.writer import write_durably
 from torchtitan_lite.data.token_files import HASHED_BYTES, spots
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import write_durably
 
 
 @dataclass(frozen=True)

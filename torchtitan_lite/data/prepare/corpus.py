@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.data.prepare import paths
+from torchtitan_lite.config import paths
 from torchtitan_lite.errors import DataError
 
 KINDS = ".txt", ".jsonl", ".csv", ".parquet"
@@ -95,14 +95,6 @@ def find(path: str | list[str], text_key: str = "text") -> Corpus:
         if not kind(file):
             raise DataError(f"{file}: only {READABLE} can be read; convert it, or rename it if it is plain text")
     return Corpus(tuple(files), text_key, ignored=tuple(sorted(ignored)))
-
-
-def unfound(entry: str) -> str:
-    """Why there is nothing at an entry of `[data] path`; empty if there is something."""
-    try:
-        return "" if paths.matching(paths.expanded(entry, "data.path")) else f"nothing found at {entry}"
-    except DataError as error:
-        return str(error)
 
 
 def _texts(entry: str, ignored: set[Path]) -> list[Path]:

@@ -28,9 +28,10 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import content, readers, worker
 from torchtitan_lite.data.prepare.corpus import Corpus, stat_of
 from torchtitan_lite.data.prepare.readers import MAX_DOCUMENT_BYTES, Chunk, Problem, chunks
-from torchtitan_lite.data.prepare.writer import Progress, Writer, read_progress, sync_folder, write_durably
+from torchtitan_lite.data.prepare.writer import Progress, Writer, read_progress
 from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import sync_folder, write_durably
 
 SHARD_TOKENS = 1 << 28
 _SMALL = 4 << 20  # bytes; less text is encoded before another process has started

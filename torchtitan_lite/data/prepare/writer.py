@@ -6,7 +6,6 @@ Whatever is behind that, when the process is killed, is cut off by the next one.
 
 import contextlib
 import json
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from torchtitan_lite.data.prepare import worker
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.readers import Chunk
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import _flush, write_durably
 
 COMMIT_EVERY_S = 1.0
 
@@ -150,25 +150,3 @@ class Writer:
     def close(self) -> None:
         """Close the files; without a commit, what was added since the last one is lost."""
         self._files.close()
-
-
-def _flush(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def write_durably(file: Path, content: bytes) -> None:
-    """Write a file whole, or not at all."""
-    beside = file.with_name(f"{file.name}.new")
-    with beside.open("wb") as stream:
-        stream.write(content)
-        _flush(stream)
-    beside.replace(file)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

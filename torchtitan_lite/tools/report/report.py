@@ -1,7 +1,7 @@
 """One page about one or several runs: `python -m torchtitan_lite.report RUN [RUN ...]` writes report.html.
 
 The page needs no network: plotly's JavaScript is inside. Only files of the run folders are read; training knows nothing
-of this. report_page.py makes the page.
+of this. page.py makes the page.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 import tomli
 import torch
 
-from torchtitan_lite.config import cli, load, paths
+from torchtitan_lite.config import cli, paths, toml
 from torchtitan_lite.distributed.process_group import env_int
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
 
@@ -146,7 +146,7 @@ def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
         text = file.read_text(encoding="utf-8")
         for section, table in tomli.loads(text).items():
             inside = table if isinstance(table, dict) else {"": table}
-            values |= {f"{section}.{key}".rstrip("."): load.show(value) for key, value in inside.items()}
+            values |= {f"{section}.{key}".rstrip("."): toml.show(value) for key, value in inside.items()}
     except FileNotFoundError:
         notes.append(f"{file.name}: there is none, so the config is not shown")
         return {}
@@ -161,7 +161,7 @@ def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
             key = f"{section}.{match[2]}"
             with contextlib.suppress(ValueError):
                 # a line inside of a longer string can look like an assignment: it has to be the one that was parsed
-                if load.show(tomli.loads(match[1])[match[2]]) == values.get(key):
+                if toml.show(tomli.loads(match[1])[match[2]]) == values.get(key):
                     origins[key] = match[3].strip()
     return {key: (value, origins.get(key, "")) for key, value in values.items()}
 

@@ -1,4 +1,4 @@
-"""Whole tensors on rank 0, out of copies of each rank's rows: by a group of its own, so that training can go on."""
+"""Whole tensors on rank 0, from copies of each rank's rows: over a group of its own, so that training can continue."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.distributed.initialize import local_rows
+from torchtitan_lite.distributed.sharding import local_rows
 
 
 def to_be_copied(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:

@@ -1,14 +1,36 @@
-"""What accelerators can do at best, as their makers publish it: dense bfloat16 without sparsity, nominal bandwidths.
+"""What accelerators can do at best, as their makers say, and how much a token costs to compute.
 
-The comments name the document that publishes a figure. Check it against the current edition before you rely on it,
-above all for b300, gb200 and gb300, whose figures changed between editions.
+Together they give MFU, the share of a device's peak that a run uses, and the bound on a step's time that `plan` prints.
+Peaks are dense, without sparsity; bandwidths are nominal. The comments name the document that publishes a figure. Check
+it against the current edition before you rely on it, above all for b300, gb200 and gb300.
 """
 
 import argparse
 import re
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models import Transformer
+
+
+def multiplied_parameters(model: Transformer) -> int:
+    """Parameters that every token is multiplied with: all but tables that are looked up, unless they are the output."""
+    looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - {model.output.weight}
+    return sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in looked_up)
+
+
+def flops_per_token(model: Transformer, seq_len: int) -> int:
+    """Floating-point operations of forward and backward for one token, without what checkpointing computes again.
+
+    6 (N - N_embedding) + 12 L H Q T: a product with a matrix is 2 operations per entry, backward two such products;
+    attention is the other term, with L layers, H heads of width Q and T = seq_len, as if not causal. (PaLM, appendix B,
+    arXiv 2204.02311; torchtitan counts the same. Tied embeddings are a matrix here, as they are multiplied with.)
+    """
+    config = model.config
+    attention = 12 * config.n_layers * config.n_heads * config.dim_of_heads * seq_len
+    return 6 * multiplied_parameters(model) + attention
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,7 @@ DEVICES = {
     )
 }
 
+
 # What drivers report, without the maker and the family. The whole name has to match: whatever is added to it (PCIe,
 # NVL, D, Laptop GPU, Max-Q, MIG 1g.10gb, 40GB) makes it another device with other figures.
 _NAMES = {
@@ -88,8 +111,6 @@ def named(reported: str) -> Device | None:
     text = re.sub(r"^(nvidia |amd )?(geforce |instinct )?", "", " ".join(reported.lower().split()))
     return next((DEVICES[name] for name, pattern in _NAMES.items() if re.fullmatch(pattern, text)), None)
 
-
-# --- options of a command --------------------------------------------------------------------------------------
 
 # by option: field, unit, help
 OWN = {

@@ -1,11 +1,34 @@
-"""The names of tensors in checkpoints: flat, as our files have them, and nested, as torch's functions want them."""
+"""Which rows of a parameter are this rank's, and the names of tensors in checkpoints.
+
+Names are flat, as our files have them, and nested, as torch's functions want them.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a parameter, and the index of the first of them.
+
+    `fully_shard` cuts along dim 0 as torch.chunk does: ceil(rows / ranks) each, the last ranks may get fewer or none.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    first = 0
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            assert placement.is_shard(0), f"rows are expected on dim 0, not {placement}"
+            per_rank = -(-parameter.shape[0] // parameter.device_mesh.size(axis))
+            first = min(per_rank * parameter.device_mesh.get_local_rank(axis), parameter.shape[0])
+    return parameter.to_local(), first
+
 
 Tensors = dict[str, Tensor]
+
+
 Parts = dict[str, Tensors]  # by the file that they are in, of a full state dict
 
 

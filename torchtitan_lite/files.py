@@ -1,0 +1,27 @@
+"""Files that survive a crash: written next to their place, synced, then renamed."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def _flush(stream: Any) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Write a file whole, or not at all."""
+    beside = file.with_name(f"{file.name}.new")
+    with beside.open("wb") as stream:
+        stream.write(content)
+        _flush(stream)
+    beside.replace(file)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
