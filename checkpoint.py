@@ -61,7 +61,6 @@ from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
-from torchtitan_lite.tools import checkpoints
 
 Tensors = dict[str, Tensor]
 
@@ -359,4 +358,6 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 if __name__ == "__main__":
+    from torchtitan_lite.tools import checkpoints
+
     sys.exit(checkpoints.main(sys.argv[1:]))

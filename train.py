@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +29,7 @@ from torchtitan_lite.checkpointing.preflight import require_equal_copies, requir
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.derive import derive
-from torchtitan_lite.config.schema import Config, LogConfig
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Ahead, Loader
@@ -57,19 +58,15 @@ from torchtitan_lite.distributed.process_group import (
 )
 from torchtitan_lite.distributed.shared_memory import apply_shared_memory
 from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, run_cli
-from torchtitan_lite.huggingface import weights
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import duration, what_next
 from torchtitan_lite.monitoring.metrics import Clock, Log
 from torchtitan_lite.monitoring.mfu import flops_per_token
-from torchtitan_lite.monitoring.profiler import Profile
-from torchtitan_lite.monitoring.trackers import Trackers
 from torchtitan_lite.monitoring.watchdog import Watch
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, learning_rate, set_learning_rate
 from torchtitan_lite.terminal import complain, show
-from torchtitan_lite.tools import inspect
 from torchtitan_lite.training import checks, out_of_memory
 from torchtitan_lite.training import start as starting
 from torchtitan_lite.training.evaluate import Validation
@@ -142,9 +139,18 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     guard = FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0, state.skipped)
     return Training(
         *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation),
-        *(prompts, checkpointer, state, log, Clock(), samples, Profile(config.profile, config.folder, world)),
+        *(prompts, checkpointer, state, log, Clock(), samples, profile(config, world)),
         *(flops_per_token(model, config.train.seq_len), peak_flops(config, world), loaded),
     )
+
+
+def profile(config: Config, world: World) -> Any:
+    """The profiler, if `[profile]` asks for one."""
+    if not config.profile.steps:
+        return None
+    from torchtitan_lite.monitoring.profiler import Profile
+
+    return Profile(config.profile, config.folder, world)
 
 
 def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, log: Log) -> TrainState | None:
@@ -155,6 +161,8 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
         for note in checkpointer.notes:
             log.say(f"note    {note}")
     if config.model.init_from and not loaded:
+        from torchtitan_lite.huggingface import weights
+
         source = Path(config.model.init_from)
         checkpointer.load_weights(lambda verify: weights.open_weights(source, config.model, verify))
     return loaded
@@ -170,8 +178,12 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         raise
     if t is None:
         return
-    trackers = Trackers(config.log if world.rank == 0 else LogConfig(), config.folder, t.state)
-    log.attach(trackers)
+    trackers = None
+    if config.log.trackers and world.rank == 0:
+        from torchtitan_lite.monitoring.trackers import Trackers
+
+        trackers = Trackers(config.log, config.folder, t.state)
+        log.attach(trackers)
     try:
         with t.leaving, t.watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
             train(t)
@@ -182,7 +194,8 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         run_folder.write_status(config.folder, world, "failed", t.state.step, str(error) or repr(error))
         raise
     finally:
-        trackers.close()
+        if trackers is not None:
+            trackers.close()
         t.close()
 
 
@@ -207,7 +220,8 @@ def train(t: Training) -> None:
     first, logged = t.state.step, t.state.tokens
     for step in range(first + 1, config.train.steps + 1):
         t.watch.step(step)
-        t.profile.begin(step)
+        if t.profile is not None:
+            t.profile.begin(step)
         loss, grad_norm = train_step(t, step)
         last = step == config.train.steps or t.guard.leaving
         if due(step, config.log.every) or last:
@@ -227,9 +241,10 @@ def train(t: Training) -> None:
             with t.clock.paused():
                 sample(t.model, t.prompts, step, stream(config.run.seed, step, 0, 0), t.world, log)
         report_save(t, wait=False)
-        with t.clock.paused():
-            if said := t.profile.end(step, last=last):
-                log.say(said)
+        if t.profile is not None:
+            with t.clock.paused():
+                if said := t.profile.end(step, last=last):
+                    log.say(said)
         if due(step, config.speed.gc_every):
             gc.collect()
         log.advance_bar()
@@ -354,6 +369,8 @@ def prepare_and_run(command: cli.Command) -> None:
         return
     with process_group(config.run) as world:
         if command.inspect:
+            from torchtitan_lite.tools import inspect
+
             mesh = build_mesh(derive(config, world.world_size), world.device)
             model = sharded_model(config, data.vocab_size, mesh)
             if world.rank == 0:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import ROOT
-from torchtitan_lite.config.families import PARAMETERS, SIZES
+from torchtitan_lite.config.families import FAMILIES as REGISTRY
+from torchtitan_lite.config.families import PARAMETERS
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import Transformer, build
@@ -121,10 +122,14 @@ def test_initial_values_never_change() -> None:
     assert first == [0.00024976918939501047, -0.040128130465745926, 0.03604385629296303]
 
 
-@pytest.mark.parametrize(("family", "name"), [(family, name) for family, sizes in SIZES.items() for name in sizes])
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, known in REGISTRY.items() for name in known.sizes]
+)
 def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None:
     vocabulary, expected = PARAMETERS.get((family, name), (97, 0))
-    values = {"family": family} | SIZES[family][name] | ({"tie_embeddings": True} if family == "gpt" else {})
+    values = (
+        {"family": family} | dict(REGISTRY[family].sizes[name]) | ({"tie_embeddings": True} if family == "gpt" else {})
+    )
     with torch.device("meta"):
         model = build(ModelConfig.model_validate(values), vocabulary)
     count = sum(p.numel() for p in model.parameters())

@@ -8,6 +8,7 @@ import torch
 
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.derive import derive, flatten
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
@@ -92,7 +93,9 @@ def setting(config: Config, world: World) -> dict[str, Any]:
         "compile": config.compile.backend if config.compile.enabled else "off",
         "chunked_loss": config.speed.chunked_loss,
         "block_attention": config.speed.block_attention and not on_gpu,
-        "fused_functions": config.speed.fused_functions and config.model.family == "llama" and not on_gpu,
+        "fused_functions": config.speed.fused_functions
+        and FAMILIES[config.model.family].fused_functions
+        and not on_gpu,
         "shared_memory": _sums_in_shared_memory(config, world),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "deterministic": config.run.deterministic or not on_gpu,

@@ -1,10 +1,36 @@
-"""Named model sizes: what `[model] size` stands for. Plain values, so that reading a config needs no torch.
+"""The registry of model families: class, config keys and named sizes. Plain data, so reading a config needs no torch.
 
-Names below 100M mean the matrices of the layers: the embeddings come on top and depend on the vocabulary. The others
-have the parameter counts of PARAMETERS.
+A new family is one file in models/ and one entry of FAMILIES. Size names below 100M mean the matrices of the layers:
+the embeddings come on top and depend on the vocabulary. The others have the parameter counts of PARAMETERS.
 """
 
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+Sizes = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the rest of the package has to know of a family."""
+
+    model: str  # "module:class" of its Transformer
+    sizes: Sizes  # by name, the keys of [model] that each stands for
+    keys: tuple[str, ...] = ()  # keys of [model] that not every family reads, and this one does
+    hidden_dim: tuple[int, int, int] = (
+        4,
+        1,
+        1,
+    )  # (a, b, c): the feed-forward's default width, a/b dim, a multiple of c
+    fused_functions: bool = False  # whether its blocks have the fast paths of models/fused.py
+
+    def load(self) -> Any:
+        """The class of its model."""
+        module, name = self.model.split(":")
+        return getattr(importlib.import_module(module), name)
+
 
 GPT: dict[str, dict[str, Any]] = {
     "1M": {"dim": 128, "n_layers": 4, "n_heads": 4},
@@ -58,7 +84,22 @@ PARAMETERS = {
     ("llama", "405B"): (128256, 405_853_388_800),
 }
 
-SIZES = {
-    "gpt": GPT,
-    "llama": LLAMA,
+FAMILIES: dict[str, Family] = {
+    "gpt": Family("torchtitan_lite.models.gpt:GPT", GPT, keys=("dropout",)),
+    "llama": Family(
+        "torchtitan_lite.models.llama:Llama",
+        LLAMA,
+        keys=(
+            *("n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "rope_theta", "rope_factor"),
+            *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_seq_len"),
+        ),
+        hidden_dim=(8, 3, 64),
+        fused_functions=True,
+    ),
 }
+
+
+def families_with(key: str) -> list[str]:
+    """The families that read a key of [model]; all of them, unless the key is listed as one that some read."""
+    listed = [name for name, family in FAMILIES.items() if key in family.keys]
+    return listed or list(FAMILIES)

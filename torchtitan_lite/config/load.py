@@ -23,7 +23,7 @@ from typing import Any, get_args, get_origin
 import tomli
 from pydantic import ValidationError
 
-from torchtitan_lite.config.families import SIZES
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.presets import contradiction, stands_for
 from torchtitan_lite.config.rules import conflicts
@@ -217,9 +217,10 @@ def _size_layer(settings: Settings, problems: list[str], refused: set[str]) -> S
     """The settings that `[model] size` stands for."""
     family = settings.get("model.family", Setting(default_of("model.family"), "default", _DEFAULT))
     size = settings.get("model.size", Setting(default_of("model.size"), "default", _DEFAULT))
-    sizes = SIZES.get(family.value if isinstance(family.value, str) else "", {})
-    if not sizes or not isinstance(size.value, str):
+    known = FAMILIES.get(family.value) if isinstance(family.value, str) else None
+    if known is None or not isinstance(size.value, str):
         return {}  # the family or the type is wrong, and is reported as such
+    sizes = known.sizes
     if size.value not in sizes:
         names = ", ".join(sizes)
         problems.append(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand, is_prepared, problem, unfound
 from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
 from torchtitan_lite.errors import ConfigError, shortened
@@ -256,21 +257,21 @@ def model_conflicts(model: ModelConfig) -> dict[str, str]:
         found["model.n_heads model.dim"] = (
             f"model.dim = {model.dim} is no multiple of model.n_heads = {model.n_heads}; n_heads = {works} works"
         )
-    if model.family == "llama":
-        if model.n_heads % model.kv_heads:
-            works = max(k for k in range(1, model.kv_heads + 1) if model.n_heads % k == 0)
-            found["model.n_kv_heads model.n_heads"] = (
-                f"model.n_heads = {model.n_heads} is no multiple of model.n_kv_heads = {model.kv_heads}; "
-                f"n_kv_heads = {works} works"
-            )
-        if model.dim_of_heads % 2:
-            found["model.head_dim model.dim"] = (
-                f"heads of width {model.dim_of_heads} can't be rotated in halves; "
-                f"head_dim = {model.dim_of_heads + 1} works"
-            )
-        if model.rope_factor > 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor:
-            found["model.rope_low_freq_factor model.rope_high_freq_factor"] = (
-                f"model.rope_low_freq_factor = {model.rope_low_freq_factor} should be below "
-                f"model.rope_high_freq_factor = {model.rope_high_freq_factor}, e.g. 1.0 and 4.0"
-            )
+    reads = FAMILIES[model.family].keys
+    if "n_kv_heads" in reads and model.n_heads % model.kv_heads:
+        works = max(k for k in range(1, model.kv_heads + 1) if model.n_heads % k == 0)
+        found["model.n_kv_heads model.n_heads"] = (
+            f"model.n_heads = {model.n_heads} is no multiple of model.n_kv_heads = {model.kv_heads}; "
+            f"n_kv_heads = {works} works"
+        )
+    if "rope_theta" in reads and model.dim_of_heads % 2:
+        found["model.head_dim model.dim"] = (
+            f"heads of width {model.dim_of_heads} can't be rotated in halves; head_dim = {model.dim_of_heads + 1} works"
+        )
+    stretched = "rope_factor" in reads and model.rope_factor > 1
+    if stretched and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        found["model.rope_low_freq_factor model.rope_high_freq_factor"] = (
+            f"model.rope_low_freq_factor = {model.rope_low_freq_factor} should be below "
+            f"model.rope_high_freq_factor = {model.rope_high_freq_factor}, e.g. 1.0 and 4.0"
+        )
     return found

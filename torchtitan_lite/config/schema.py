@@ -6,7 +6,7 @@ their own section, never the whole. How files, `base` and the command line becom
 
 import functools
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
     field_validator,
 )
 
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
 
 _LARGEST = 2**63 - 1  # TOML's integers have 64 bits
@@ -80,6 +81,10 @@ class ProfileConfig(Section):
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
 
 
 def _reshard(value: Any) -> Any:
@@ -129,7 +134,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    family: Literal["gpt", "llama"] = "llama"
+    family: FamilyName = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention"""
     size: str = "1M"
     """a name for the numbers below, which can also be set one by one; see families.py"""
@@ -190,9 +195,8 @@ class ModelConfig(Section):
     @property
     def dim_of_ffn(self) -> int:
         """Width of the feed-forward."""
-        if self.family == "gpt":
-            return 4 * self.dim
-        return self.hidden_dim or -(-8 * self.dim // (3 * 64)) * 64
+        numerator, denominator, multiple = FAMILIES[self.family].hidden_dim
+        return self.hidden_dim or -(-numerator * self.dim // (denominator * multiple)) * multiple
 
 
 class TokenizerConfig(Section):

@@ -4,9 +4,11 @@ If the file or the command that sets such a key also makes the choice (or comes 
 below, e.g. from a `base` of which another file changes the optimizer, it is left at its default, with a note.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from torchtitan_lite.config.families import FAMILIES, families_with
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import Config
 
@@ -27,17 +29,31 @@ def _keys(section: str, *names: str) -> tuple[str, ...]:
 
 
 _ROPE = "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_seq_len"
-_LLAMA = "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "rope_theta", "rope_factor", *_ROPE
 _DTYPES = _keys("fsdp", "param_dtype", "reduce_dtype", "output_dtype", "precision_overrides")
 
+
+def _is_of(families: list[str], config: Config) -> bool:
+    return config.model.family in families
+
+
+def _family_rules() -> list[Rule]:
+    """A rule for each key of [model] that only some families read."""
+    rules = []
+    for key in sorted({key for family in FAMILIES.values() for key in family.keys}):
+        names = families_with(key)
+        needs = " or ".join(f'model.family = "{name}"' for name in names)
+        rules.append(Rule(_keys("model", key), ("model.family",), needs, functools.partial(_is_of, names)))
+    return rules
+
+
 RULES = (
-    Rule(_keys("model", "dropout"), ("model.family",), 'model.family = "gpt"', lambda c: c.model.family == "gpt"),
-    Rule(_keys("model", *_LLAMA), ("model.family",), 'model.family = "llama"', lambda c: c.model.family == "llama"),
+    *_family_rules(),
     Rule(
         _keys("model", *_ROPE),
         ("model.family", "model.rope_factor"),
         "model.rope_factor above 1",
-        lambda c: c.model.family != "llama" or c.model.rope_factor > 1,  # of another family: the rule above
+        # of a family without rotary positions: the rules above
+        lambda c: c.model.family not in families_with("rope_factor") or c.model.rope_factor > 1,
     ),
     Rule(_keys("optim", "betas", "eps"), ("optim.name",), 'optim.name = "adamw"', lambda c: c.optim.name == "adamw"),
     Rule(_keys("optim", "momentum"), ("optim.name",), 'optim.name = "sgd"', lambda c: c.optim.name == "sgd"),

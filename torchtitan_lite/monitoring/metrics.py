@@ -8,15 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
-from torchtitan_lite.monitoring.trackers import Trackers
 from torchtitan_lite.terminal import complain, encodable
 
 GIB = 2**30
+
+
+class Tracker(Protocol):
+    """Whatever else wants each record (trackers.py)."""
+
+    def record(self, values: dict[str, Any]) -> None: ...
 
 
 class Clock:
@@ -71,7 +76,7 @@ class Log:
         self._bar: tqdm[Any] | None = None
         self._torn: set[Path] = set()  # files whose last line may be half written
         self._failed: set[str] = set()
-        self._trackers: Trackers | None = None
+        self._trackers: Tracker | None = None
 
     def say(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
         """A line for the terminal and for train.log.
@@ -87,7 +92,7 @@ class Log:
             sys.stdout.flush()
         self._append(self._text, text)
 
-    def attach(self, trackers: Trackers) -> None:
+    def attach(self, trackers: Tracker) -> None:
         """Hand the records of metrics.jsonl on, from now on."""
         self._trackers = trackers if self._speaks else None
 

@@ -20,7 +20,6 @@ from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import mfu, run_folder
 from torchtitan_lite.monitoring.console import fitted, step_line
 from torchtitan_lite.monitoring.metrics import Clock, Log, peak_memory_gib
-from torchtitan_lite.monitoring.profiler import Profile
 from torchtitan_lite.monitoring.watchdog import Watch
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -63,7 +62,7 @@ class Training:
     log: Log
     clock: Clock
     samples: Mixture  # what the loader draws from
-    profile: Profile
+    profile: Any  # monitoring.profiler.Profile, or None
     flops_per_token: int
     peak_flops: float  # of all devices together, per second; 0 where it is not known
     loaded: TrainState | None = None  # the state as it was saved, if the run is resumed

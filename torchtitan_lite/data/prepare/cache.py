@@ -1,8 +1,4 @@
-"""Text becomes a prepared folder: by train.py, once, into a cache; or by the command, into a folder of one's choice.
-
-    python -m torchtitan_lite.data.prepare my_text --out data/mine
-    python -m torchtitan_lite.data.prepare 'web/*.jsonl.zst' --out data/web --tokenizer data/mine/tokenizer.json
-    python -m torchtitan_lite.data.prepare --verify data/mine
+"""Text becomes a prepared folder: train.py makes it once, in a cache; the command (__main__.py) makes it anywhere.
 
 Documents are split by a hash of their text: a document stays where it is when others are added (in a corpus of at least
 1 MiB; a smaller one is cut into smaller blocks, see corpus.py). A byte-level BPE tokenizer is trained on the training
@@ -29,7 +25,6 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet, as_in, require_end_token
 from torchtitan_lite.data.prepare import content, worker
 from torchtitan_lite.data.prepare import corpus as corpora
-from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.encode import Options, encode, plan_of, refusal
 from torchtitan_lite.data.prepare.readers import MAX_DOCUMENT_BYTES, chunks
@@ -243,9 +238,6 @@ def _training_texts(texts: list[Corpus], below: list[int], options: Options) -> 
                 yield text
 
 
-# --- the command ------------------------------------------------------------------------------------------------
-
-
 def _records(work: Path) -> Path:
     """Where it is remembered what a text was, so that other text of the same size and time is not taken for it."""
     try:
@@ -254,7 +246,3 @@ def _records(work: Path) -> Path:
     except (DataError, OSError):  # no home folder, or a read-only one: only this preparation remembers
         return work
     return folder
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

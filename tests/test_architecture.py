@@ -1,0 +1,302 @@
+"""The structure of the package: its rooms, which way imports point, and how much a run loads and a reader reads."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, TINY, options, start, succeeded
+
+PACKAGE = ROOT / "torchtitan_lite"
+# Each room imports only from rooms above it, and from itself. Rooms on one line do not import from each other.
+ROOMS = [
+    ["terminal", "files"],
+    ["errors"],
+    ["config"],
+    ["models"],
+    ["data", "distributed"],
+    ["optim"],
+    ["checkpointing"],
+    ["huggingface"],
+    ["monitoring"],
+    ["training"],
+    ["tools"],
+]
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+# `python -m torchtitan_lite.NAME`: two lines each, which stand for a module of tools/
+COMMANDS = {"generate", "report", "plan", "migrate"}
+RECIPE = [
+    "train.py",
+    "checkpoint.py",
+    "torchtitan_lite/training/session.py",
+    "torchtitan_lite/config/derive.py",
+    "torchtitan_lite/distributed/process_group.py",
+    "torchtitan_lite/distributed/parallelize.py",
+    "torchtitan_lite/distributed/initialize.py",
+    "torchtitan_lite/distributed/sharding.py",
+    "torchtitan_lite/models/__init__.py",
+    "torchtitan_lite/models/transformer.py",
+    "torchtitan_lite/models/attention.py",
+    "torchtitan_lite/models/llama.py",
+    "torchtitan_lite/models/loss.py",
+    "torchtitan_lite/models/fused.py",
+    "torchtitan_lite/optim/optimizer.py",
+    "torchtitan_lite/optim/finite_guard.py",
+    "torchtitan_lite/optim/grad_scaler.py",
+    "torchtitan_lite/data/loader.py",
+    "torchtitan_lite/data/samples.py",
+    "torchtitan_lite/data/order.py",
+]
+RECIPE_LINES = 3000
+LOADED_LINES = 8000
+FUNCTION_LINES = 60
+FILE_LINES = 400
+FOLDER_MODULES = 12
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__init__.py"]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module of ours that a file imports, also inside functions."""
+    known = {name_of(p) for p in PACKAGE.rglob("*.py")}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (
+                alias.name
+                for alias in node.names
+                if alias.name.split(".")[0] in ("torchtitan_lite", "train", "checkpoint")
+            )
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are absolute"
+            module = node.module or ""
+            if module.split(".")[0] in ("train", "checkpoint"):
+                yield module
+            elif module.split(".")[0] == "torchtitan_lite":
+                for alias in node.names:
+                    inner = f"{module}.{alias.name}"
+                    yield inner if inner in known else module
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def rooms_checked() -> list[Path]:
+    """All files but the root's __init__ and the commands."""
+    exempt = {PACKAGE / "__init__.py", *(PACKAGE / f"{name}.py" for name in COMMANDS)}
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path not in exempt]
+
+
+# --- rule 1 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", rooms_checked(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_rooms_before_its_own(path: Path) -> None:
+    room = room_of(name_of(path))
+    for module in imports(path):
+        other = room_of(module)
+        if module == "torchtitan_lite":
+            continue  # the version
+        assert module.split(".")[0] == "torchtitan_lite", f"{path} imports the front door {module}"
+        assert other in LEVEL, f"{path} imports {module}, which is in no room"
+        allowed = other == room or LEVEL[other] < LEVEL[room]
+        assert allowed, f"{path.relative_to(ROOT)} imports {module}: {room} comes before {other}"
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {name_of(path): {m for m in imports(path) if m != "torchtitan_lite"} for path in rooms_checked()}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, f"a circle of imports: {' -> '.join((*trail[trail.index(module) :], module))}"
+        if module not in done:
+            for other in sorted(graph.get(module, ())):
+                visit(other, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_models_know_nothing_of_ranks() -> None:
+    for path in (PACKAGE / "models").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "torch.distributed" not in text.replace("torch.distributed.tensor.DTensor", ""), path
+
+
+def test_a_command_module_is_only_a_name() -> None:
+    for name in COMMANDS:
+        body = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")).body
+        assert lines(PACKAGE / f"{name}.py") <= 12, name
+        assert not any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in body), name
+
+
+# --- rule 2 -----------------------------------------------------------------------------------------------------
+
+# what a plain run has no use for: it is imported when it is asked for
+NOT_LOADED = (
+    "torchtitan_lite.tools",
+    "torchtitan_lite.huggingface",
+    "torchtitan_lite.data.prepare.__main__",
+    "torchtitan_lite.monitoring.trackers",
+    "torchtitan_lite.monitoring.profiler",
+    *("plotly", "pyarrow", "tensorboard", "wandb", "transformers"),
+)
+_RUN = """
+import json, sys
+import train
+from torchtitan_lite.distributed import process_group
+def leave(code=0):
+    print("LOADED " + json.dumps(sorted(sys.modules)))
+    real(code)
+real, train.leave, process_group.leave = process_group.leave, leave, leave
+try:
+    train.leave(train.main(sys.argv[1:]))
+except SystemExit:
+    raise
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Every module that a two-step run of the defaults has imported at its end, on text that is prepared already."""
+    out = tmp_path_factory.mktemp("loaded")
+    values = TINY | {
+        "data.path": text,
+        "run.out_dir": out,
+        "train.steps": 2,
+        "optim.warmup_steps": 1,
+        "sample.every": 2,
+    }
+    values["model.family"] = "llama"
+    command = [sys.executable, "-c", _RUN, *options(values)]
+    succeeded(start([*command, "--run.name=prepares"]))
+    said = succeeded(start([*command, "--run.name=run"]))
+    (listed,) = re.findall(r"^LOADED (.*)$", said, re.M)
+    return set(json.loads(listed))
+
+
+def test_a_plain_run_loads_nothing_that_it_does_not_use(loaded: set[str]) -> None:
+    assert "torchtitan_lite.distributed.parallelize" in loaded
+    assert not sorted(m for m in loaded for unused in NOT_LOADED if m == unused or m.startswith(f"{unused}."))
+
+
+def test_a_plain_run_loads_few_lines_of_ours(loaded: set[str]) -> None:
+    files = [
+        path for path in (*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py") if name_of(path) in loaded
+    ]
+    total = sum(map(lines, files))
+    print(f"a plain run loads {total} lines in {len(files)} files of ours")
+    assert total <= LOADED_LINES
+
+
+# --- rule 3 -----------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_names_the_recipe_and_its_sum() -> None:
+    total = sum(lines(ROOT / file) for file in RECIPE)
+    assert total < RECIPE_LINES
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = re.search(r"recipe.{0,80}?([\d,]+) lines", readme, re.S)
+    assert said, "README.md does not give the recipe's length"
+    assert abs(int(said[1].replace(",", "")) - total) <= 50, f"README.md says {said[1]}, the files have {total} lines"
+    missing = [file for file in RECIPE if Path(file).stem not in readme and Path(file).name != "__init__.py"]
+    assert not missing, f"README.md does not name {missing}"
+
+
+# --- rule 4 -----------------------------------------------------------------------------------------------------
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, (node.end_lineno or 0) - node.lineno + 1
+
+
+def test_functions_are_short() -> None:
+    files = [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py", *(ROOT / "benchmarks").glob("*.py")]
+    long = [f"{path}: {name} has {n} lines" for path in files for name, n in functions(path) if n >= FUNCTION_LINES]
+    assert not long
+
+
+def test_a_long_file_gives_its_reason() -> None:
+    for path in [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]:
+        if lines(path) > FILE_LINES:
+            head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            assert "one file" in head, f"{path} has {lines(path)} lines: its head should say why it is one file"
+
+
+# --- rule 5 -----------------------------------------------------------------------------------------------------
+
+
+def test_no_folder_is_crowded() -> None:
+    counts = Counter(path.parent for path in modules())
+    assert not {str(folder): n for folder, n in counts.items() if n > FOLDER_MODULES}
+
+
+@pytest.mark.parametrize("page", ["README.md", "AGENTS.md"])
+def test_the_tree_has_a_line_for_each_folder(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for folder in sorted({path.parent.relative_to(PACKAGE) for path in modules()}):
+        if folder != Path():
+            assert re.search(rf"\b{folder}/", text), f"{page} has no line for torchtitan_lite/{folder}/"
+
+
+# --- rule 6 -----------------------------------------------------------------------------------------------------
+
+
+def test_families_are_named_in_one_place() -> None:
+    from torchtitan_lite.config.families import FAMILIES
+
+    homes = ("models/", "huggingface/", "config/families.py")
+    for path in [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]:
+        where = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
+        if where.startswith(homes):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in FAMILIES:
+                assert where == "config/schema.py", f"{where}:{node.lineno} names the family {node.value}"
+
+
+# --- rule 7 -----------------------------------------------------------------------------------------------------
+
+
+def test_each_thing_is_done_in_one_place() -> None:
+    """Functions of general use have one definition, and nobody else looks for what they find."""
+    defined: dict[str, list[str]] = {}
+    for path in [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name != "main":
+                defined.setdefault(node.name, []).append(name_of(path))
+    for name in ("usable_cores", "sync_folder", "on_rank0", "checkpoints_of", "nearest"):
+        assert len(defined.get(name, [])) == 1, (name, defined.get(name))
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "checkpointing":
+            assert "MANIFEST" not in path.read_text(encoding="utf-8"), f"{path}: checkpoints_of resolves paths"
+
+
+def test_nothing_is_imported_that_is_not_there() -> None:
+    """The modules that are started by name, and the files that are read by name."""
+    for name in (*COMMANDS, "data.prepare"):
+        result = subprocess.run(
+            [sys.executable, "-c", f"import importlib.util as u; assert u.find_spec('torchtitan_lite.{name}')"],
+            cwd=ROOT,
+        )
+        assert result.returncode == 0, name
