@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import CONTENDERS, PRODUCTS, Shape, missing
-from torchtitan_lite.distributed.process_group import usable_cores
+from torchtitan_lite.config.derive import usable_cores
 
 ROOT = Path(__file__).parent.parent
 OURS = "torchtitan_lite"

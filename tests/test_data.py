@@ -15,8 +15,9 @@ from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.order import permute, sample_index
 from torchtitan_lite.data.prepare import corpus
-from torchtitan_lite.data.prepare.cache import documents, prepare
-from torchtitan_lite.data.prepare.encode import Options
+from torchtitan_lite.data.prepare.cache import prepare
+from torchtitan_lite.data.prepare.plan import Options
+from torchtitan_lite.data.prepare.split import documents
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.data.tokenizer import bytes_per_token, end_token

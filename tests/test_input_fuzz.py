@@ -28,8 +28,8 @@ from torchtitan_lite.checkpointing.safetensors_file import announcement, write_t
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config import cli, derive, schema, toml
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import __main__, cache, corpus
-from torchtitan_lite.data.prepare.encode import Options
+from torchtitan_lite.data.prepare import __main__, corpus, split
+from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.distributed.sharding import own_tensors
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.huggingface import weights as hf
@@ -404,7 +404,7 @@ def test_hostile_text(amount: int) -> None:
             Path(name).write_bytes(content)
             for on_error in ("skip", "stop"):
                 with contextlib.suppress(UserError):
-                    list(cache.documents(corpus.find(name), Options(on_error=on_error)))
+                    list(split.documents(corpus.find(name), Options(on_error=on_error)))
         Path(name).unlink()
 
 

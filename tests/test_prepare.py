@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from tests.helpers import HANGS_S, ROOT
 from tests.test_data import decoded
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
-from torchtitan_lite.data.prepare import encode, readers, writer
+from torchtitan_lite.data.prepare import plan, readers, writer
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.cache import prepare
 from torchtitan_lite.data.prepare.corpus import Corpus
@@ -122,7 +122,7 @@ def test_blocks_of_text_files_are_at_most_64_kib(tmp_path: Path) -> None:
 def test_shards_hold_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a.jsonl", TEXTS)
     succeeds(source, "--out", tmp_path / "whole", "--tokenizer", "bytes")
-    monkeypatch.setattr(encode.Options, "__init__", _with_shards_of(1000, encode.Options.__init__))
+    monkeypatch.setattr(plan.Options, "__init__", _with_shards_of(1000, plan.Options.__init__))
     succeeds(source, "--out", tmp_path / "cut", "--tokenizer", "bytes")
     assert (tmp_path / "cut/train-00005.bin").is_file()
     for split in ("train", "val"):

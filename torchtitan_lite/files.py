@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 
-def _flush(stream: Any) -> None:
+def flush_to_disk(stream: Any) -> None:
     stream.flush()
     os.fsync(stream.fileno())
 
@@ -15,7 +15,7 @@ def write_durably(file: Path, content: bytes) -> None:
     beside = file.with_name(f"{file.name}.new")
     with beside.open("wb") as stream:
         stream.write(content)
-        _flush(stream)
+        flush_to_disk(stream)
     beside.replace(file)
 
 

@@ -1,6 +1,7 @@
 """What follows from a config and a world size."""
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,3 +42,8 @@ def flatten(config: Config) -> dict[str, Any]:
     """Every value by "section.key", as JSON has it."""
     tree = config.model_dump(mode="json")
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: a scheduler may have given it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

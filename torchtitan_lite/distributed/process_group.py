@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.derive import Layout, usable_cores
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import complain, flush
@@ -175,11 +175,6 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def usable_cores() -> int:
-    """The cores that this process may use: a scheduler may have given it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

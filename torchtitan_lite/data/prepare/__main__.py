@@ -19,9 +19,9 @@ from torchtitan_lite.config.schema import TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import content
 from torchtitan_lite.data.prepare import corpus as corpora
-from torchtitan_lite.data.prepare.cache import MOST_WORKERS, _encode, _records, plan_for
-from torchtitan_lite.data.prepare.encode import Options, plan_of, require_complete
-from torchtitan_lite.data.prepare.readers import MAX_DOCUMENT_BYTES
+from torchtitan_lite.data.prepare.cache import MOST_WORKERS, _records, encode_with_bar, plan_for
+from torchtitan_lite.data.prepare.encode import require_complete
+from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Options, plan_of
 from torchtitan_lite.data.prepare.summary import report, summary
 from torchtitan_lite.data.token_files import read_meta, remedy, verify
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
@@ -105,7 +105,7 @@ def _make(arguments: argparse.Namespace) -> int:
             plan = plan_for([corpus], config, arguments.val_fraction, work, options, print)
             job = plan.jobs[0]
             if not out.exists():
-                _encode(corpus, plan.tokenizer, job, out, options)
+                encode_with_bar(corpus, plan.tokenizer, job, out, options)
             elif not is_prepared(out) or read_meta(out).made_from != plan_of(corpus, job, options):
                 raise DataError(f"{out} is there already, and was made from something else; choose another --out")
             else:

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,14 @@ from torchtitan_lite.config.paths import expanded, is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet, as_in, require_end_token
-from torchtitan_lite.data.prepare import content, worker
+from torchtitan_lite.data.prepare import content
 from torchtitan_lite.data.prepare import corpus as corpora
 from torchtitan_lite.data.prepare.corpus import Corpus
-from torchtitan_lite.data.prepare.encode import Options, encode, plan_of, refusal
-from torchtitan_lite.data.prepare.readers import MAX_DOCUMENT_BYTES, chunks
-from torchtitan_lite.data.prepare.summary import summary
+from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Job, Options, plan_of
 from torchtitan_lite.data.token_files import FORMAT_VERSION, Meta, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
-TRAINED_ON_BYTES = 128 << 20  # of text, about: a tokenizer learns little from more
 MOST_WORKERS = 1024
 BYTES = "bytes"  # instead of a tokenizer.json
 
@@ -119,15 +116,19 @@ def _in_cache(texts: list[Corpus], data: DataConfig, config: TokenizerConfig, sa
                 continue
             with FileLock(cache / f"{folder.name}.lock"):
                 if not folder.is_dir():
-                    meta = _encode(corpus, plan.tokenizer, job, folder, Options())
+                    from torchtitan_lite.data.prepare.summary import summary
+
+                    meta = encode_with_bar(corpus, plan.tokenizer, job, folder, Options())
                     say(f"data    {summary(meta)}")
         return folders
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
 
 
-def _encode(corpus: Corpus, tokenizer: Tokenizer, job: worker.Job, out: Path, options: Options) -> Meta:
+def encode_with_bar(corpus: Corpus, tokenizer: Tokenizer, job: Job, out: Path, options: Options) -> Meta:
     """`encode` with a progress bar on a terminal."""
+    from torchtitan_lite.data.prepare.encode import encode  # which loads the text readers
+
     with tqdm(total=corpus.size(), unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
         return encode(corpus, tokenizer, job, out, options, lambda done: _move(bar, done))
 
@@ -146,7 +147,7 @@ class Plan:
     """What has to be known before the first document is encoded."""
 
     tokenizer: Tokenizer
-    jobs: list[worker.Job]  # one for each corpus
+    jobs: list[Job]  # one for each corpus
 
 
 def plan_for(
@@ -172,9 +173,11 @@ def plan_for(
     if plan is None:
         with FileLock(folder / f"{key}.lock"):
             if (plan := _kept_plan(kept, len(texts))) is None:
+                from torchtitan_lite.data.prepare.split import held_out_below, training_texts
+
                 _say_preparing(texts, say)
-                below = [_held_out_below(corpus, val_fraction, options) for corpus in texts]
-                found = given or bpe.train(_training_texts(texts, below, options), config.vocab_size)
+                below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
+                found = given or bpe.train(training_texts(texts, below, options), config.vocab_size)
                 end = bpe.end_token(found, config.end_token)
                 plan = {"below": below, "end": end, "tokenizer": found.to_str(pretty=True)}
                 write_durably(kept, json.dumps(plan).encode())
@@ -184,7 +187,7 @@ def plan_for(
     if unknown is None or unknown == end:  # as the end mark it can't stand for anything else
         unknown = -1
     jobs = [
-        worker.Job(definition, bpe.size(tokenizer), end, corpus.text_key, below, unknown)
+        Job(definition, bpe.size(tokenizer), end, corpus.text_key, below, unknown)
         for corpus, below in zip(texts, plan["below"], strict=True)
     ]
     return Plan(tokenizer, jobs)
@@ -204,38 +207,6 @@ def _say_preparing(texts: list[Corpus], say: Say) -> None:
     say(f"data    preparing {what}: {sum(len(corpus.files) for corpus in texts):,} files, once for all runs ...")
     if ignored := [file for corpus in texts for file in corpus.ignored]:
         say(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}")
-
-
-def documents(corpus: Corpus, options: Options) -> Iterator[str]:
-    """The documents of all files, in order; joined, those of a .txt file are its text."""
-    for chunk in chunks(corpus, options.max_document_bytes):
-        texts, problems = worker.texts(chunk, corpus.text_key)
-        if problems and options.on_error == "stop":
-            raise refusal(corpus.files[chunk.file], problems[0])
-        yield from texts
-
-
-def _held_out_below(corpus: Corpus, fraction: float, options: Options) -> int:
-    """The mark below which documents are for validation; it is above the lowest mark, so that there always is one."""
-    below, lowest, n = int(fraction * worker.MARKS), worker.MARKS, 0
-    for text in documents(corpus, options):
-        lowest, n = min(lowest, worker.mark(text.encode())), n + 1
-        if lowest < below and n > 1:
-            return below
-    if n < 2:
-        blocks = "blocks of 1 KiB" if all(corpora.kind(file) in ("", ".txt") for file in corpus.files) else "documents"
-        raise DataError(f"the text has {n} {blocks}; it takes at least 2, to train and to validate")
-    return max(below, lowest + 1)
-
-
-def _training_texts(texts: list[Corpus], below: list[int], options: Options) -> Iterator[str]:
-    """Training documents, so many that they come to about TRAINED_ON_BYTES, picked by their marks."""
-    share = min(1.0, TRAINED_ON_BYTES / max(sum(corpus.size() for corpus in texts), 1))
-    for corpus, limit in zip(texts, below, strict=True):
-        for text in documents(corpus, options):
-            mark = worker.mark(text.encode())
-            if mark >= limit and mark % 2**32 < share * 2**32:
-                yield text
 
 
 def _records(work: Path) -> Path:

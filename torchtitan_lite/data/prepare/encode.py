@@ -9,69 +9,39 @@
 
 import collections
 import contextlib
-import hashlib
 import json
-import os
 import queue
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from torchtitan_lite.config.derive import usable_cores
 from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import content, readers, worker
+from torchtitan_lite.data.prepare import content, worker
+from torchtitan_lite.data.prepare import plan as plan_module
 from torchtitan_lite.data.prepare.corpus import Corpus, stat_of
-from torchtitan_lite.data.prepare.readers import MAX_DOCUMENT_BYTES, Chunk, Problem, chunks
+from torchtitan_lite.data.prepare.plan import Options, plan_of
+from torchtitan_lite.data.prepare.readers import Chunk, Problem, chunks
 from torchtitan_lite.data.prepare.writer import Progress, Writer, read_progress
 from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import sync_folder, write_durably
 
-SHARD_TOKENS = 1 << 28
 _SMALL = 4 << 20  # bytes; less text is encoded before another process has started
 _LISTED = 1000  # skipped texts that meta.json names
 
 Advance = Callable[[int], None]  # is told how many bytes of the files were done
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to prepare."""
-
-    on_error: Literal["stop", "skip"] = "stop"
-    max_document_bytes: int = MAX_DOCUMENT_BYTES
-    workers: int = 0  # processes; 0: one per usable core, or none for a small corpus
-    shard_tokens: int = SHARD_TOKENS
-    keep_partial: bool = False  # after an error: whoever calls again with --on-error skip goes on from there
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def plan_of(corpus: Corpus, job: worker.Job, options: Options) -> str:
-    """A hash of all that decides the result (of a text without problems `on_error` does not)."""
-    decides = [
-        *(metas.FORMAT_VERSION, corpus.identity(), corpus.text_key, corpus.python_source),
-        *(hashlib.sha256(job.tokenizer.encode()).hexdigest(), job.end_token, job.held_out_below),
-        *(options.max_document_bytes, options.shard_tokens, readers.CHUNK_BYTES, readers.CHUNK_DOCUMENTS),
-    ]
-    definition = json.loads(job.tokenizer)
-    special = {entry["id"] for entry in definition.get("added_tokens", []) if entry.get("special")}
-    if definition["model"]["type"] != "BPE" or job.end_token not in special:
-        decides.append("literal text 1")  # an older version let text of these tokenizers become the end mark
-    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
-
-
 def encode(
-    corpus: Corpus, tokenizer: Tokenizer, job: worker.Job, out: Path, options: Options, advance: Advance
+    corpus: Corpus, tokenizer: Tokenizer, job: plan_module.Job, out: Path, options: Options, advance: Advance
 ) -> Meta:
     """Make the prepared folder `out`, or go on making it.
 
@@ -162,7 +132,7 @@ def refusal(file: Path, problem: Problem) -> DataError:
 # --- encoding in parallel ---------------------------------------------------------------------------------------
 
 
-def _results(corpus: Corpus, job: worker.Job, options: Options, progress: Progress) -> Iterator[tuple[Chunk, Any]]:
+def _results(corpus: Corpus, job: plan_module.Job, options: Options, progress: Progress) -> Iterator[tuple[Chunk, Any]]:
     """The chunks that are not done yet, and their results, in order."""
     todo = (
         chunk
@@ -206,7 +176,7 @@ def _results(corpus: Corpus, job: worker.Job, options: Options, progress: Progre
             one.close()
 
 
-def _finish(folder: Path, job: worker.Job, progress: Progress, options: Options, tokenizer_sha256: str) -> Meta:
+def _finish(folder: Path, job: plan_module.Job, progress: Progress, options: Options, tokenizer_sha256: str) -> Meta:
     train, val = progress.documents
     if train + val < 2:
         raise DataError(f"the text has {train + val} documents; it takes at least 2, to train and to validate")

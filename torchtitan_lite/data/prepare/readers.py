@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from torchtitan_lite.data.prepare.corpus import Corpus, kind, stat_of
+from torchtitan_lite.data.prepare.plan import CHUNK_BYTES, CHUNK_DOCUMENTS
 from torchtitan_lite.errors import DataError
 
-MAX_DOCUMENT_BYTES = 16 << 20
-CHUNK_BYTES = 512 * 1024  # bytes of text that a worker gets at a time
-CHUNK_DOCUMENTS = 4096  # at most
 _READ = 128 * 1024
 _NEWLINE = b"\n"
 

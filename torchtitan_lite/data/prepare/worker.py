@@ -5,7 +5,6 @@ preparing process leaves none behind. It imports no torch: a second of start-up 
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -22,24 +21,12 @@ from numpy.typing import NDArray
 
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.literal import Literal, LiteralError
+from torchtitan_lite.data.prepare.plan import Job, mark
 from torchtitan_lite.data.prepare.readers import Chunk, Problem
 from torchtitan_lite.data.token_files import token_dtype
 from torchtitan_lite.errors import DataError
 
 _BATCH_BYTES = 1 << 20
-MARKS = 2**64  # of documents: their hashes
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is the same for all chunks."""
-
-    tokenizer: str  # the content of a tokenizer.json
-    vocab_size: int
-    end_token: int
-    text_key: str
-    held_out_below: int  # documents whose mark is below this are for validation
-    unknown: int = -1  # the entry for what the vocabulary does not have; -1: there is none
 
 
 @dataclass
@@ -59,11 +46,6 @@ class Result:
     train: Encoded
     val: Encoded
     problems: list[Problem]
-
-
-def mark(text: bytes) -> int:
-    """A hash of a document, 0 <= mark < 2^64: it decides the split, and stays the same when others are added."""
-    return int.from_bytes(hashlib.sha256(text).digest()[:8])
 
 
 def texts(chunk: Chunk, key: str) -> tuple[list[str], list[Problem]]:

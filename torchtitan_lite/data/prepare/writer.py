@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lite.data import token_files as metas
+from torchtitan_lite.data.prepare import plan as plan_module
 from torchtitan_lite.data.prepare import worker
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.readers import Chunk
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.files import _flush, write_durably
+from torchtitan_lite.files import flush_to_disk, write_durably
 
 COMMIT_EVERY_S = 1.0
 
@@ -81,7 +82,7 @@ def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int)
 class Writer:
     """The files of OUT.partial. What is behind the last commit does not count."""
 
-    def __init__(self, folder: Path, job: worker.Job, shard_tokens: int, progress: Progress) -> None:
+    def __init__(self, folder: Path, job: plan_module.Job, shard_tokens: int, progress: Progress) -> None:
         self._folder, self._progress = folder, progress
         self._dtype = np.dtype(metas.token_dtype(job.vocab_size))
         self._shard_tokens = shard_tokens
@@ -133,7 +134,7 @@ class Writer:
         while len(tokens):
             number, used = divmod(self._written[i], self._shard_tokens)
             if used == 0:
-                _flush(self._shards[i])
+                flush_to_disk(self._shards[i])
                 self._shards[i].close()
                 self._shards[i] = self._open(metas.shard_name(metas.SPLITS[i], number), 0)
             now, tokens = tokens[: self._shard_tokens - used], tokens[self._shard_tokens - used :]
@@ -143,7 +144,7 @@ class Writer:
     def commit(self) -> None:
         """From here on a restart begins with the chunk after this one."""
         for stream in (*self._shards, *self._indices, self._skipped):
-            _flush(stream)
+            flush_to_disk(stream)
         write_durably(self._folder / "progress.json", json.dumps(asdict(self._progress)).encode())
         self._committed = time.monotonic()
 

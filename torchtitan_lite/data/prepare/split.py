@@ -1,0 +1,45 @@
+"""Which documents are held out for validation, and which the tokenizer is trained on."""
+
+from collections.abc import Iterator
+
+from torchtitan_lite.data.prepare import corpus as corpora
+from torchtitan_lite.data.prepare import plan, worker
+from torchtitan_lite.data.prepare.corpus import Corpus
+from torchtitan_lite.data.prepare.encode import refusal
+from torchtitan_lite.data.prepare.plan import Options
+from torchtitan_lite.data.prepare.readers import chunks
+from torchtitan_lite.errors import DataError
+
+TRAINED_ON_BYTES = 128 << 20  # of text, about: a tokenizer learns little from more
+
+
+def documents(corpus: Corpus, options: Options) -> Iterator[str]:
+    """The documents of all files, in order; joined, those of a .txt file are its text."""
+    for chunk in chunks(corpus, options.max_document_bytes):
+        texts, problems = worker.texts(chunk, corpus.text_key)
+        if problems and options.on_error == "stop":
+            raise refusal(corpus.files[chunk.file], problems[0])
+        yield from texts
+
+
+def held_out_below(corpus: Corpus, fraction: float, options: Options) -> int:
+    """The mark below which documents are for validation; it is above the lowest mark, so that there always is one."""
+    below, lowest, n = int(fraction * plan.MARKS), plan.MARKS, 0
+    for text in documents(corpus, options):
+        lowest, n = min(lowest, plan.mark(text.encode())), n + 1
+        if lowest < below and n > 1:
+            return below
+    if n < 2:
+        blocks = "blocks of 1 KiB" if all(corpora.kind(file) in ("", ".txt") for file in corpus.files) else "documents"
+        raise DataError(f"the text has {n} {blocks}; it takes at least 2, to train and to validate")
+    return max(below, lowest + 1)
+
+
+def training_texts(texts: list[Corpus], below: list[int], options: Options) -> Iterator[str]:
+    """Training documents, so many that they come to about TRAINED_ON_BYTES, picked by their marks."""
+    share = min(1.0, TRAINED_ON_BYTES / max(sum(corpus.size() for corpus in texts), 1))
+    for corpus, limit in zip(texts, below, strict=True):
+        for text in documents(corpus, options):
+            mark = plan.mark(text.encode())
+            if mark >= limit and mark % 2**32 < share * 2**32:
+                yield text
