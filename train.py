@@ -31,10 +31,9 @@ from torchtitan_lite.config import cli
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
-from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.loader import Ahead, Loader
 from torchtitan_lite.data.packing import pack_all
-from torchtitan_lite.data.prepare.cache import prepare_all
 from torchtitan_lite.data.samples import open_samples
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import (

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data.dataset import prepare
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.order import permute, sample_index
 from torchtitan_lite.data.prepare import corpus
-from torchtitan_lite.data.prepare.cache import prepare
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.prepare.split import documents
 from torchtitan_lite.data.samples import Samples

@@ -12,9 +12,8 @@ from tests.helpers import checkpoint, ranks, succeeded, tiny
 from tests.test_data import make
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
-from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.cache import prepare_all
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.huggingface import weights

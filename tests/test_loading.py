@@ -17,11 +17,11 @@ from tests.helpers import losses, ranks, records, succeeded, tiny
 from tests.test_data import decoded, make, rows, stream_of
 from torchtitan_lite.config.load import Setting, load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
+from torchtitan_lite.data.dataset import prepare, prepare_all
 from torchtitan_lite.data.loader import Ahead, Batch, Loader
 from torchtitan_lite.data.order import Interleave, permute, sample_index, sample_indices, shares_of
 from torchtitan_lite.data.packing import _pieces, _rows
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.cache import prepare, prepare_all
 from torchtitan_lite.data.samples import Mixture, Samples, open_samples
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError

@@ -26,9 +26,9 @@ from tokenizers import Tokenizer
 from tests.helpers import HANGS_S, ROOT
 from tests.test_data import decoded
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data.dataset import prepare
 from torchtitan_lite.data.prepare import plan, readers, writer
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.cache import prepare
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.token_files import read_meta, verify
 from torchtitan_lite.errors import DataError

@@ -14,9 +14,9 @@ from tests.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import packing, token_files
+from torchtitan_lite.data.dataset import prepare
 from torchtitan_lite.data.prepare import content, corpus, readers, worker, writer
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.cache import prepare
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import read_meta, verify
 from torchtitan_lite.errors import DataError

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.config.schema import TokenizerConfig
+from torchtitan_lite.config.paths import is_prepared
+from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.prepare import corpus as corpora
+from torchtitan_lite.data.prepare.cache import Say, _in_cache
 from torchtitan_lite.data.token_files import Meta, read_meta
 from torchtitan_lite.errors import DataError
 
@@ -99,3 +102,49 @@ def require_end_token(config: TokenizerConfig, folder: Path, meta: Meta) -> None
             f"documents in {folder} end with {bpe.shown(tokenizer, meta.end_token)}, and tokenizer.end_token is "
             f"{config.end_token!r}; leave tokenizer.end_token out, or prepare the text again with that --end-token"
         )
+
+
+def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, say: Say) -> DataSet:
+    """The data of a run: `[data] path`, or each of `[data.sources]`; what is text is prepared if it is not yet.
+
+    Every rank may call it, before there is a process group: one makes it, the others wait.
+
+    Raises:
+        DataError: text that can't be used, or prepared data that is damaged or has another tokenizer.
+    """
+    if not data.sources:
+        folder = prepare(data, tokenizer, say)
+        name = data.path if isinstance(data.path, str) else ", ".join(data.path)
+        return DataSet.of({name or "the standard library": (1.0, folder)})
+    texts = {name: corpora.find(name, data.text_key) for name in data.sources if not is_prepared(name)}
+    folders = {name: Path(name).expanduser() for name in data.sources if name not in texts}
+    if texts:
+        if folders:
+            tokenizer = as_in(next(iter(folders.values())), tokenizer)
+        made = _in_cache(list(texts.values()), data, tokenizer, say)
+        folders |= dict(zip(texts, made, strict=True))
+    found = DataSet.of({name: (weight, folders[name]) for name, weight in data.sources.items()})
+    _require_tokenizer(tokenizer, found.folder, found.sources[0].meta)
+    return found
+
+
+def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say) -> Path:
+    """The prepared folder of `[data] path`: that folder itself, or one in the cache, made if it is not there yet.
+
+    Raises:
+        DataError: the text is missing, can't be used, or is too short.
+    """
+    if isinstance(data.path, str) and data.path and is_prepared(data.path):
+        folder = Path(data.path).expanduser()
+        _require_tokenizer(tokenizer, folder, read_meta(folder))
+        return folder
+    return _in_cache([corpora.find(data.path, data.text_key)], data, tokenizer, say)[0]
+
+
+def _require_tokenizer(config: TokenizerConfig, folder: Path, meta: Meta) -> None:
+    if config.path and (wanted := bpe.sha256(bpe.load(Path(config.path)))) != meta.tokenizer_sha256:
+        raise DataError(
+            f"{folder} was prepared with another tokenizer ({meta.tokenizer_sha256[:12]}) than tokenizer.path = "
+            f"{config.path} ({wanted[:12]}); leave tokenizer.path out, or prepare the text again with that one"
+        )
+    require_end_token(config, folder, meta)
