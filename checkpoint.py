@@ -40,14 +40,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_lite.checkpointing import dcp_storage, progress, storage
+from torchtitan_lite.checkpointing import progress, storage
 from torchtitan_lite.checkpointing.compatibility import with_defaults
 from torchtitan_lite.checkpointing.safetensors_file import (
-    Announced,
     FileRecord,
     TensorFileWriter,
-    announcement,
+    TensorSpecs,
     layout,
+    specs_of,
     write_tensors,
 )
 from torchtitan_lite.checkpointing.save import Saver, Write
@@ -152,8 +152,10 @@ class Checkpointer:
 
         def compare() -> None:
             nonlocal weights
+            from torchtitan_lite.checkpointing import dcp_storage
+
             weights = open_weights(True)
-            found = {name: shape for name, (_, shape) in dcp_storage.announced(weights).items()}
+            found = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
             advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
             storage.compare(Path("model.init_from"), found, _shapes(targets), "model", advice)
 
@@ -181,6 +183,8 @@ class Checkpointer:
 
     def _compare(self, folder: Path, manifest: Manifest) -> None:
         if manifest.state_dict == "sharded":
+            from torchtitan_lite.checkpointing import dcp_storage
+
             storage.compare(
                 folder, dcp_storage.shapes(folder), _shapes(sharding.by_name(self._parts())), "model or optimizer"
             )
@@ -191,28 +195,28 @@ class Checkpointer:
     # --- saving -------------------------------------------------------------------------------------------------
 
     def _full_by_dtensor(self, parts: sharding.Parts, beside: bool) -> Write:
-        announced = {file: announcement(tensors) for file, tensors in parts.items()}
+        specs = {file: specs_of(tensors) for file, tensors in parts.items()}
         live = sharding.by_name(parts)
         if beside:
             copies = self._copied(to_be_copied(live, self.world.rank))
-            return functools.partial(self._write_while_gathering, announced, Gathering(live, copies, self._saver.group))
+            return functools.partial(self._write_while_gathering, specs, Gathering(live, copies, self._saver.group))
         whole = lambda name: self._whole(live[name])  # noqa: E731
-        return functools.partial(self._write_while_gathering, announced, whole)
+        return functools.partial(self._write_while_gathering, specs, whole)
 
     def _write_while_gathering(
-        self, files: Mapping[str, Announced], gathered: Callable[[str], Tensor], folder: Path
+        self, files: Mapping[str, TensorSpecs], gathered: Callable[[str], Tensor], folder: Path
     ) -> dict[str, FileRecord]:
         """Rank 0 holds one whole tensor at a time."""
         records: dict[str, FileRecord] = {}
         failure: Exception | None = None
-        for file, announced in files.items():
+        for file, specs in files.items():
             writer = None
-            for name in layout(announced)[1]:
+            for name in layout(specs)[1]:
                 # all ranks take part, also after rank 0 has failed to write
                 whole = gathered(f"{sharding.prefix(file)}{name}")
                 if self.world.rank == 0 and failure is None:
                     try:
-                        writer = writer or TensorFileWriter(folder / file, announced)
+                        writer = writer or TensorFileWriter(folder / file, specs)
                         writer.write(whole)
                     except Exception as error:  # whatever it is: the others must not wait for this rank
                         failure = error
@@ -254,7 +258,7 @@ class Checkpointer:
         def write(folder: Path) -> dict[str, FileRecord]:
             records = {}
             for file, tensors in content.items() if self.world.rank == 0 else ():
-                records[file] = write_tensors(folder / file, announcement(tensors), tensors.__getitem__, ahead=0)
+                records[file] = write_tensors(folder / file, specs_of(tensors), tensors.__getitem__, ahead=0)
             return records
 
         return write
@@ -269,6 +273,8 @@ class Checkpointer:
         return self._shard_writer({name: state[name] for name in sharding.by_name(parts)}, beside)
 
     def _shard_writer(self, state: Tensors, beside: bool) -> Write:
+        from torchtitan_lite.checkpointing import dcp_storage
+
         copies = self._copied(state) if beside else None
 
         def write(folder: Path) -> dict[str, FileRecord]:
@@ -304,7 +310,7 @@ class Checkpointer:
         elif manifest.state_dict == "full":
             self._set_full(folder)
         elif self.config.api == "dtensor":
-            dcp_storage.load(sharding.by_name(self._parts()), folder, self.world.patient)
+            self._load_shards(folder)
         else:
             self._set_sharded(folder)
 
@@ -334,10 +340,17 @@ class Checkpointer:
         set_optimizer_state_dict(self.model, self.optimizer, nested, options=options)
         sharding.restore(self.optimizer, ours)
 
-    def _set_sharded(self, folder: Path) -> None:
-        ours = sharding.hyperparameters(self.optimizer)
+    def _load_shards(self, folder: Path) -> Tensors:
+        """Fill this rank's tensors from a sharded checkpoint. Returns them by name."""
+        from torchtitan_lite.checkpointing import dcp_storage
+
         state = sharding.by_name(self._parts())
         dcp_storage.load(state, folder, self.world.patient)
+        return state
+
+    def _set_sharded(self, folder: Path) -> None:
+        ours = sharding.hyperparameters(self.optimizer)
+        state = self._load_shards(folder)
         model, optimizer = (
             {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
             for prefix in (sharding.prefix(storage.MODEL), sharding.prefix(storage.OPTIMIZER))

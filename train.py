@@ -32,8 +32,7 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
-from torchtitan_lite.data.loader import Ahead, Loader
-from torchtitan_lite.data.packing import pack_all
+from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.samples import open_samples
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import (
@@ -51,32 +50,30 @@ from torchtitan_lite.distributed.process_group import (
     from_rank0,
     leave,
     local_rank,
+    print_once,
     process_group,
-    say_once,
     sum_over_ranks,
 )
-from torchtitan_lite.distributed.shared_memory import apply_shared_memory
 from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, run_cli
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import duration, what_next
 from torchtitan_lite.monitoring.metrics import Clock, Log
-from torchtitan_lite.monitoring.mfu import flops_per_token
-from torchtitan_lite.monitoring.watchdog import Watch
+from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, learning_rate, set_learning_rate
-from torchtitan_lite.terminal import complain, show
+from torchtitan_lite.terminal import print_error, show
 from torchtitan_lite.training import checks, out_of_memory
 from torchtitan_lite.training import start as starting
 from torchtitan_lite.training.evaluate import Validation
 from torchtitan_lite.training.garbage import on_schedule
-from torchtitan_lite.training.preemption import Leaving, prepare_process
+from torchtitan_lite.training.preemption import Preemption, prepare_process
 from torchtitan_lite.training.sampling import Prompts, sample
 from torchtitan_lite.training.session import (
-    Training,
-    judge,
+    Session,
+    check_previous_step,
     log_step,
-    peak_flops,
+    peak_tokens_per_second,
     report_save,
     save,
     source_lines,
@@ -84,7 +81,7 @@ from torchtitan_lite.training.session import (
 )
 
 
-def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "") -> Training:
+def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "") -> Session:
     """Everything that a run works with, and the state that it starts from. Nothing in the run's folder changes.
 
     Args:
@@ -116,30 +113,49 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     samples = open_samples(data, "train", config.train.seq_len, config.data.packing)
     cut = config.train.micro_batch_size, world.rank, world.world_size
     on_gpu = world.device.type == "cuda"
-    loader = Ahead(Loader(samples, *cut, config.run.seed, config.data.document_mask, pin=on_gpu), world.device)
+    loader = PrefetchingLoader(
+        Loader(samples, *cut, config.run.seed, config.data.document_mask, pin=on_gpu), world.device
+    )
     validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data)
 
     # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
-    leaving, watch = Leaving(config.run.max_minutes), Watch(config.folder, world, config.run.timeout_minutes)
+    preemption = Preemption(config.run.max_minutes)
+    watchdog = Watchdog(config.folder, world, config.run.timeout_minutes)
     saving = config.checkpoint.model_copy(update={"resume": resume or config.checkpoint.resume})
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, saving, world)
     fresh = fresh_state(config, data, world, validation.identity())
     try:
-        with watch.loading("loading a checkpoint"):
+        with watchdog.loading("loading a checkpoint"):
             loaded = load_newest(config, checkpointer, fresh, log)
     except BaseException:
-        watch.close()
+        watchdog.close()
         loader.close()
         raise
     state = continued(loaded, fresh) if loaded else fresh
 
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
     skips = config.train.on_nonfinite == "skip"
-    guard = FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0, state.skipped)
-    return Training(
-        *(config, layout, world, model, optimizer, scaler, guard, leaving, watch, loader, validation),
-        *(prompts, checkpointer, state, log, Clock(), samples, profile(config, world)),
-        *(flops_per_token(model, config.train.seq_len), peak_flops(config, world), loaded),
+    return Session(
+        config=config,
+        layout=layout,
+        world=world,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        guard=FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0, state.skipped),
+        preemption=preemption,
+        watchdog=watchdog,
+        loader=loader,
+        validation=validation,
+        prompts=prompts,
+        checkpointer=checkpointer,
+        state=state,
+        log=log,
+        clock=Clock(),
+        samples=samples,
+        profile=profile(config, world),
+        peak_tokens_per_second=peak_tokens_per_second(config, model, world),
+        loaded=loaded,
     )
 
 
@@ -171,31 +187,31 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     """Build, say what it is, train, and leave behind how it ended."""
     config = loaded_config.config
     try:
-        t = starting.start(loaded_config, data, world, log, build)
+        s = starting.start(loaded_config, data, world, log, build)
     except Exception as error:
         run_folder.write_status(config.folder, world, "failed", None, str(error) or repr(error))
         raise
-    if t is None:
+    if s is None:
         return
     trackers = None
     if config.log.trackers and world.rank == 0:
         from torchtitan_lite.monitoring.trackers import Trackers
 
-        trackers = Trackers(config.log, config.folder, t.state)
+        trackers = Trackers(config.log, config.folder, s.state)
         log.attach(trackers)
     try:
-        with t.leaving, t.watch.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
-            train(t)
+        with s.preemption, s.watchdog.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
+            train(s)
     except Exception as error:
         # an error that all ranks have: a save in the background can still end well
         if isinstance(error, UserError) and not isinstance(error, StuckError):
-            report_save(t, wait=True)
-        run_folder.write_status(config.folder, world, "failed", t.state.step, str(error) or repr(error))
+            report_save(s, wait=True)
+        run_folder.write_status(config.folder, world, "failed", s.state.step, str(error) or repr(error))
         raise
     finally:
         if trackers is not None:
             trackers.close()
-        t.close()
+        s.close()
 
 
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.Transformer:
@@ -207,42 +223,44 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.T
     apply_activation_checkpointing(model, config.activation_checkpointing)
     apply_compile(model, config.compile)
     apply_fsdp(model, mesh, config.fsdp)
-    if config.speed.shared_memory:
+    if config.speed.shared_memory and mesh.size() > 1:
+        from torchtitan_lite.distributed.shared_memory import apply_shared_memory
+
         apply_shared_memory(model, mesh)
     return model
 
 
-def train(t: Training) -> None:
-    """Train from the step after `t.state` to the last one."""
-    config, log = t.config, t.log
-    log.start_bar(t.state.step, config.train.steps)
-    first, logged = t.state.step, t.state.tokens
+def train(s: Session) -> None:
+    """Train from the step after `s.state` to the last one."""
+    config, log = s.config, s.log
+    log.start_bar(s.state.step, config.train.steps)
+    first, logged = s.state.step, s.state.tokens
     for step in range(first + 1, config.train.steps + 1):
-        t.watch.step(step)
-        if t.profile is not None:
-            t.profile.begin(step)
-        loss, grad_norm = train_step(t, step)
-        last = step == config.train.steps or t.guard.leaving
+        s.watchdog.step(step)
+        if s.profile is not None:
+            s.profile.begin(step)
+        loss, grad_norm = train_step(s, step)
+        last = step == config.train.steps or s.preemption.agreed
         if due(step, config.log.every) or last:
-            judge(t)
-            log_step(t, step, loss.item(), grad_norm.item(), n_tokens=t.state.tokens - logged, first=first)
-            logged = t.state.tokens
+            check_previous_step(s)
+            log_step(s, step, loss.item(), grad_norm.item(), n_tokens=s.state.tokens - logged, first=first)
+            logged = s.state.tokens
         if config.eval.every and (due(step, config.eval.every) or step == config.train.steps):
-            with t.clock.paused():
-                validate(t, step)
+            with s.clock.paused():
+                validate(s, step)
         if due(step, config.checkpoint.every) or last:
-            judge(t)
-            require_finite(t.model, step)
-            require_equal_copies(t.model, t.optimizer, step)
-            with t.clock.paused():
-                save(t, last=last)
-        if config.sample.every and not t.guard.leaving and (due(step, config.sample.every) or last):
-            with t.clock.paused():
-                sample(t.model, t.prompts, step, stream(config.run.seed, step, 0, 0), t.world, log)
-        report_save(t, wait=False)
-        if t.profile is not None:
-            with t.clock.paused():
-                if said := t.profile.end(step, last=last):
+            check_previous_step(s)
+            require_finite(s.model, step)
+            require_equal_copies(s.model, s.optimizer, step)
+            with s.clock.paused():
+                save(s, last=last)
+        if config.sample.every and not s.preemption.agreed and (due(step, config.sample.every) or last):
+            with s.clock.paused():
+                sample(s.model, s.prompts, step, stream(config.run.seed, step, 0, 0), s.world, log)
+        report_save(s, wait=False)
+        if s.profile is not None:
+            with s.clock.paused():
+                if said := s.profile.end(step, last=last):
                     log.say(said)
         if due(step, config.speed.gc_every):
             gc.collect()
@@ -250,63 +268,64 @@ def train(t: Training) -> None:
         if last:
             break
     log.close()
-    seconds = time.perf_counter() - t.clock.started
-    if t.state.step < config.train.steps:
-        why = t.leaving.reason or "another rank was asked to"
+    seconds = time.perf_counter() - s.clock.started
+    if s.state.step < config.train.steps:
+        why = s.preemption.reason or "another rank was asked to"
         log.say(
-            f"left    after step {t.state.step} of {config.train.steps} ({why}); the same command goes on from there"
+            f"left    after step {s.state.step} of {config.train.steps} ({why}); the same command goes on from there"
         )
-        run_folder.write_status(config.folder, t.world, "preempted", t.state.step, why)
+        run_folder.write_status(config.folder, s.world, "preempted", s.state.step, why)
         return
-    run_folder.write_status(config.folder, t.world, "complete", t.state.step)
-    for line in source_lines(t):
+    run_folder.write_status(config.folder, s.world, "complete", s.state.step)
+    for line in source_lines(s):
         log.say(line)
-    log.say(f"done    {t.state.step - first} steps in {duration(seconds)}; {what_next(config, t.state.step)}")
+    log.say(f"done    {s.state.step - first} steps in {duration(seconds)}; {what_next(config, s.state.step)}")
 
 
-def train_step(t: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimizer step.
 
     Returns:
         the mean loss per token of the global batch, and the norm of its gradient before clipping, both () and still on
         the device: reading them would make the host wait.
     """
-    if t.config.fsdp.explicit_prefetching:
-        unshard_first(t.model)  # this all-gather is issued before the batch is fetched, to overlap with that
-    with t.clock.timing("data_s"):
-        batch = t.loader.batch(t.state.samples_consumed, t.config.train.global_batch_size)
-    t.watch.computing()
+    if s.config.fsdp.explicit_prefetching:
+        unshard_first(s.model)  # this all-gather is issued before the batch is fetched, to overlap with that
+    with s.clock.timing("data_s"):
+        batch = s.loader.batch(s.state.samples_consumed, s.config.train.global_batch_size)
+    s.watchdog.computing()
 
-    device, world = t.world.device, t.world
+    device, world = s.world.device, s.world
     loss_sum = torch.zeros((), device=device)
     for i, micro in enumerate(batch.micro_batches):
         # Dropout is a function of this, so that there is no random state to save.
-        torch.manual_seed(stream(t.config.run.seed, step, i, world.rank))
-        before_micro_batch(t.model, t.config.fsdp, last=i == len(batch.micro_batches) - 1)
-        loss = t.model(*micro.on(device))
+        torch.manual_seed(stream(s.config.run.seed, step, i, world.rank))
+        before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
+        loss = s.model(*micro.on(device))
         # FSDP averages gradients over the ranks; the loss is a sum over all of them, divided once by all tokens.
-        t.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
+        s.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
 
-    t.scaler.unscale_(t.model)
-    grad_norm = clip_gradients(t.model, t.config.optim.max_norm)
+    s.scaler.unscale_(s.model)
+    grad_norm = clip_gradients(s.model, s.config.optim.max_norm)
     totals = torch.zeros(2 + world.world_size, device=device)
     totals[0] = loss_sum
-    totals[1] = float(t.leaving.asked())
+    totals[1] = float(s.preemption.requested())
     totals[2 + world.rank] = (~loss_sum.isfinite()).float()
     sum_over_ranks(totals)
 
-    judge(t)  # the step before: by now the device is done with it
-    set_learning_rate(t.optimizer, learning_rate(t.config.optim, step, t.config.train.steps))
-    with t.clock.timing("optimizer_s"):
-        t.guard.update(step, totals[2:], grad_norm, totals[1])
+    check_previous_step(s)  # the step before: by now the device is done with it
+    set_learning_rate(s.optimizer, learning_rate(s.config.optim, step, s.config.train.steps))
+    with s.clock.timing("optimizer_s"):
+        s.guard.update(step, totals[2:], grad_norm)
+    s.preemption.share(totals[1])
 
-    t.state = replace(
-        t.state,
+    s.state = replace(
+        s.state,
         step=step,
         val_loss=None,
-        tokens=t.state.tokens + batch.global_tokens,
-        samples_consumed=t.state.samples_consumed + t.config.train.global_batch_size,
+        tokens=s.state.tokens + batch.global_tokens,
+        samples_consumed=s.state.samples_consumed + s.config.train.global_batch_size,
     )
     return totals[0] / batch.global_tokens, grad_norm
 
@@ -324,7 +343,7 @@ def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code; what a person can act on is printed once per machine."""
-    return run_cli("train.py", lambda: start(argv), say=lambda text: say_once(text, local_rank()))
+    return run_cli("train.py", lambda: start(argv), say=lambda text: print_once(text, local_rank()))
 
 
 def start(argv: Sequence[str]) -> int:
@@ -350,7 +369,7 @@ def start(argv: Sequence[str]) -> int:
             prepare_and_run(command)
     except KeyboardInterrupt:
         if speaks:
-            complain("train.py: stopped; the same command goes on from the newest checkpoint")
+            print_error("train.py: stopped; the same command goes on from the newest checkpoint")
         return 130
     return 0
 
@@ -360,6 +379,8 @@ def prepare_and_run(command: cli.Command) -> None:
     config = command.loaded.config
     data = prepare_all(config.data, config.tokenizer, show)
     if config.data.packing == "best_fit":
+        from torchtitan_lite.data.packing import pack_all
+
         pack_all(data, config.train.seq_len, show)
     if command.dry_run:
         from torchtitan_lite.tools import dry_run

@@ -111,7 +111,7 @@ def small_operators() -> None:
     show("rotary positions of queries", core_ms(lambda: rotate(x, cos, sin)), {"few passes": few})
     norm, wide = fused.RMSNorm(SHAPE.dim, 1e-5).to(BF16), leaf(4 * SHAPE.seq_len, SHAPE.dim)
     plain = core_ms(lambda: norm(wide))
-    norm.few_passes = True
+    norm.fused = True
     show("RMSNorm", plain, {"few passes": core_ms(lambda: norm(wide))})
 
 

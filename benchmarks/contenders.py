@@ -40,8 +40,8 @@ from torchtitan_lite.monitoring.metrics import Clock
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
-from torchtitan_lite.training.preemption import Leaving
-from torchtitan_lite.training.session import Training
+from torchtitan_lite.training.preemption import Preemption
+from torchtitan_lite.training.session import Session
 
 Step = Callable[[], None]
 
@@ -85,14 +85,14 @@ class RandomSamples:
         self._rows = torch.randint(shape.vocab_size, (self.n_samples, shape.seq_len + 1), generator=generator).numpy()
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See samples.Drawn."""
+        """See samples.SampleSource."""
         rows = Rows.empty(len(run_samples), self.seq_len)
         both = self._rows[run_samples % self.n_samples]
         rows.tokens[:], rows.targets[:] = both[:, :-1], both[:, 1:]
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See samples.Drawn."""
+        """See samples.SampleSource."""
         return len(run_samples) * self.seq_len
 
 
@@ -109,12 +109,12 @@ def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str =
         "tokenizer.vocab_size": shape.vocab_size,
         "model.n_kv_heads": shape.n_heads,
     }
-    given = {key: load.Setting(value, "benchmark") for key, value in (values | more).items()}
+    given = {key: load.ConfigValue(value, "benchmark") for key, value in (values | more).items()}
     n_gpus = torch.cuda.device_count() if device == "cuda" else 0
     return load.load(None, given, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size).config
 
 
-def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Training:
+def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
     """What train.run builds, on random tokens and without files."""
     config = config_of(shape, world.world_size, more, world.device.type)
     layout = derive(config, world.world_size)
@@ -126,9 +126,26 @@ def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Training:
     unused: Any = None  # the loop's, not a step's
     watch: Any = SimpleNamespace(computing=lambda: None)
     guard = FiniteGuard(optimizer, scaler)
-    return Training(
-        *(config, layout, world, model, optimizer, scaler, guard, Leaving(max_minutes=0), watch, loader),
-        *(unused, unused, unused, TrainState(), unused, Clock(), unused, unused, 0, 0.0),
+    return Session(
+        config=config,
+        layout=layout,
+        world=world,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        guard=guard,
+        preemption=Preemption(max_minutes=0),
+        watchdog=watch,
+        loader=loader,
+        validation=unused,
+        prompts=unused,
+        checkpointer=unused,
+        state=TrainState(),
+        log=unused,
+        clock=Clock(),
+        samples=unused,
+        profile=None,
+        peak_tokens_per_second=0.0,
     )
 
 

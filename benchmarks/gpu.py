@@ -85,10 +85,10 @@ def flops_per_token(options: list[str], *, causal: bool) -> int:
     Args:
         causal: count only the half of attention that a causal model needs.
     """
-    given: load.Settings = {}
+    given: load.ConfigValues = {}
     for option in options[1:]:
         key, value = option.removeprefix("--").split("=", 1)
-        given[key] = load.Setting(load.parse_value(key, value), "benchmark")
+        given[key] = load.ConfigValue(load.parse_value(key, value), "benchmark")
     config = load.load(ROOT / options[0].split("=")[1], given).config
     with torch.device("meta"):
         model = models.build(config.model, config.tokenizer.vocab_size)

@@ -50,7 +50,7 @@ def rate(options: list[str]) -> float:
 
 def peak_mib(mode: str) -> float:
     """The most that one forward and backward hold beyond parameters, in MiB: gradients and activations."""
-    setting = {"activation_checkpointing.mode": load.Setting(mode, ""), "model.size": load.Setting("15M", "")}
+    setting = {"activation_checkpointing.mode": load.ConfigValue(mode, ""), "model.size": load.ConfigValue("15M", "")}
     config = load.load(None, setting).config
     with torch.device("meta"):
         model = build(config.model, 4096)

@@ -29,25 +29,25 @@ from torchtitan_lite.distributed.process_group import leave, process_group
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models.loss import CHUNK
 from torchtitan_lite.tools.allocator import peak_of
-from torchtitan_lite.training.session import Training
+from torchtitan_lite.training.session import Session
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
 
 
-def held(t: Training) -> int:
+def held(t: Session) -> int:
     """Bytes of this rank's shards of parameters and moments."""
     moments = [v for state in t.optimizer.state.values() for v in state.values() if v.ndim]
     return sum(local_rows(tensor)[0].nbytes for tensor in (*t.model.parameters(), *moments))
 
 
-def peak_of_a_step(t: Training) -> int:
+def peak_of_a_step(t: Session) -> int:
     """The most bytes of one step, with what is held before it."""
     before = held(t)
     return before + peak_of(lambda: train.train_step(t, t.state.step + 1))
 
 
-def kept_for_backward(t: Training) -> int:
+def kept_for_backward(t: Session) -> int:
     """Bytes of the storages that autograd keeps in a step's forward, without parameters."""
     storages: dict[int, int] = {}
 
@@ -63,7 +63,7 @@ def kept_for_backward(t: Training) -> int:
     return sum(storages.values())
 
 
-def promised(t: Training, shape: Shape, world_size: int) -> dict[str, int]:
+def promised(t: Session, shape: Shape, world_size: int) -> dict[str, int]:
     """Bytes by kind."""
     n = sum(p.numel() for p in t.model.parameters())
     width = shape.torch_dtype.itemsize

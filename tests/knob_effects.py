@@ -25,9 +25,9 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, NonFiniteError
-from torchtitan_lite.training.session import Training
+from torchtitan_lite.training.session import Session
 
-Build = Callable[..., Training]
+Build = Callable[..., Session]
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 GROUPS = ["tok_embeddings", *LAYERS, "norm, output"]
 ACCUMULATION = 3  # micro-batches of a step on 2 ranks; 2 on 4 ranks
@@ -75,7 +75,7 @@ class _Reduce(_Written):
 
 
 @contextmanager
-def recorded(t: Training) -> Iterator[list[Event]]:
+def recorded(t: Session) -> Iterator[list[Event]]:
     """What happens in here, in order."""
     events: list[Event] = []
     handles = []
@@ -117,7 +117,7 @@ def recorded(t: Training) -> Iterator[list[Event]]:
             handle.remove()
 
 
-def counted(t: Training, what: str) -> Counter[str]:
+def counted(t: Session, what: str) -> Counter[str]:
     """How often each group does something in one step."""
     with recorded(t) as events:
         train.train_step(t, 1)
@@ -263,7 +263,7 @@ def on_the_cpu_explicit_all_gathers_run_beside_the_computation(build: Build) -> 
 # --- precision --------------------------------------------------------------------------------------------------
 
 
-def dtypes_of(t: Training) -> tuple[dict[str, tuple[torch.dtype, ...]], list[Event]]:
+def dtypes_of(t: Session) -> tuple[dict[str, tuple[torch.dtype, ...]], list[Event]]:
     """Of each group's first module inside forward: a weight, the first input, other inputs, the output; and events."""
     seen: dict[str, tuple[torch.dtype, ...]] = {}
 
@@ -366,7 +366,7 @@ def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> Non
     before = [local_rows(p)[0].clone() for p in t.model.parameters()]
     for step in (1, 2):
         loss, norm = train.train_step(t, step)
-        t.guard.raise_if_bad()
+        t.guard.check()
         assert loss.isfinite()
         assert not norm.isfinite()
         assert t.scaler.skipped_steps == step
@@ -374,7 +374,7 @@ def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> Non
         assert all(a.equal(local_rows(b)[0]) for a, b in zip(before, t.model.parameters(), strict=True))
     train.train_step(t, 3)
     with pytest.raises(NonFiniteError, match="step 3: gradients overflow float16 still, with the loss scaled by 1.37"):
-        t.guard.raise_if_bad()
+        t.guard.check()
 
 
 def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Build) -> None:
@@ -382,7 +382,7 @@ def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Buil
     scales = []
     for step in range(1, 6):
         train.train_step(t, step)
-        t.guard.raise_if_bad()
+        t.guard.check()
         scales.append(t.scaler.scale.item())
     assert scales == [1024, 2048, 2048, 4096, 4096]
     assert t.scaler.state_dict() == {"scale": 4096.0, "good_steps": 1, "skipped_steps": 0}
@@ -406,7 +406,7 @@ def a_loss_that_is_not_finite_stops_a_float16_run(build: Build) -> None:
         local_rows(t.model.get_parameter("norm.weight"))[0].fill_(torch.inf)
     train.train_step(t, 1)
     with pytest.raises(NonFiniteError, match="step 1: the loss is not finite on rank 0, 1"):
-        t.guard.raise_if_bad()
+        t.guard.check()
 
 
 def small_gradients_survive_float16_because_the_loss_is_scaled(build: Build) -> None:

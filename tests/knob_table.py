@@ -48,7 +48,7 @@ class Case:
     def config(self, device: str = "cpu") -> Config:
         """As if all of it had been given on the command line."""
         values = {"llama": LLAMA, "gpt": GPT}[self.base] | {"model.size": "1M", "run.device": device} | self.set
-        given = {key: load.Setting(value, "command line") for key, value in values.items()}
+        given = {key: load.ConfigValue(value, "command line") for key, value in values.items()}
         n_gpus = int(device == "cuda")
         return load.load(None, given, world_size=self.ranks, n_gpus=n_gpus, local_world_size=2 - n_gpus).config
 

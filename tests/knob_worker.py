@@ -36,11 +36,11 @@ from torchtitan_lite.monitoring.metrics import Clock
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
-from torchtitan_lite.training.preemption import Leaving
-from torchtitan_lite.training.session import Training
+from torchtitan_lite.training.preemption import Preemption
+from torchtitan_lite.training.session import Session
 
 
-def training(config: Config, world: World) -> Training:
+def training(config: Config, world: World) -> Session:
     """What train.run builds, without files."""
     layout = derive(config, world.world_size)
     model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device))
@@ -50,17 +50,17 @@ def training(config: Config, world: World) -> Training:
     loader = Loader(samples, config.train.micro_batch_size, world.rank, world.world_size, seed=None)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
     unused: Any = None  # the loop's, not a step's
-    return Training(
-        config,
-        layout,
-        world,
-        model,
-        optimizer,
-        scaler,
-        FiniteGuard(optimizer, scaler),
-        Leaving(max_minutes=0),
-        SimpleNamespace(computing=lambda: None),  # type: ignore[arg-type]
-        loader,
+    return Session(
+        config=config,
+        layout=layout,
+        world=world,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        guard=FiniteGuard(optimizer, scaler),
+        preemption=Preemption(max_minutes=0),
+        watchdog=SimpleNamespace(computing=lambda: None),  # type: ignore[arg-type]
+        loader=loader,
         validation=unused,
         prompts=unused,
         checkpointer=unused,
@@ -69,8 +69,7 @@ def training(config: Config, world: World) -> Training:
         clock=Clock(),
         samples=unused,
         profile=unused,
-        flops_per_token=0,
-        peak_flops=0.0,
+        peak_tokens_per_second=0.0,
     )
 
 
@@ -80,14 +79,14 @@ def digest(parameter: torch.Tensor) -> str:
     return hashlib.sha256(whole.detach().cpu().numpy().tobytes()).hexdigest()
 
 
-def measure(t: Training) -> dict[str, Any]:
+def measure(t: Session) -> dict[str, Any]:
     """Losses and norms of some steps, names, and the frozen parameters before and after."""
     frozen = {name: p for name, p in t.model.named_parameters() if not p.requires_grad}
     before = {name: digest(p) for name, p in frozen.items()}
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         loss, norm = train.train_step(t, step)
-        t.guard.raise_if_bad()
+        t.guard.check()
         losses.append(loss.item())
         norms.append(norm.item())
     return {
@@ -100,7 +99,7 @@ def measure(t: Training) -> dict[str, Any]:
     }
 
 
-def _state(t: Training) -> list[torch.Tensor]:
+def _state(t: Session) -> list[torch.Tensor]:
     return [value for state in t.optimizer.state.values() for key, value in state.items() if key != "step"]
 
 

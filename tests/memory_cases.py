@@ -36,5 +36,5 @@ def config_of(name: str, world_size: int, **more: Any) -> Config:
     values = _LLAMA | CASES[name] | more
     if name.startswith("gpt"):
         values |= {"model.max_seq_len": 512}
-    overrides = {key: load.Setting(value, "test") for key, value in values.items()}
+    overrides = {key: load.ConfigValue(value, "test") for key, value in values.items()}
     return load.load(None, overrides, world_size=world_size, n_gpus=8).config

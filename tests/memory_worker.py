@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def model_config() -> ModelConfig:
-    return load.load(None, {key: load.Setting(value, "") for key, value in MODEL.items()}).config.model
+    return load.load(None, {key: load.ConfigValue(value, "") for key, value in MODEL.items()}).config.model
 
 
 def anonymous() -> int:
@@ -64,7 +64,7 @@ def peak_of(action: Callable[[], object]) -> float:
 
 
 def measure(folder: Path, hf_folder: Path, world: World) -> dict[str, float]:
-    given = {key: load.Setting(value, "") for key, value in MODEL.items()}
+    given = {key: load.ConfigValue(value, "") for key, value in MODEL.items()}
     config: Config = load.load(None, given, world_size=world.world_size).config
     model = train.sharded_model(config, VOCABULARY, build_mesh(derive(config, world.world_size), world.device))
     materialise(model, world.device, 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, TINY, options, start, succeeded
+from tests.helpers import ROOT, TINY, options, python, start, succeeded
 
 PACKAGE = ROOT / "torchtitan_lite"
 # Each room imports only from rooms above it, and from itself. Rooms on one line do not import from each other.
@@ -178,17 +178,12 @@ except SystemExit:
 def loaded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Every module that a two-step run of the defaults has imported at its end, on text that is prepared already."""
     out = tmp_path_factory.mktemp("loaded")
-    values = TINY | {
-        "data.path": text,
-        "run.out_dir": out,
-        "train.steps": 2,
-        "optim.warmup_steps": 1,
-        "sample.every": 2,
-    }
+    succeeded(
+        python(str(text), "--out", str(out / "data"), "--vocab-size", "400", script="-m torchtitan_lite.data.prepare")
+    )
+    values = TINY | {"data.path": out / "data", "run.out_dir": out, "train.steps": 2, "optim.warmup_steps": 1}
     values["model.family"] = "llama"
-    command = [sys.executable, "-c", _RUN, *options(values)]
-    succeeded(start([*command, "--run.name=prepares"]))
-    said = succeeded(start([*command, "--run.name=run"]))
+    said = succeeded(start([sys.executable, "-c", _RUN, *options(values), "--run.name=run"]))
     (listed,) = re.findall(r"^LOADED (.*)$", said, re.M)
     return set(json.loads(listed))
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 
 from tests.helpers import checkpoint, limited, python, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite.checkpointing import dcp_storage, select, storage
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorFileWriter, announcement, write_tensors
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorFileWriter, specs_of, write_tensors
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -315,7 +315,7 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "rename", recorded_rename)
     folder = storage.begin(tmp_path, 1)
     weight = torch.ones(3)
-    record = write_tensors(folder / "model.safetensors", announcement({"w": weight}), lambda _: weight)
+    record = write_tensors(folder / "model.safetensors", specs_of({"w": weight}), lambda _: weight)
     storage.commit(folder, storage.TrainState(step=1), "full", 1, {"model.safetensors": record})
     step = f"{tmp_path}/step-00000001"
     assert happened == [
@@ -357,7 +357,7 @@ def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) 
     (tmp_path / "c" / "step-00000013").write_text("a file")
     assert storage.find_steps(tmp_path / "c") == [2, 4]
     assert storage.find_steps(tmp_path / "none") == []
-    said = "".join(storage.not_counted(tmp_path / "c"))
+    said = "".join(storage.incomplete_folders(tmp_path / "c"))
     assert all(f"c/{name}: no folder step-N" in said for name in ("step-7", "step-00000009.bak", "step-00000012"))
 
 

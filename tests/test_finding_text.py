@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from torchtitan_lite.config.load import Setting, load
+from torchtitan_lite.config.load import ConfigValue, load
 from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.errors import ConfigError, DataError
@@ -94,7 +94,7 @@ def test_globs_without_links_are_as_ever(pattern: str, tmp_path: Path, monkeypat
 def test_a_path_that_exists_is_itself(name: str, tmp_path: Path) -> None:
     tree(tmp_path, name if name.endswith(".txt") else f"{name}/a.txt", "data1/wrong.txt", "x.txt", "a-b/wrong.txt")
     assert [Path(file).name for file in found(tmp_path / name)] == [name if name.endswith(".txt") else "a.txt"]
-    load(None, {"data.path": Setting(str(tmp_path / name), "command line")})
+    load(None, {"data.path": ConfigValue(str(tmp_path / name), "command line")})
 
 
 def test_what_is_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_names_that_no_path_has(path: str | list[str], expected: str) -> None:
     with pytest.raises(DataError, match=expected):
         corpus.find(path)
     with pytest.raises(ConfigError if path != ["a.txt", ""] else (ConfigError, DataError)) as caught:
-        load(None, {"data.path": Setting(path, "command line")})
+        load(None, {"data.path": ConfigValue(path, "command line")})
     assert expected in str(caught.value) or "a.txt" in str(caught.value)
 
 

@@ -273,14 +273,14 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
 def test_what_is_printed_loads_and_gives_the_same_config(
     tmp_path: Path, chosen: dict[str, Any], mixed: dict[str, float], origin: str, levels: list[int], local: int
 ) -> None:
-    values = {key: load.Setting(v, origin, level) for (key, v), level in zip(chosen.items(), levels, strict=False)}
+    values = {key: load.ConfigValue(v, origin, level) for (key, v), level in zip(chosen.items(), levels, strict=False)}
     try:
         for name in mixed:
             (tmp_path / name).touch()
     except OSError:  # a name of dots, or too long
         assume(False)
     if mixed:
-        values["data.sources"] = load.Setting({str(tmp_path / name): w for name, w in mixed.items()}, origin)
+        values["data.sources"] = load.ConfigValue({str(tmp_path / name): w for name, w in mixed.items()}, origin)
     try:
         loaded = load.load(None, values, world_size=8, local_world_size=local)
     except ConfigError:

@@ -24,7 +24,7 @@ import tomli_w
 import train
 from torchtitan_lite import models
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.safetensors_file import announcement, write_tensors
+from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config import cli, derive, schema, toml
 from torchtitan_lite.data import tokenizer as bpe
@@ -155,7 +155,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = own_tensors(models.build(config.model, 257))
     folder = storage.begin(run / "checkpoints", 1)
     records = {
-        file: write_tensors(folder / file, announcement(tensors), tensors.__getitem__)
+        file: write_tensors(folder / file, specs_of(tensors), tensors.__getitem__)
         for file, tensors in (
             (storage.MODEL, model),
             (storage.OPTIMIZER, {f"exp_avg.{name}": tensor for name, tensor in model.items()}),

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from tests.test_data import decoded, make, rows, stream_of
-from torchtitan_lite.config.load import Setting, load
+from torchtitan_lite.config.load import ConfigValue, load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare, prepare_all
-from torchtitan_lite.data.loader import Ahead, Batch, Loader
+from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Interleave, permute, sample_index, sample_indices, shares_of
 from torchtitan_lite.data.packing import _pieces, _rows
 from torchtitan_lite.data.prepare.__main__ import main
@@ -160,7 +160,7 @@ def test_what_the_config_gets_wrong(folders: dict[str, Path]) -> None:
         ({"data.sources": {"nowhere": 1.0}}, r"data\.sources: nothing found at nowhere"),
     ):
         with pytest.raises(ConfigError, match=expected):
-            load(None, {key: Setting(value, "command line") for key, value in values.items()})
+            load(None, {key: ConfigValue(value, "command line") for key, value in values.items()})
 
 
 def test_texts_in_a_mixture_share_a_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ class Asked:
 
 def test_the_next_batch_is_made_while_this_one_is_used() -> None:
     asked = Asked([])
-    ahead = Ahead(asked, CPU)  # type: ignore[arg-type]
+    ahead = PrefetchingLoader(asked, CPU)  # type: ignore[arg-type]
     assert [ahead.batch(first, 4).global_tokens for first in (8, 12, 16)] == [8, 12, 16]
     assert ahead.batch(100, 4).global_tokens == 100, "somebody jumped"
     assert ahead.batch(104, 8).global_tokens == 104, "batches became larger"
@@ -302,7 +302,7 @@ def test_the_next_batch_is_made_while_this_one_is_used() -> None:
 
 
 def test_an_error_of_the_thread_is_raised_in_the_loop() -> None:
-    ahead = Ahead(Asked([], fails_at=12), CPU)  # type: ignore[arg-type]
+    ahead = PrefetchingLoader(Asked([], fails_at=12), CPU)  # type: ignore[arg-type]
     ahead.batch(8, 4)
     with pytest.raises(DataError, match="sample 12 can't be read"):
         ahead.batch(12, 4)
@@ -316,7 +316,7 @@ def test_a_shard_that_is_cut_while_training_is_an_error(folders: dict[str, Path]
     samples = Samples(tmp_path / "tar", "train", 32)
     with (tmp_path / "tar/train-00000.bin").open("r+b") as stream:
         stream.truncate(1000)
-    ahead = Ahead(Loader(samples, 4, 0, 1, seed=0), CPU)
+    ahead = PrefetchingLoader(Loader(samples, 4, 0, 1, seed=0), CPU)
     with pytest.raises(DataError, match=r"train-00000\.bin ends before token .*: it was cut while it was being read"):
         ahead.batch(0, 4)
     ahead.close()

@@ -258,7 +258,7 @@ def test_any_content_gives_toml_with_known_keys_or_a_message(content: dict[Any, 
     found: list[str] = []
     load.build(
         {
-            f"{section}.{key}": load.Setting(value, "test")
+            f"{section}.{key}": load.ConfigValue(value, "test")
             for section, table in tomli.loads(output).items()
             for key, value in table.items()
         },

@@ -274,7 +274,7 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     """That of the prepared folder or of the tokenizer; if neither is named, of the one that is trained."""
 
     def found(key: str, value: object) -> tuple[int, str]:
-        return plan.vocabulary(load.load(None, {key: load.Setting(value, "test")}, elsewhere=True).config)
+        return plan.vocabulary(load.load(None, {key: load.ConfigValue(value, "test")}, elsewhere=True).config)
 
     bpe.byte_level().save(str(tmp_path / "tokenizer.json"))
     assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")

@@ -149,7 +149,7 @@ def test_a_tracker_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch, 
     def fail(*_: Any) -> None:
         raise SystemExit("no licence")
 
-    monkeypatch.setattr("torchtitan_lite.monitoring.trackers.complain", said.append)
+    monkeypatch.setattr("torchtitan_lite.monitoring.trackers.print_error", said.append)
     monkeypatch.setattr("torchtitan_lite.monitoring.trackers._tensorboard", lambda *_: (fail, fail))
     trackers = Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
     for _ in range(2):

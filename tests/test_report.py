@@ -167,7 +167,7 @@ def test_values_and_origins_of_the_config(tmp_path: Path) -> None:
         "optim.max_norm": float("inf"),
     }
     origins = {"run.name": "command line", "run.out_dir": "a file # with a mark.toml", "optim.lr": "x.toml"}
-    loaded = load.load(None, {key: load.Setting(value, "") for key, value in values.items()})
+    loaded = load.load(None, {key: load.ConfigValue(value, "") for key, value in values.items()})
     (folder / "config.toml").write_text(
         toml.to_toml_with_origins(toml.Loaded(loaded.config, origins)), encoding="utf-8"
     )

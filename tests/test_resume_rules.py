@@ -79,19 +79,20 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
     ]
 
     def setting(values: dict[str, Any]) -> dict[str, Any]:
-        given = {key: load.Setting(value, "") for key, value in values.items()}
-        return compatibility.setting(load.load(None, given, world_size=4).config, world)
+        given = {key: load.ConfigValue(value, "") for key, value in values.items()}
+        return compatibility.bitwise_setting(load.load(None, given, world_size=4).config, world)
 
     for change in changes:
         assert compatibility.differences(setting({}), setting(change)), change
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
     same |= {"speed.gc_every": 0}
     assert not compatibility.differences(setting({}), setting(same))
-    sent = load.load(None, {"speed.shared_memory": load.Setting(False, "")}, world_size=4).config
+    sent = load.load(None, {"speed.shared_memory": load.ConfigValue(False, "")}, world_size=4).config
     for elsewhere in (World(0, 4, torch.device("cpu"), 1, local_world_size=2), World(0, 2, torch.device("cpu"), 1, 2)):
-        assert compatibility.setting(sent, elsewhere)["shared_memory"] is False, "gloo's TCP, or a sum of two"
+        assert compatibility.bitwise_setting(sent, elsewhere)["shared_memory"] is False, "gloo's TCP, or a sum of two"
         assert not compatibility.differences(
-            compatibility.setting(load.load(None, {}).config, elsewhere), compatibility.setting(sent, elsewhere)
+            compatibility.bitwise_setting(load.load(None, {}).config, elsewhere),
+            compatibility.bitwise_setting(sent, elsewhere),
         )
 
 

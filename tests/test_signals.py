@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import ROOT, ranks, succeeded, tiny
 from tests.test_faults import RUN, saved_steps, status, wait_for
-from torchtitan_lite.training.preemption import Leaving
+from torchtitan_lite.training.preemption import Preemption
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
@@ -31,8 +31,8 @@ def test_a_later_signal_ends_at_once(signals: list[tuple[int, float]], code: int
     now = 100.0
     codes: list[int] = []
     words: list[str] = []
-    leaving = Leaving(0, clock=lambda: now, end=codes.append)
-    leaving.last_words = words.append
+    leaving = Preemption(0, clock=lambda: now, end=codes.append)
+    leaving.on_abort = words.append
     for number, at in signals:
         assert not codes
         now = 100.0 + at
@@ -40,15 +40,15 @@ def test_a_later_signal_ends_at_once(signals: list[tuple[int, float]], code: int
     assert codes == ([] if code is None else [code])
     assert len(words) == len(codes)
     assert leaving.reason == signal.Signals(signals[0][0]).name
-    assert leaving.asked()
+    assert leaving.requested()
 
 
 def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
     now = 0.0
     codes: list[int] = []
-    leaving = Leaving(1, clock=lambda: now, end=codes.append)
+    leaving = Preemption(1, clock=lambda: now, end=codes.append)
     now = 61.0
-    assert leaving.asked()
+    assert leaving.requested()
     leaving.received(TERM)
     assert leaving.reason == "run.max_minutes = 1"
     assert not codes
@@ -56,8 +56,8 @@ def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
 
 def test_a_file_system_that_does_not_answer_keeps_nobody() -> None:
     codes: list[int] = []
-    leaving = Leaving(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
-    leaving.last_words = lambda _: threading.Event().wait()
+    leaving = Preemption(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
+    leaving.on_abort = lambda _: threading.Event().wait()
     leaving.received(TERM)
     leaving.received(TERM)
     assert codes == [143]
@@ -66,7 +66,7 @@ def test_a_file_system_that_does_not_answer_keeps_nobody() -> None:
 @pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
 def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with Leaving(0) as leaving:
+    with Preemption(0) as leaving:
         os.kill(os.getpid(), number)
         wait_until(lambda: leaving.reason == number.name)
     assert signal.getsignal(number) is before
@@ -74,24 +74,24 @@ def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -
 
 def test_what_a_child_is_sent_is_not_for_its_parent() -> None:
     """Such as the workers of a pool that is ended."""
-    with Leaving(0) as leaving:
+    with Preemption(0) as leaving:
         if not (pid := os.fork()):
             os.kill(os.getpid(), TERM)
             signal.pause()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -TERM
         os.kill(os.getpid(), USR1)  # which comes after it
-        wait_until(leaving.asked)
+        wait_until(leaving.requested)
         assert leaving.reason == "SIGUSR1"
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
-        with Leaving(0) as leaving:
+        with Preemption(0) as leaving:
             os.kill(os.getpid(), HUP)
             assert signal.getsignal(HUP) is signal.SIG_IGN
             os.kill(os.getpid(), TERM)  # which comes after it
-            wait_until(leaving.asked)
+            wait_until(leaving.requested)
             assert leaving.reason == "SIGTERM"
         assert signal.getsignal(HUP) is signal.SIG_IGN
     finally:

@@ -84,7 +84,7 @@ def test_a_tracker_that_fails_is_said_and_training_goes_on(text: Path, tmp_path:
 
 def test_a_tracker_that_is_not_installed_is_a_mistake_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    given = {"log.trackers": load.Setting(["wandb"], "command line")}
+    given = {"log.trackers": load.ConfigValue(["wandb"], "command line")}
     with pytest.raises(ConfigError, match=r'pip install -e "\.\[wandb\]" installs it'):
         load.load(None, given)
 
@@ -92,7 +92,7 @@ def test_a_tracker_that_is_not_installed_is_a_mistake_in_the_config(monkeypatch:
 @pytest.mark.parametrize("steps", [[3], [4, 3], [0, 1]])
 def test_steps_that_are_no_range(steps: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"profile\.steps"):
-        load.load(None, {"profile.steps": load.Setting(steps, "command line")})
+        load.load(None, {"profile.steps": load.ConfigValue(steps, "command line")})
 
 
 RECORD: dict[str, Any] = {"step": 7, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 5000.0}

@@ -42,7 +42,7 @@ def show(text: str) -> None:
         complain_once(f"stdout can't be written: {error}")
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Print a line to stderr, if that can be written."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(encodable(text, sys.stderr), file=sys.stderr, flush=True)
@@ -55,7 +55,7 @@ def complain_once(text: str) -> None:
     """The same; a text is printed once."""
     if text not in _complained:
         _complained.add(text)
-        complain(text)
+        print_error(text)
 
 
 def flush() -> None:

@@ -36,7 +36,7 @@ import torch
 import train
 from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing import safetensors_file, select, storage
-from torchtitan_lite.data.loader import Ahead
+from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.distributed.process_group import env_int, leave
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
@@ -45,7 +45,7 @@ from torchtitan_lite.monitoring import run_folder
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {
     "step": (train, "train_step"),
-    "batch": (Ahead, "batch"),
+    "batch": (PrefetchingLoader, "batch"),
     "forward": (Transformer, "forward"),
     "eval": (train, "validate"),
     "sample": (train, "sample"),
@@ -82,10 +82,10 @@ def install(faults: str) -> None:
 def _follow_steps() -> None:
     honest = train.train_step
 
-    def train_step(t: Any, step: int) -> Any:
+    def train_step(s: Any, step: int) -> Any:
         global now
         now = step
-        return honest(t, step)
+        return honest(s, step)
 
     train.train_step = train_step
 

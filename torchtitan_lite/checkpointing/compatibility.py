@@ -20,7 +20,7 @@ def fresh_state(config: Config, data: DataSet, world: World, validation: Mapping
         end_token=data.end_token,
         validation=validation,
         identity=identity(config, data),
-        setting=setting(config, world),
+        bitwise_setting=bitwise_setting(config, world),
         config=flatten(config),
     )
 
@@ -31,7 +31,7 @@ def continued(saved: TrainState, fresh: TrainState) -> TrainState:
         saved,
         end_token=fresh.end_token,
         validation=fresh.validation,
-        setting=fresh.setting,
+        bitwise_setting=fresh.bitwise_setting,
         config=fresh.config,
     )
 
@@ -79,7 +79,7 @@ def is_refused(key: str) -> bool:
     return key in _REFUSED
 
 
-def setting(config: Config, world: World) -> dict[str, Any]:
+def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
     """What has to be the same for a bitwise resume: all of it changes the order in which numbers are summed."""
     on_gpu = world.device.type == "cuda"
     fsdp = config.fsdp.model_dump(mode="json")

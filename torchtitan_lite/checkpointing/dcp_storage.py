@@ -33,10 +33,10 @@ from torch.futures import Future
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.checkpointing.safetensors_file import (
     WRITABLE,
-    Announced,
     FileRecord,
     TensorFileWriter,
-    announcement,
+    TensorSpecs,
+    specs_of,
     write_tensors,
     write_text,
 )
@@ -81,8 +81,8 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         file = plan.storage_data
         items = {_key(item): item for item in plan.items}
-        announced = {key: _announcement(item) for key, item in items.items()}
-        writer = TensorFileWriter(self.folder / file, announced, ahead=0)
+        specs = {key: _spec(item) for key, item in items.items()}
+        writer = TensorFileWriter(self.folder / file, specs, ahead=0)
         kept = []  # until they are hashed
         try:
             for key in writer.order:
@@ -121,13 +121,13 @@ def _key(item: WriteItem) -> str:
     return f"{item.index.fqn}@{','.join(map(str, offsets))}"
 
 
-def _announcement(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
+def _spec(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
     assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
     return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
 
 
 def _n_bytes(item: WriteItem) -> int:
-    dtype, shape = _announcement(item)
+    dtype, shape = _spec(item)
     return dtype.itemsize * torch.Size(shape).numel()
 
 
@@ -206,7 +206,7 @@ def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRe
     }
     by_key = {keys[name]: tensor for name, tensor in tensors.items()}
     return {
-        file: write_tensors(folder / file, announcement(by_key), by_key.__getitem__),
+        file: write_tensors(folder / file, specs_of(by_key), by_key.__getitem__),
         INDEX: write_text(folder / INDEX, json.dumps(index, indent=1) + "\n"),
     }
 
@@ -286,7 +286,7 @@ class WholeTensors(Mapping[str, Tensor]):
         _require_held(folder, index)
         self._entries = {n.removeprefix(prefix): e for n, e in index.items() if n.startswith(prefix)}
 
-    def announced(self) -> Announced:
+    def specs(self) -> TensorSpecs:
         """Name, dtype and shape of each."""
         return {name: (getattr(torch, e["dtype"]), tuple(e["shape"])) for name, e in self._entries.items()}
 
@@ -308,6 +308,6 @@ class WholeTensors(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-def announced(tensors: Mapping[str, Tensor]) -> Announced:
+def specs(tensors: Mapping[str, Tensor]) -> TensorSpecs:
     """Dtypes and shapes, without reading tensors that are read when they are looked at."""
-    return tensors.announced() if isinstance(tensors, WholeTensors) else announcement(tensors)
+    return tensors.specs() if isinstance(tensors, WholeTensors) else specs_of(tensors)

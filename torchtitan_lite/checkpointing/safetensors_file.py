@@ -34,10 +34,10 @@ WRITABLE = {  # the dtypes that a file may hold, and what safetensors calls them
 _CHUNK = 8 << 20  # bytes that are written, and handed to the hashing thread, at a time
 _SYNC_EVERY = 4 << 30  # bytes; or all of a file could wait for its last sync, during which nothing is seen to move
 
-Announced = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # the tensors of a file: dtype and shape by name
+TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # the tensors of a file: dtype and shape by name
 
 
-def announcement(tensors: Mapping[str, Tensor]) -> Announced:
+def specs_of(tensors: Mapping[str, Tensor]) -> TensorSpecs:
     """What a file of these tensors holds."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
@@ -118,7 +118,7 @@ class HashingStream:
         self._file.close()
 
 
-def layout(tensors: Announced) -> tuple[bytes, list[str]]:
+def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
     """The header of a file with these tensors, and the order in which their bytes follow: large elements first, so
     that each is aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
@@ -136,7 +136,7 @@ def layout(tensors: Announced) -> tuple[bytes, list[str]]:
 
 
 class TensorFileWriter:
-    """Writes one file. Its tensors are announced first, and then given in `order`.
+    """Writes one file. The specs of its tensors are known first; the tensors follow in `order`.
 
     Args:
         ahead: see HashingStream.
@@ -145,7 +145,7 @@ class TensorFileWriter:
         OSError: as any writing does.
     """
 
-    def __init__(self, path: Path, tensors: Announced, ahead: int = 2) -> None:
+    def __init__(self, path: Path, tensors: TensorSpecs, ahead: int = 2) -> None:
         header, self.order = layout(tensors)
         self._announced = iter([(name, *tensors[name]) for name in self.order])
         self._name = path.name
@@ -160,7 +160,7 @@ class TensorFileWriter:
     def write(self, tensor: Tensor) -> None:
         """The next tensor, on the CPU. It must not change until `close` has returned."""
         name, dtype, shape = next(self._announced)
-        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), f"{name} is not as announced"
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), f"{name} does not match its spec"
         with progress.working(f"writing {self._name}"):
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             self._stream.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
@@ -176,13 +176,13 @@ class TensorFileWriter:
         self._stream.abandon()
 
 
-def write_tensors(path: Path, announced: Announced, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:
+def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:
     """Write a file of tensors, each of which is asked for when it is its turn; on the disk when this returns.
 
     Args:
         ahead: see HashingStream.
     """
-    writer = TensorFileWriter(path, announced, ahead)
+    writer = TensorFileWriter(path, specs, ahead)
     try:
         for name in writer.order:
             writer.write(tensor(name))

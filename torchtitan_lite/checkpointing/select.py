@@ -46,7 +46,7 @@ def choose(checkpoints: Path, config: CheckpointConfig, world: World) -> Choice:
             can't be read at the moment.
     """
     wanted = config.resume
-    choice = Choice(notes=on_rank0(world, lambda: storage.not_counted(checkpoints)))
+    choice = Choice(notes=on_rank0(world, lambda: storage.incomplete_folders(checkpoints)))
     if wanted == "never":
         choice.aside = [(step, "old") for step in on_rank0(world, lambda: storage.find_steps(checkpoints))]
         return choice

@@ -23,11 +23,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import safetensors
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.reading import MISSING, is_file, unreadable
@@ -54,7 +54,8 @@ class TrainState:
     end_token: int | None = None  # the id that ends a document; None in checkpoints from before it was recorded
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss (evaluate.py), likewise
     identity: Mapping[str, Any] = field(default_factory=dict)  # must be the same on a resume, by config key
-    setting: Mapping[str, Any] = field(default_factory=dict)  # must be the same for a bitwise resume
+    # must be the same for a bitwise resume; state.json calls it "setting"
+    bitwise_setting: Annotated[Mapping[str, Any], Field(alias="setting")] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # the whole config, by "section.key"
 
 
@@ -96,7 +97,7 @@ def find_steps(checkpoints: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if is_file(checkpoints / name[0] / MANIFEST))
 
 
-def not_counted(checkpoints: Path) -> list[str]:
+def incomplete_folders(checkpoints: Path) -> list[str]:
     """Folders that look like checkpoints and are none: what is wrong with each."""
     if not checkpoints.is_dir():
         return []
@@ -139,6 +140,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _hash_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _with_file_names(state: dict[str, Any]) -> dict[str, Any]:
+    return {"setting" if key == "bitwise_setting" else key: value for key, value in state.items()}
 
 
 def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
@@ -261,7 +266,9 @@ def commit(
     for name, record in files.items():
         if wrong := verify_file(folder, name, record, "size"):
             raise CheckpointError(f"{wrong} (is the folder on a file system that all ranks share?)")
-    files = dict(files) | {STATE: write_text(folder / STATE, json.dumps(asdict(state), indent=2) + "\n")}
+    files = dict(files) | {
+        STATE: write_text(folder / STATE, json.dumps(_with_file_names(asdict(state)), indent=2) + "\n")
+    }
     manifest: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "step": state.step,

@@ -51,16 +51,16 @@ def parse(
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     given = vars(options)
-    overrides: load.Settings = {}
+    overrides: load.ConfigValues = {}
     for flag, keys in SHORTHANDS.items():
         if given[flag]:
-            overrides |= {key: load.Setting(value, flag) for key, value in keys.items()}
+            overrides |= {key: load.ConfigValue(value, flag) for key, value in keys.items()}
     problems = []
     known = schema.known_keys()
     for text in rest:
         key, equals, value = text.removeprefix("--").partition("=")
         if text.startswith("--") and "." in key:
-            overrides[key] = load.Setting(load.parse_value(key, value) if equals else "", "command line")
+            overrides[key] = load.ConfigValue(load.parse_value(key, value) if equals else "", "command line")
         elif text.startswith("--"):
             near = load.nearest(key, [flag.removeprefix("--") for flag in (*SHORTHANDS, "--config", *known)])
             problems.append(f"command line: {shortened(text)}: unknown option; the nearest known one is --{near}")
@@ -72,7 +72,7 @@ def parse(
                 problems.append(f"command line: --{key} needs a value, {load.example(key)}")
                 continue
             parsed = True if given[key] == _BARE else load.parse_value(key, given[key])
-            overrides[key] = load.Setting(parsed, "command line")
+            overrides[key] = load.ConfigValue(parsed, "command line")
     loaded = load.load(
         given["config"],
         overrides,

@@ -36,7 +36,7 @@ from torchtitan_lite.errors import ConfigError, shortened
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigValue:
     """A value as somebody wrote it, and where."""
 
     value: Any
@@ -44,13 +44,13 @@ class Setting:
     level: int = 1  # which layer: 1 is the command line, 0 the file, -1 its base, -2 the base of that, ...
 
 
-Settings = dict[str, Setting]  # by "section.key"
+ConfigValues = dict[str, ConfigValue]  # by "section.key"
 Check = Callable[[Config], dict[str, str]]  # the broken rules of a config, as `conflicts` gives them
 _DEFAULT = -(10**6)  # below any file
 _LONGEST = 16 << 20  # bytes of a config; /dev/zero has no end
 
 
-def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> Settings:
+def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> ConfigValues:
     """The settings of a TOML file on top of those of its `base`. What can't be read is added to `problems`."""
     try:
         path = expand(path)
@@ -86,7 +86,7 @@ def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> 
         below = read_file(Path(base), problems, (*chain, where))
     else:
         below = read_file(path.parent / base, problems, (*chain, where)) if base else {}
-    return below | {key: Setting(value, str(path), level=-len(chain)) for key, value in _leaves(tree)}
+    return below | {key: ConfigValue(value, str(path), level=-len(chain)) for key, value in _leaves(tree)}
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -120,7 +120,7 @@ def parse_value(key: str, text: str) -> Any:
 
 
 def build(
-    settings: Settings,
+    settings: ConfigValues,
     checks: Sequence[Check],
     problems: list[str],
     notes: list[str] | None = None,
@@ -170,7 +170,7 @@ def build(
 
 
 def _unread(
-    config: Config, settings: Settings, refused: set[str], problems: list[str], notes: list[str]
+    config: Config, settings: ConfigValues, refused: set[str], problems: list[str], notes: list[str]
 ) -> Iterator[str]:
     """Refuse keys that nothing reads; yield those that a layer below the choice has set: they stay at their default."""
     for found in unread(config):
@@ -189,7 +189,7 @@ def _unread(
             refused.add(key)
 
 
-def _validate(settings: Settings, refused: set[str]) -> Config:
+def _validate(settings: ConfigValues, refused: set[str]) -> Config:
     tree: dict[str, dict[str, Any]] = {}
     for key, setting in settings.items():
         if key not in refused:
@@ -202,7 +202,7 @@ def _validate(settings: Settings, refused: set[str]) -> Config:
     return Config.model_validate(tree)
 
 
-def _conflicting(broken: Mapping[str, str], settings: Settings, refused: set[str]) -> dict[str, str]:
+def _conflicting(broken: Mapping[str, str], settings: ConfigValues, refused: set[str]) -> dict[str, str]:
     """The broken rules of a check whose keys were all accepted, with the origin that was written last."""
     found = {}
     for keys, message in broken.items():
@@ -213,10 +213,10 @@ def _conflicting(broken: Mapping[str, str], settings: Settings, refused: set[str
     return found
 
 
-def _size_layer(settings: Settings, problems: list[str], refused: set[str]) -> Settings:
+def _size_layer(settings: ConfigValues, problems: list[str], refused: set[str]) -> ConfigValues:
     """The settings that `[model] size` stands for."""
-    family = settings.get("model.family", Setting(default_of("model.family"), "default", _DEFAULT))
-    size = settings.get("model.size", Setting(default_of("model.size"), "default", _DEFAULT))
+    family = settings.get("model.family", ConfigValue(default_of("model.family"), "default", _DEFAULT))
+    size = settings.get("model.size", ConfigValue(default_of("model.size"), "default", _DEFAULT))
     known = FAMILIES.get(family.value) if isinstance(family.value, str) else None
     if known is None or not isinstance(size.value, str):
         return {}  # the family or the type is wrong, and is reported as such
@@ -229,12 +229,12 @@ def _size_layer(settings: Settings, problems: list[str], refused: set[str]) -> S
         refused.add("model.size")
         return {}
     origin = f'size "{size.value}"'
-    return {f"model.{key}": Setting(value, origin, size.level) for key, value in sizes[size.value].items()}
+    return {f"model.{key}": ConfigValue(value, origin, size.level) for key, value in sizes[size.value].items()}
 
 
-def _strategy_layer(settings: Settings, local_world_size: int, problems: list[str]) -> Settings:
+def _strategy_layer(settings: ConfigValues, local_world_size: int, problems: list[str]) -> ConfigValues:
     """The settings that `[fsdp] sharding_strategy` stands for, where they are not set, or to their neutral value."""
-    strategy = settings.get("fsdp.sharding_strategy", Setting("", "default")).value
+    strategy = settings.get("fsdp.sharding_strategy", ConfigValue("", "default")).value
     if not isinstance(strategy, str):
         return {}  # it is reported as a wrong type
     explicit = {key.removeprefix("fsdp."): setting.value for key, setting in settings.items() if key[:5] == "fsdp."}
@@ -245,13 +245,13 @@ def _strategy_layer(settings: Settings, local_world_size: int, problems: list[st
             problems.append(_describe(f"fsdp.{key}", settings[f"fsdp.{key}"], f"{wrong}; leave one of the two out"))
     origin = f'sharding_strategy "{strategy}"'
     return {
-        f"fsdp.{key}": Setting(value, origin, settings["fsdp.sharding_strategy"].level)
+        f"fsdp.{key}": ConfigValue(value, origin, settings["fsdp.sharding_strategy"].level)
         for key, value in stands_for(strategy, explicit, local_world_size).items()
         if explicit.get(key, -1) in (-1, "default")
     }
 
 
-def _describe(key: str, setting: Setting, message: str) -> str:
+def _describe(key: str, setting: ConfigValue, message: str) -> str:
     if setting.origin == "command line":
         return f"command line: --{key}={_shown(setting.value, str)}: {message}"
     section, _, name = key.rpartition(".")
@@ -295,7 +295,7 @@ def _sentence(item: Any) -> str:
 
 def load(
     file: Path | None,
-    overrides: Settings,
+    overrides: ConfigValues,
     *,
     world_size: int = 1,
     n_gpus: int = 0,
@@ -318,7 +318,7 @@ def load(
     problems = list(problems)
     settings = (read_file(file, problems) if file else {}) | overrides
     if file and "run.name" not in settings:
-        settings["run.name"] = Setting(file.stem, "name of the file", level=0)
+        settings["run.name"] = ConfigValue(file.stem, "name of the file", level=0)
     settings |= _strategy_layer(settings, local_world_size, problems)
     notes: list[str] = []
     left_out: set[str] = set()

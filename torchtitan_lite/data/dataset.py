@@ -1,13 +1,15 @@
-"""The data of a run: one prepared folder, or several that are mixed by weight."""
+"""The data of a run: one prepared folder, or several that are mixed by weight.
 
+Text is prepared first (prepare/cache.py). A run on prepared data loads nothing of prepare/.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import corpus as corpora
-from torchtitan_lite.data.prepare.cache import Say, _in_cache
 from torchtitan_lite.data.token_files import Meta, read_meta
 from torchtitan_lite.errors import DataError
 
@@ -104,7 +106,7 @@ def require_end_token(config: TokenizerConfig, folder: Path, meta: Meta) -> None
         )
 
 
-def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, say: Say) -> DataSet:
+def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> DataSet:
     """The data of a run: `[data] path`, or each of `[data.sources]`; what is text is prepared if it is not yet.
 
     Every rank may call it, before there is a process group: one makes it, the others wait.
@@ -116,19 +118,20 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, say: Say) -> DataS
         folder = prepare(data, tokenizer, say)
         name = data.path if isinstance(data.path, str) else ", ".join(data.path)
         return DataSet.of({name or "the standard library": (1.0, folder)})
-    texts = {name: corpora.find(name, data.text_key) for name in data.sources if not is_prepared(name)}
+    texts = [name for name in data.sources if not is_prepared(name)]
     folders = {name: Path(name).expanduser() for name in data.sources if name not in texts}
     if texts:
         if folders:
             tokenizer = as_in(next(iter(folders.values())), tokenizer)
-        made = _in_cache(list(texts.values()), data, tokenizer, say)
-        folders |= dict(zip(texts, made, strict=True))
+        from torchtitan_lite.data.prepare.cache import prepared_in_cache
+
+        folders |= dict(zip(texts, prepared_in_cache(texts, data, tokenizer, say), strict=True))
     found = DataSet.of({name: (weight, folders[name]) for name, weight in data.sources.items()})
     _require_tokenizer(tokenizer, found.folder, found.sources[0].meta)
     return found
 
 
-def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say) -> Path:
+def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> Path:
     """The prepared folder of `[data] path`: that folder itself, or one in the cache, made if it is not there yet.
 
     Raises:
@@ -138,7 +141,9 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say) -> Path:
         folder = Path(data.path).expanduser()
         _require_tokenizer(tokenizer, folder, read_meta(folder))
         return folder
-    return _in_cache([corpora.find(data.path, data.text_key)], data, tokenizer, say)[0]
+    from torchtitan_lite.data.prepare.cache import prepared_in_cache
+
+    return prepared_in_cache([data.path], data, tokenizer, say)[0]
 
 
 def _require_tokenizer(config: TokenizerConfig, folder: Path, meta: Meta) -> None:

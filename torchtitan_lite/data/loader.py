@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.samples import Array, Drawn, Rows
+from torchtitan_lite.data.samples import Array, Rows, SampleSource
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Batches(Protocol):
 class Loader:
     """Cuts global batches into the micro-batches of this rank."""
 
-    samples: Drawn
+    samples: SampleSource
     micro_batch_size: int
     rank: int
     world_size: int
@@ -89,7 +89,7 @@ def positions(rows: Rows) -> Array:
     return places - np.maximum.accumulate(np.where(rows.begins, places, 0), axis=1)
 
 
-class Ahead:
+class PrefetchingLoader:
     """A loader whose next batch is made by a thread while the model computes.
 
     Which batch that is follows from the one before. Whoever asks for another one gets it all the same, later.

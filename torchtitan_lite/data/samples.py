@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.order import Indices, Interleave, sample_indices
-from torchtitan_lite.data.packing import REMEDY, pack
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
@@ -38,7 +37,7 @@ class Rows:
         return cls(zeros, np.full_like(zeros, IGNORE), np.zeros((n, seq_len), np.bool_))
 
 
-class Drawn(Protocol):
+class SampleSource(Protocol):
     """Where a loader's sequences come from. Run samples are numbered over all epochs."""
 
     seq_len: int
@@ -67,6 +66,8 @@ class Samples:
         self._pieces: Array | None = None
         n_tokens = meta.tokens(split)
         if packing == "best_fit":
+            from torchtitan_lite.data.packing import pack
+
             self._index = index = pack(folder, meta, seq_len, lambda _: None)
             self._n_tokens = n_tokens
             self._pieces = np.memmap(index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
@@ -87,7 +88,7 @@ class Samples:
         return run_samples if seed is None else sample_indices(run_samples, self.n_samples, seed)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See Drawn."""
+        """See SampleSource."""
         indices = self.indices(run_samples, seed).tolist()
         rows = Rows.empty(len(indices), self.seq_len)
         for row, index in enumerate(indices):
@@ -104,6 +105,8 @@ class Samples:
         at = 0
         for begin, length in pieces.tolist():
             if not (0 < begin < begin + length <= self._n_tokens and at + length <= self.seq_len):
+                from torchtitan_lite.data.packing import REMEDY
+
                 raise DataError(
                     f"{self._index} is damaged: sequence {index:,} takes {length:,} tokens from {begin:,} on, after "
                     f"{at:,} others; {REMEDY}"
@@ -115,7 +118,7 @@ class Samples:
         rows.begins[row, at : at + 1] = True  # the padding is no part of the last document
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See Drawn."""
+        """See SampleSource."""
         if self._pieces is None:
             return len(run_samples) * self.seq_len
         indices = self.indices(run_samples, seed)
@@ -132,7 +135,7 @@ class Mixture:
         self.interleave = Interleave(weights)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See Drawn."""
+        """See SampleSource."""
         rows = Rows.empty(len(run_samples), self.seq_len)
         which, numbers = self.interleave.locate(run_samples)
         for k, source in enumerate(self.sources):
@@ -143,7 +146,7 @@ class Mixture:
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See Drawn."""
+        """See SampleSource."""
         which, numbers = self.interleave.locate(run_samples)
         return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
 

@@ -73,7 +73,7 @@ def apply_fast_paths(model: Transformer, config: SpeedConfig) -> None:
     """Have the model compute by the faster of two ways; names, shapes and checkpoints stay as they are."""
     model.output.chunked = config.chunked_loss
     for module in model.modules():
-        for name, value in (("by_blocks", config.block_attention), ("few_passes", config.fused_functions)):
+        for name, value in (("by_blocks", config.block_attention), ("fused", config.fused_functions)):
             if hasattr(module, name):
                 setattr(module, name, value)
 

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchtitan_lite.config.derive import Layout, usable_cores
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.errors import ConfigError, shortened
-from torchtitan_lite.terminal import complain, flush
+from torchtitan_lite.terminal import flush, print_error
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ def from_rank0(value: T | None, group: dist.ProcessGroup | None = None) -> T:
     return box[0]  # type: ignore[return-value]  # rank 0 never passes None
 
 
-def say_once(message: str, local_rank: int) -> None:
+def print_once(message: str, local_rank: int) -> None:
     """Print an error that most likely all ranks have, on the first rank of each machine.
 
     torchrun ends all ranks as soon as one has failed, so the others must not leave before the first has spoken: they
@@ -220,7 +220,7 @@ def say_once(message: str, local_rank: int) -> None:
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
-    complain(message)
+    print_error(message)
 
 
 def leave(exit_code: int = 0) -> NoReturn:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
-from torchtitan_lite.checkpointing.safetensors_file import Announced, announcement, write_tensors
+from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
 from torchtitan_lite.config import paths, toml
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
@@ -173,10 +173,10 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} is there already; name a new folder")
     weights = whole_weights(folder)
-    announced = dcp_storage.announced(weights)
-    if len(announced.get("tok_embeddings.weight", ("", ()))[1]) != 2:
+    specs = dcp_storage.specs(weights)
+    if len(specs.get("tok_embeddings.weight", ("", ()))[1]) != 2:
         raise CheckpointError(f"{folder} has no token embeddings: it is not a checkpoint of a model")
-    content = to_hf_config(config, announced["tok_embeddings.weight"][1][0])
+    content = to_hf_config(config, specs["tok_embeddings.weight"][1][0])
     beside = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(beside, ignore_errors=True)
@@ -189,7 +189,7 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
             # without these, readers take the architecture's, which are other entries of our vocabulary
             content |= {"bos_token_id": end, "eos_token_id": end}
         (beside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _write_shards(beside, weights, announced, config.family, max_shard_bytes)
+        _write_shards(beside, weights, specs, config.family, max_shard_bytes)
         if out.is_dir():
             out.rmdir()
         beside.rename(out)
@@ -199,16 +199,11 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _write_shards(
-    folder: Path, weights: Mapping[str, Tensor], announced: Announced, family: str, max_bytes: int
-) -> None:
+def _write_shards(folder: Path, weights: Mapping[str, Tensor], specs: TensorSpecs, family: str, max_bytes: int) -> None:
     """model.safetensors, or several files of at most so many bytes (a larger tensor has one alone) with an index."""
-    parts = hf_names(announced, family)
-    theirs = announcement(
-        {
-            name: to_hf(ours, lambda n: torch.empty(announced[n][1], device="meta"), family)
-            for name, ours in parts.items()
-        }
+    parts = hf_names(specs, family)
+    theirs = specs_of(
+        {name: to_hf(ours, lambda n: torch.empty(specs[n][1], device="meta"), family) for name, ours in parts.items()}
     )
     files: list[list[str]] = [[]]
     room = max_bytes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-def here(x: Tensor) -> bool:
+def use_fused(x: Tensor) -> bool:
     """Whether these functions are the faster ones."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -24,11 +24,11 @@ def _wide(x: Tensor) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm over the last dim (Zhang and Sennrich, 2019)."""
 
-    few_passes = False  # set by parallelize.apply_fast_paths
+    fused = False  # set by parallelize.apply_fast_paths
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        if self.few_passes and self.eps is not None and here(x):
+        if self.fused and self.eps is not None and use_fused(x):
             return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return super().forward(x)
 

@@ -22,7 +22,7 @@ from torchtitan_lite.models.transformer import Transformer
 class Attention(nn.Module):
     """Causal attention; H / K query heads share a key and value head."""
 
-    by_blocks, few_passes = False, False  # set by parallelize.apply_fast_paths
+    by_blocks, fused = False, False  # set by parallelize.apply_fast_paths
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D); cos and sin are (T, E) or (B, T, E), float32"""
-        turn = fused.rotate if self.few_passes and fused.here(x) else rotate
+        turn = fused.rotate if self.fused and fused.use_fused(x) else rotate
         q = turn(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, H, E)
         k = turn(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, K, E)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))

@@ -52,11 +52,11 @@ def start_lines(
         f"run     {config.folder}  "
         + (f"resumed after step {loaded.step}" if loaded else "new; the same command resumes it"),
     ]
-    if not state.setting["deterministic"]:
+    if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
     if loaded and (values := changed(loaded, state)):
         lines.append(f"run     changed since then: {values}")
-    if loaded and (values := differences(loaded.setting, state.setting)):
+    if loaded and (values := differences(loaded.bitwise_setting, state.bitwise_setting)):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if loaded and config.eval.every and (values := validation_change(loaded, state)):
         lines.append(f"run     validation covers {values}: do not compare its loss with that of earlier steps")

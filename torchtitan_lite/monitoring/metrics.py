@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
-from torchtitan_lite.terminal import complain, encodable
+from torchtitan_lite.terminal import encodable, print_error
 
 GIB = 2**30
 
@@ -112,7 +112,7 @@ class Log:
         except Exception as error:  # whatever it is: a line less is better than a run less
             if what not in self._failed:
                 self._failed.add(what)
-                complain(f"{what} can't be written: {error}; training goes on")
+                print_error(f"{what} can't be written: {error}; training goes on")
 
     def _append(self, file: Path, line: str) -> None:
         """Add a line. After a failed write it begins on a new line: the one before may lack its end."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import LogConfig
-from torchtitan_lite.terminal import complain
+from torchtitan_lite.terminal import print_error
 
 Scalars = Mapping[str, float]
 
@@ -40,7 +40,7 @@ class Trackers:
             action()
         except (Exception, SystemExit) as error:  # whatever it is: a tracker must not end weeks of training
             self._open.pop(name, None)
-            complain(f"log.trackers: {name} failed: {error}; training goes on without it")
+            print_error(f"log.trackers: {name} failed: {error}; training goes on without it")
 
 
 def _scalars(values: Mapping[str, Any]) -> Scalars:

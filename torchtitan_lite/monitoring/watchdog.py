@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.distributed.process_group import World, env_int, limit_waiting, say_once
+from torchtitan_lite.distributed.process_group import World, env_int, limit_waiting, print_once
 from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.monitoring import run_folder
 
@@ -77,7 +77,7 @@ class Beat:
     working: list[str] = field(default_factory=list)
 
 
-class Watch:
+class Watchdog:
     """Watches the steps, saves and loads of this rank, from now until `close`."""
 
     def __init__(self, folder: Path, world: World, timeout_minutes: float) -> None:
@@ -87,7 +87,7 @@ class Watch:
         self._store = dist.distributed_c10d._get_default_store()  # the only way to the store that torchrun made
         self._run = folder
         # told why the run ends
-        self.last_words: Callable[[str], Any] = lambda why: run_folder.write_status(folder, world, "failed", None, why)
+        self.on_abort: Callable[[str], Any] = lambda why: run_folder.write_status(folder, world, "failed", None, why)
         folder = folder / "stacks"
         self._path = folder / f"rank-{world.rank}.txt"
         try:
@@ -265,11 +265,11 @@ class Watch:
         telling.join(timeout=5)  # the file system may be what hangs
         if self._world.rank == 0:
             time.sleep(3 * self._interval_s)  # until the others have read it
-        say_once(f"train.py: {message}", env_int("LOCAL_RANK", 0))
+        print_once(f"train.py: {message}", env_int("LOCAL_RANK", 0))
         os._exit(StuckError.exit_code)
 
     def _tell(self, message: str) -> None:
-        self.last_words(message)
+        self.on_abort(message)
         if self._world.rank == 1 and _SILENT in message:
             run_folder.write_status(self._run, replace(self._world, rank=0), "failed", self._at[0], message)
 

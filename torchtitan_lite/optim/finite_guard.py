@@ -9,12 +9,30 @@ from torchtitan_lite.errors import NonFiniteError
 from torchtitan_lite.optim.grad_scaler import GradScaler
 
 
+class HostCopy:
+    """A small tensor on its way to the host: copied without waiting, and read later."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = pinned.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> list[float]:
+        """The values, once they are here."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.flatten().tolist()
+
+
 class FiniteGuard:
     """Withholds an update on the device, and tells the host one step later.
 
-    Fused AdamW leaves parameters, moments and step counts alone where its `found_inf` is 1. The host's copy of the
-    verdict is read while the device already works on the next step, so that a healthy run never waits for it. SGD has
-    no such form for DTensors: there the host waits for the verdict, and skips the update itself.
+    Fused AdamW leaves parameters, moments and step counts alone where its `found_inf` is 1. The host reads its copy of
+    the result while the device already works on the next step, so that a healthy run never waits for it. SGD has no
+    such form for DTensors: there the host waits for the result, and skips the update itself.
 
     With float16 a gradient that is not finite under a finite loss is an overflow: the step is skipped and counted, and
     the scale of the loss is halved. Otherwise it is an error.
@@ -32,19 +50,17 @@ class FiniteGuard:
         self.scaler = scaler
         self.max_skipped = max_skipped
         self.skipped = list(skipped)  # steps whose update was withheld, without float16's overflows
-        self.leaving = False  # whether a rank was asked to leave; as `skipped`, known one step late
         self._fused = bool(optimizer.defaults.get("fused"))
         self._device = optimizer.param_groups[0]["params"][0].device
-        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[int, HostCopy] | None = None
 
-    def update(self, step: int, bad_ranks: Tensor, grad_norm: Tensor, leaving: Tensor) -> None:
-        """Step the optimizer, unless anything is not finite. Call `raise_if_bad` for the step before first.
+    def update(self, step: int, bad_ranks: Tensor, grad_norm: Tensor) -> None:
+        """Step the optimizer, unless anything is not finite. Call `check` for the step before first.
 
         Args:
             step: its number.
             bad_ranks: (world_size,), not 0 for each rank whose own loss is not finite; equal on all ranks.
             grad_norm: (), the global norm of the gradients.
-            leaving: (), how many ranks were asked to leave; equal on all ranks.
         """
         bad_norm = ~grad_norm.isfinite().to(bad_ranks.device)
         bad = (bad_ranks != 0).any() | bad_norm
@@ -55,28 +71,19 @@ class FiniteGuard:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.scaler.update(bad)
-        verdict = torch.cat([bad_ranks, torch.stack([bad_norm.float(), self.scaler.scale, leaving])])
-        if verdict.is_cuda:
-            copy = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=True).copy_(verdict, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending = step, copy, event
-        else:
-            self._pending = step, verdict, None
+        self._pending = step, HostCopy(torch.cat([bad_ranks, torch.stack([bad_norm.float(), self.scaler.scale])]))
 
-    def raise_if_bad(self) -> None:
-        """
+    def check(self) -> None:
+        """Check the step of the last `update`, once.
+
         Raises:
-            NonFiniteError: the last judged step was bad; it names the step and the ranks. All ranks raise alike.
+            NonFiniteError: it was bad; the error names the step and the ranks. All ranks raise alike.
         """
         if self._pending is None:
             return
-        step, verdict, copied = self._pending
-        if copied is not None:
-            copied.synchronize()
+        step, result = self._pending
         self._pending = None
-        *bad_ranks, bad_norm, scale, leaving = verdict.tolist()
-        self.leaving |= bool(leaving)
+        *bad_ranks, bad_norm, scale = result.read()
         ranks = [str(rank) for rank, bad in enumerate(bad_ranks) if bad]
         if not ranks and not bad_norm:
             return

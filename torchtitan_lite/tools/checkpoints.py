@@ -51,7 +51,7 @@ def verify(folders: Sequence[Path]) -> bool:
                 continue
             good &= not problems
             print("\n".join(f"DAMAGED {problem}" for problem in problems) or f"whole   {folder}")
-        for text in storage.not_counted(path / "checkpoints"):
+        for text in storage.incomplete_folders(path / "checkpoints"):
             print(f"note    {text}")
     return good
 
@@ -99,7 +99,7 @@ def convert(folder: Path, out: Path) -> Path:
         records = {}
         for prefix, file in PARTS:
             tensors = dcp_storage.WholeTensors(folder, prefix)
-            records[file] = write_tensors(beside / file, tensors.announced(), tensors.__getitem__)
+            records[file] = write_tensors(beside / file, tensors.specs(), tensors.__getitem__)
         return storage.commit(beside, state, "full", manifest.world_size, records, replace=False)
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None

@@ -28,9 +28,9 @@ from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.plan import Plan, make_plan, size
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Training, judge
+from torchtitan_lite.training.session import Session, check_previous_step
 
-Step = Callable[[Training, int], tuple[torch.Tensor, torch.Tensor]]
+Step = Callable[[Session, int], tuple[torch.Tensor, torch.Tensor]]
 STEPS = 3
 IN_ALL = "all, at the fullest moment"
 
@@ -72,7 +72,7 @@ def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
     return make_plan(config.model_copy(update={"model": model}), world_size, device, on_gpu=on_gpu)
 
 
-def run(loaded: Loaded, data: DataSet, build: Callable[..., Training], step: Step) -> None:
+def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step) -> None:
     """Build, make three steps, and print the table.
 
     Args:
@@ -92,7 +92,7 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Training], step: Ste
                 print(compare(plan, measured, loaded.config.folder))
 
 
-def measure(t: Training, step: Step) -> Measured:
+def measure(t: Session, step: Step) -> Measured:
     """Make three steps; every rank has to."""
     found: dict[str, int] = {}
 
@@ -101,11 +101,11 @@ def measure(t: Training, step: Step) -> Measured:
         found[GRADIENTS] = own_bytes(p.grad for p in parameters if p.grad is not None)
 
     def make(number: int) -> None:
-        t.watch.step(number)
+        t.watchdog.step(number)
         step(t, number)[0].item()  # reading the loss waits for the device
 
     t.optimizer.register_step_pre_hook(look)
-    with t.watch.explained(), out_of_memory.explained(t.config):
+    with t.watchdog.explained(), out_of_memory.explained(t.config):
         make(1)
         found[PARAMETERS] = own_bytes((*t.model.parameters(), *t.model.buffers()))
         found[OPTIMIZER] = own_bytes(v for state in t.optimizer.state.values() for v in state.values())
@@ -120,7 +120,7 @@ def measure(t: Training, step: Step) -> Measured:
         before = time.perf_counter()
         make(STEPS)
         seconds = time.perf_counter() - before
-    judge(t)
+    check_previous_step(t)
     return Measured(found, seconds)
 
 

@@ -44,13 +44,13 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: 
     if (folder / "config.json").is_file():
         config = hf.config_of(folder)
         return _ready(folder, config, hf.open_weights(folder, config), device, dtype, tokenizer or folder, [])
-    folder, notes = newest_whole(folder)
+    folder, notes = newest_complete(folder)
     run = folder.parent.parent
     config = hf.trained_config(folder)
     return _ready(folder, config, hf.read_weights(folder), device, dtype, tokenizer or run, notes)
 
 
-def newest_whole(path: Path) -> tuple[Path, list[str]]:
+def newest_complete(path: Path) -> tuple[Path, list[str]]:
     """A checkpoint's folder itself, or the newest checkpoint of a run that passes its verification.
 
     Returns:

@@ -1,9 +1,9 @@
 """Being asked to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1, or the time limit. The step is finished first.
 
-A signal only sets a reason. The loop adds every rank's into the reduction that it does anyway, so that all ranks stop
-after the same step, and save. Another signal more than two seconds later ends this process at once, without saving.
-Signals within these two seconds are copies of one request: torchrun forwards what a terminal has already sent, and
-Slurm signals the launcher and its workers.
+A signal only sets a reason. The loop adds up the requests of all ranks in the reduction that it does anyway, so that
+all ranks stop after the same step, and save. Another signal more than two seconds later ends this process at once,
+without saving. Signals within these two seconds are copies of one request: torchrun forwards what a terminal has
+already sent, and Slurm signals the launcher and its workers.
 
 Python runs its handlers in the main thread and between two instructions, so not while that thread waits for another
 rank or for a disk. Therefore a thread reads the signals from a pipe, into which the C handler writes them.
@@ -18,14 +18,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
+
 from torchtitan_lite.distributed.process_group import die_with_launcher
+from torchtitan_lite.optim.finite_guard import HostCopy
 from torchtitan_lite.terminal import prepare_streams
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SAME_REQUEST_S = 2.0
 
 
-class Leaving:
+class Preemption:
     """Whether this process was asked to stop, and why. Handlers are installed while it is used as a context.
 
     Args:
@@ -38,7 +41,9 @@ class Leaving:
         self, max_minutes: float, clock: Callable[[], float] = time.monotonic, end: Callable[[int], Any] = os._exit
     ) -> None:
         self.reason = ""
-        self.last_words: Callable[[str], Any] = lambda _: None  # is told why the process ends at once
+        self.agreed = False  # whether a rank was asked; known one step late, and the same on all ranks
+        self._requests: HostCopy | None = None
+        self.on_abort: Callable[[str], Any] = lambda _: None  # is told why the process ends at once
         self._limit_s = 60 * max_minutes if max_minutes else float("inf")
         self._max_minutes = max_minutes
         self._clock, self._end = clock, end
@@ -46,7 +51,7 @@ class Leaving:
         self._first: tuple[int, float] | None = None  # the first signal, and when it came
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> "Leaving":
+    def __enter__(self) -> "Preemption":
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         self._pipe = writing, signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -92,24 +97,34 @@ class Leaving:
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())  # the main thread may hold the lock of sys.stderr
         # in a thread of its own: a file system that does not answer must not keep this process
-        telling = threading.Thread(target=self.last_words, args=(why,), daemon=True)
+        telling = threading.Thread(target=self.on_abort, args=(why,), daemon=True)
         telling.start()
         telling.join(timeout=2)
         self._end(128 + number)
 
-    def asked(self) -> bool:
-        """Whether to stop after this step."""
+    def requested(self) -> bool:
+        """Whether this rank was asked to stop."""
         if not self.reason and self._clock() - self._started > self._limit_s:
             self.reason = f"run.max_minutes = {self._max_minutes:g}"
         return bool(self.reason)
 
+    def share(self, requests: Tensor) -> None:
+        """Keep how many ranks were asked to stop, a () tensor that is equal on all ranks, for `update_agreed`."""
+        self._requests = HostCopy(requests)
 
-_in_use: list[Leaving] = []
+    def update_agreed(self) -> None:
+        """Read what was shared last. It is read a step later, so that the host does not wait for the device."""
+        if self._requests is not None:
+            self.agreed |= any(self._requests.read())
+            self._requests = None
+
+
+_in_use: list[Preemption] = []
 
 
 def _in_child() -> None:
-    for leaving in _in_use:
-        leaving.in_child()
+    for preemption in _in_use:
+        preemption.in_child()
 
 
 os.register_at_fork(after_in_child=_in_child)

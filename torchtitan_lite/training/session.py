@@ -1,4 +1,4 @@
-"""What the loop of train.py works with, and what it says on the way: verdicts, steps, validations, saves."""
+"""What the loop of train.py works with, and what it logs: checks, steps, validations, saves."""
 
 import math
 import time
@@ -17,15 +17,15 @@ from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.monitoring import mfu, run_folder
+from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import fitted, step_line
 from torchtitan_lite.monitoring.metrics import Clock, Log, peak_memory_gib
-from torchtitan_lite.monitoring.watchdog import Watch
+from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.training.evaluate import Score, Validation, evaluate
-from torchtitan_lite.training.preemption import Leaving
+from torchtitan_lite.training.preemption import Preemption
 from torchtitan_lite.training.sampling import Prompts
 
 
@@ -42,7 +42,7 @@ class Saves(Protocol):
 
 
 @dataclass
-class Training:
+class Session:
     """What the loop works with."""
 
     config: Config
@@ -52,8 +52,8 @@ class Training:
     optimizer: torch.optim.Optimizer
     scaler: GradScaler
     guard: FiniteGuard
-    leaving: Leaving
-    watch: Watch
+    preemption: Preemption
+    watchdog: Watchdog
     loader: Batches
     validation: Validation
     prompts: Prompts
@@ -63,50 +63,63 @@ class Training:
     clock: Clock
     samples: Mixture  # what the loader draws from
     profile: Any  # monitoring.profiler.Profile, or None
-    flops_per_token: int
-    peak_flops: float  # of all devices together, per second; 0 where it is not known
+    peak_tokens_per_second: float  # at the peak of all devices together; 0 if it is not known
     loaded: TrainState | None = None  # the state as it was saved, if the run is resumed
 
     def __post_init__(self) -> None:
-        def last_words(why: str) -> None:
+        def on_abort(why: str) -> None:
             run_folder.write_status(self.config.folder, self.world, "failed", self.state.step, why)
 
-        self.leaving.last_words = self.watch.last_words = last_words
+        self.preemption.on_abort = self.watchdog.on_abort = on_abort
 
     def close(self) -> None:
         """End the threads that work beside the loop."""
         self.loader.close()
-        self.watch.close()
+        self.watchdog.close()
 
 
 def peak_flops(config: Config, world: World) -> float:
     """What all devices of a run can compute per second in its dtype, as their makers say; 0 if one is not known."""
-    device = mfu.named(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    if world.device.type != "cuda":
+        return 0.0
+    from torchtitan_lite.monitoring import mfu
+
+    device = mfu.named(torch.cuda.get_device_name(world.device))
     if device is None:
         return 0.0
     return world.world_size * (device.fp32_flops if config.fsdp.param_dtype == "float32" else device.bf16_flops)
 
 
-def judge(t: Training) -> None:
-    """Read the verdict on the last step: stop the run, or record that it was skipped.
+def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
+    """What the devices of a run could do at their peak: its MFU is the share that it reaches. 0 if one is not known."""
+    if not (peak := peak_flops(config, world)):
+        return 0.0
+    from torchtitan_lite.monitoring.mfu import flops_per_token
+
+    return peak / flops_per_token(model, config.train.seq_len)
+
+
+def check_previous_step(s: Session) -> None:
+    """Learn whether the last update was finite: stop the run, or record that it was skipped.
 
     Raises:
         NonFiniteError
     """
-    t.guard.raise_if_bad()
-    if t.guard.skipped and t.guard.skipped[-1] == t.state.step and t.state.step not in t.state.skipped:
-        first = t.state.samples_consumed - t.config.train.global_batch_size
-        t.state = replace(t.state, skipped=[*t.state.skipped, t.state.step])
-        t.log.record({"step": t.state.step, "skipped_samples": [first, t.state.samples_consumed]})
-        t.log.say(f"SKIPPED step {t.state.step}: not finite; run samples {first} to {t.state.samples_consumed - 1}")
+    s.guard.check()
+    s.preemption.update_agreed()
+    if s.guard.skipped and s.guard.skipped[-1] == s.state.step and s.state.step not in s.state.skipped:
+        first = s.state.samples_consumed - s.config.train.global_batch_size
+        s.state = replace(s.state, skipped=[*s.state.skipped, s.state.step])
+        s.log.record({"step": s.state.step, "skipped_samples": [first, s.state.samples_consumed]})
+        s.log.say(f"SKIPPED step {s.state.step}: not finite; run samples {first} to {s.state.samples_consumed - 1}")
 
 
-def validate(t: Training, step: int) -> None:
+def validate(s: Session, step: int) -> None:
     """Score the validation set, and say what a model without context would reach."""
     before = time.perf_counter()
-    score = evaluate(t.model, t.validation, t.world.device)
+    score = evaluate(s.model, s.validation, s.world.device)
     seconds = time.perf_counter() - before
-    t.state = replace(t.state, val_loss=score.loss)
+    s.state = replace(s.state, val_loss=score.loss)
     values = {
         "val_loss": score.loss,
         "val_loss_stderr": score.loss_stderr,
@@ -115,74 +128,74 @@ def validate(t: Training, step: int) -> None:
         "unigram_bits_per_byte": score.unigram_bits_per_byte,
     }
     finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-    t.log.record({"step": step, **finite, "eval_samples": t.validation.n_samples, "eval_s": seconds})
-    t.log.say(eval_line(step, score, t.validation, seconds))
+    s.log.record({"step": step, **finite, "eval_samples": s.validation.n_samples, "eval_s": seconds})
+    s.log.say(eval_line(step, score, s.validation, seconds))
 
 
-def log_step(t: Training, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:
+def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:
     """The step line and its record. Rates are over the n_tokens since the last line, without saves and validations."""
-    seconds, parts = t.clock.lap()
-    if t.world.device.type == "cuda":
+    seconds, parts = s.clock.lap()
+    if s.world.device.type == "cuda":
         parts.pop("optimizer_s", None)  # the host only starts it
     record: dict[str, Any] = {
         "step": step,
         "loss": loss if math.isfinite(loss) else None,  # of a step that was skipped
         "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # float16: a step that was skipped
-        "lr": learning_rate(t.config.optim, step, t.config.train.steps),
-        "tokens": t.state.tokens,
+        "lr": learning_rate(s.config.optim, step, s.config.train.steps),
+        "tokens": s.state.tokens,
         "tokens_per_second": n_tokens / seconds,
-        "peak_memory_gib": peak_memory_gib(t.world.device),
+        "peak_memory_gib": peak_memory_gib(s.world.device),
         "seconds": seconds,
         **parts,
     }
-    if t.scaler.enabled:
-        record |= {"loss_scale": t.scaler.scale.item(), "skipped_steps": t.scaler.skipped_steps}
-    if len(t.samples.sources) > 1:
-        record["sources"] = t.samples.seen(t.state.samples_consumed)
-    if t.peak_flops:
-        record["mfu"] = record["tokens_per_second"] * t.flops_per_token / t.peak_flops
-    t.log.record(record)
-    left_s = (time.perf_counter() - t.clock.started) / (step - first) * (t.config.train.steps - step)
-    t.log.say(step_line(record, t.config.train.steps, parts["data_s"] / seconds, left_s), fitted)
+    if s.scaler.enabled:
+        record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
+    if len(s.samples.sources) > 1:
+        record["sources"] = s.samples.seen(s.state.samples_consumed)
+    if s.peak_tokens_per_second:
+        record["mfu"] = record["tokens_per_second"] / s.peak_tokens_per_second
+    s.log.record(record)
+    left_s = (time.perf_counter() - s.clock.started) / (step - first) * (s.config.train.steps - step)
+    s.log.say(step_line(record, s.config.train.steps, parts["data_s"] / seconds, left_s), fitted)
 
 
-def source_lines(t: Training) -> list[str]:
+def source_lines(s: Session) -> list[str]:
     """What a run has seen of each source of a mixture."""
-    if len(t.samples.sources) < 2:
+    if len(s.samples.sources) < 2:
         return []
-    seen = t.samples.seen(t.state.samples_consumed)
-    return [f"data    {name}: {s['tokens']:,} tokens seen, {s['epochs']:.2f} epochs" for name, s in seen.items()]
+    seen = s.samples.seen(s.state.samples_consumed)
+    return [f"data    {name}: {of['tokens']:,} tokens seen, {of['epochs']:.2f} epochs" for name, of in seen.items()]
 
 
-def save(t: Training, *, last: bool) -> None:
+def save(s: Session, *, last: bool) -> None:
     """Save a checkpoint, after the one before.
 
     Raises:
         SaveError: the last one of a run could not be written.
     """
-    report_save(t, wait=True)
-    t.checkpointer.save(replace(t.state, grad_scaler=t.scaler.state_dict()))
-    error = report_save(t, wait=last or not t.config.checkpoint.async_save)
+    report_save(s, wait=True)
+    s.checkpointer.save(replace(s.state, grad_scaler=s.scaler.state_dict()))
+    error = report_save(s, wait=last or not s.config.checkpoint.async_save)
     if last and error:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
 
 
-def report_save(t: Training, *, wait: bool) -> str:
+def report_save(s: Session, *, wait: bool) -> str:
     """Say what came of a save, and only then that it is saved. Returns the error of a failed one.
 
     A failed save does not end a run: older checkpoints are there still, and the next one may succeed.
     """
-    saved = t.checkpointer.wait() if wait or t.checkpointer.finished() else None
+    saved = s.checkpointer.wait() if wait or s.checkpointer.finished() else None
     if saved is None:
         return ""
     if saved.error:
-        t.log.say(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training goes on")
+        s.log.say(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training goes on")
     else:
-        beside = f", training stood still for {saved.stopped_s:.1f} s" if t.config.checkpoint.async_save else ""
-        t.log.record({"step": saved.step, "save_s": saved.stopped_s if beside else saved.seconds, "bytes": saved.bytes})
-        t.log.say(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{beside})")
+        beside = f", training stood still for {saved.stopped_s:.1f} s" if s.config.checkpoint.async_save else ""
+        s.log.record({"step": saved.step, "save_s": saved.stopped_s if beside else saved.seconds, "bytes": saved.bytes})
+        s.log.say(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{beside})")
     if saved.note:
-        t.log.say(f"note    older checkpoints were not deleted: {saved.note}")
+        s.log.say(f"note    older checkpoints were not deleted: {saved.note}")
     return saved.error
 
 

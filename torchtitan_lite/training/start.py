@@ -16,12 +16,12 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import start_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
-from torchtitan_lite.training.session import Training
+from torchtitan_lite.training.session import Session
 
 
 def start(
-    loaded_config: Loaded, data: DataSet, world: World, log: Log, build: Callable[..., Training]
-) -> Training | None:
+    loaded_config: Loaded, data: DataSet, world: World, log: Log, build: Callable[..., Session]
+) -> Session | None:
     """What the loop works with; None if the run has made all its steps.
 
     Args:
@@ -36,19 +36,19 @@ def start(
         done = f'checkpoint.resume = "{config.checkpoint.resume}" was carried out by an earlier attempt of this launch'
         log.say(f"note    {done}: this one resumes from what was saved since")
     machines = require_agreement(config, world)
-    t = build(config, data, world, log, resume)
+    s = build(config, data, world, log, resume)
     with contextlib.ExitStack() as refused:
-        refused.callback(t.close)
-        log.say(start_lines(config, t.layout, world, t.model, data, t.samples, t.state, t.loaded))
-        step = t.state.step
+        refused.callback(s.close)
+        log.say(start_lines(config, s.layout, world, s.model, data, s.samples, s.state, s.loaded))
+        step = s.state.step
         if step >= config.train.steps:
             log.say(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
             # later checkpoints that would be set aside are still there: the run has got further than this
-            run_folder.write_status(config.folder, world, "complete", None if t.checkpointer.aside else step)
+            run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
             return None
-        with t.watch.loading("comparing the space on the disk"):
-            t.checkpointer.require_space()
-        facts = run_folder.facts(t.layout, world, machines, sys.argv)
+        with s.watchdog.loading("comparing the space on the disk"):
+            s.checkpointer.require_space()
+        facts = run_folder.facts(s.layout, world, machines, sys.argv)
 
         def take_over() -> list[str]:
             files = {
@@ -57,12 +57,12 @@ def start(
                 "run.json": run_folder.accepted(config.folder, step, resume, facts),
                 **log.without_later(step),
             }
-            saves = t.checkpointer
+            saves = s.checkpointer
             return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))
 
-        with t.watch.loading("changing the files of the run"):
+        with s.watchdog.loading("changing the files of the run"):
             notes = on_rank0(world, take_over)
         for note in notes:
             log.say(f"note    {note}")
         refused.pop_all()
-    return t
+    return s

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,15 @@ def cache_folder(data: DataConfig) -> Path:
         ) from None
 
 
-# --- for train.py -----------------------------------------------------------------------------------------------
+def prepared_in_cache(
+    paths: Sequence[str | list[str]], data: DataConfig, config: TokenizerConfig, say: Say
+) -> list[Path]:
+    """The prepared folders of texts that share a tokenizer, made if they are not there yet.
 
-
-def _in_cache(texts: list[Corpus], data: DataConfig, config: TokenizerConfig, say: Say) -> list[Path]:
-    """The prepared folders of some texts, which share a tokenizer."""
+    Raises:
+        DataError: a text is missing, can't be used, or is too short.
+    """
+    texts = [corpora.find(path, data.text_key) for path in paths]
     cache = cache_folder(data)
     try:
         cache.mkdir(parents=True, exist_ok=True)
