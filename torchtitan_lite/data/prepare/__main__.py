@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.paths import expanded, is_prepared
@@ -89,11 +90,15 @@ def _make(arguments: argparse.Namespace) -> int:
         if value is not None and not low <= value <= high:
             raise ConfigError(f"--{name.replace('_', '-')} {value} should be at least {low} and at most {high:,}")
     out = _out(arguments.out)
-    config = TokenizerConfig(
-        path=arguments.tokenizer,
-        end_token=arguments.end_token,
-        vocab_size=arguments.train_tokenizer or TokenizerConfig().vocab_size,
-    )
+    try:
+        config = TokenizerConfig(
+            path=arguments.tokenizer,
+            end_token=arguments.end_token,
+            vocab_size=arguments.train_tokenizer or TokenizerConfig().vocab_size,
+        )
+    except ValidationError as error:
+        wrong = [f"--{e['loc'][0]} {e['input']!a}: {e['msg']}".replace("_", "-") for e in error.errors()]
+        raise ConfigError("; ".join(wrong).replace("Value error, ", "")) from None
     options = Options(arguments.on_error, arguments.max_document_bytes, arguments.workers, keep_partial=True)
     corpus = corpora.find(arguments.sources, arguments.text_key)
     out.parent.mkdir(parents=True, exist_ok=True)
