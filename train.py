@@ -47,14 +47,13 @@ from torchtitan_lite.distributed.process_group import (
     World,
     build_mesh,
     env_int,
-    from_rank0,
     leave,
     local_rank,
     print_once,
     process_group,
     sum_over_ranks,
 )
-from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, run_cli
+from torchtitan_lite.errors import StuckError, UserError, run_cli
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import duration, what_next
 from torchtitan_lite.monitoring.metrics import Clock, Log
@@ -72,6 +71,7 @@ from torchtitan_lite.training.sampling import Prompts, sample
 from torchtitan_lite.training.session import (
     Session,
     check_previous_step,
+    closed_on_error,
     log_step,
     peak_tokens_per_second,
     report_save,
@@ -88,16 +88,6 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         resume: replaces `checkpoint.resume`, which is carried out once for each launch.
     """
     layout = derive(config, world.world_size)
-    if from_rank0(data.identity()) != data.identity():
-        raise DataError(
-            f"rank {world.rank} prepared other data than rank 0: is data.path the same text on every machine?"
-        )
-    if 0 < config.model.vocab_size < data.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} entries; "
-            "model.vocab_size = 0 takes the tokenizer's"
-        )
-
     # 1. The mesh: which ranks share the shards of one model, and which hold copies.
     mesh = build_mesh(layout, world.device)
 
@@ -124,13 +114,8 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     saving = config.checkpoint.model_copy(update={"resume": resume or config.checkpoint.resume})
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, saving, world)
     fresh = fresh_state(config, data, world, validation.identity())
-    try:
-        with watchdog.loading("loading a checkpoint"):
-            loaded = load_newest(config, checkpointer, fresh, log)
-    except BaseException:
-        watchdog.close()
-        loader.close()
-        raise
+    with closed_on_error(watchdog, loader), watchdog.loading("loading a checkpoint"):
+        loaded = load_newest(config, checkpointer, fresh, log)
     state = continued(loaded, fresh) if loaded else fresh
 
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)

@@ -8,10 +8,13 @@ kernel reads for this process therefore counts too. (While it trains it does not
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,16 @@ def loading(what: str) -> Iterator[None]:
 def working(what: str) -> AbstractContextManager[None]:
     """This thread does what other ranks may be waiting for, such as "writing model.safetensors"."""
     return doing(what, waiting=False)
+
+
+def within(what: str, action: Callable[[], T]) -> Callable[[], T]:
+    """The action, done while `working` on it."""
+
+    def done() -> T:
+        with working(what):
+            return action()
+
+    return done
 
 
 def current() -> Progress:

@@ -212,12 +212,3 @@ def sha256_of(path: Path) -> str:
             digest.update(chunk[:n_bytes])
             progress.advance(n_bytes)
     return digest.hexdigest()
-
-
-def sync_folder(path: Path) -> None:
-    """Have the disk hold the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

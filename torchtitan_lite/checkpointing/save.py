@@ -17,6 +17,7 @@ from torchtitan_lite.checkpointing import progress, select, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed.agreement import outcome_on_rank0
 from torchtitan_lite.distributed.process_group import World, patient_group
 
 T = TypeVar("T")
@@ -139,12 +140,5 @@ class Saver:
 
     def _on_rank0(self, action: Callable[[], T]) -> tuple[T | None, str]:
         """The result, or else the error, of what rank 0 does; on every rank."""
-        box: list[tuple[T | None, str]] = [(None, "")]
-        if self.world.rank == 0:
-            try:
-                with progress.working("making or committing its folder"):
-                    box = [(action(), "")]
-            except Exception as error:
-                box = [(None, str(error) or repr(error))]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+        making = progress.within("making or committing its folder", action)
+        return outcome_on_rank0(self.world.rank, making, self.group)

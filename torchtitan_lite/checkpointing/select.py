@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torchtitan_lite.checkpointing import progress, storage
 from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.process_group import World, from_rank0
+from torchtitan_lite.distributed.agreement import outcome_on_rank0
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import CheckpointError, UnreadableError, UserError
 
 T = TypeVar("T")
@@ -93,12 +94,10 @@ def _elsewhere(folder: Path, config: CheckpointConfig, world: World, choice: Cho
     """A checkpoint of another run, or the newest of a run, to go on from in this run's folder."""
 
     def find() -> Path:
-        if (folder / storage.MANIFEST).is_file():
-            return folder
-        steps = storage.find_steps(folder / "checkpoints")
-        if not steps:
+        found = storage.checkpoints_of(folder)
+        if not found:
             raise CheckpointError(f'checkpoint.resume = "{folder}" is no checkpoint, and no run with one')
-        return storage.step_folder(folder / "checkpoints", steps[-1])
+        return found[-1]
 
     choice.folder = on_rank0(world, find)
     choice.manifest, problems = verify_together(choice.folder, config.verify, world)
@@ -160,10 +159,8 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
 def _manifest(folder: Path) -> tuple[Manifest | None, str]:
     try:
         manifest = storage.read_manifest(folder)
-        named = re.fullmatch(r"step-\d+", folder.name)
-        if named and folder.name != storage.step_folder(folder.parent, manifest.step).name:
-            return None, f"{folder} holds step {manifest.step}: it was renamed; give it back its name"
-        return manifest, ""
+        wrong = storage.misnamed(folder, manifest.step)
+        return (None, wrong) if wrong else (manifest, "")
     except UnreadableError:
         raise
     except CheckpointError as error:
@@ -176,16 +173,10 @@ def on_rank0(world: World, action: Callable[[], T]) -> T:
     Raises:
         CheckpointError: on every rank, if rank 0 had an error that a person can act on.
     """
-    outcome: tuple[T | None, str] = None, ""
-    if world.rank == 0:
-        try:
-            with progress.working("reading the checkpoint for all ranks"):
-                outcome = action(), ""
-        except (UserError, OSError) as error:
-            outcome = None, str(error)
-    result, error_text = from_rank0(outcome, world.patient)
-    if error_text:
-        raise CheckpointError(error_text)
+    reading = progress.within("reading the checkpoint for all ranks", action)
+    result, error = outcome_on_rank0(world.rank, reading, world.patient, (UserError, OSError))
+    if error:
+        raise CheckpointError(error)
     return cast(T, result)
 
 

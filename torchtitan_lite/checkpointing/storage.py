@@ -32,8 +32,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.reading import MISSING, is_file, unreadable
 from torchtitan_lite.checkpointing.reading import read_json as read_json
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, sha256_of, sync_folder, write_text
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, sha256_of, write_text
 from torchtitan_lite.errors import CheckpointError, UnreadableError
+from torchtitan_lite.files import sync_folder
 
 FORMAT_VERSION = 2
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -75,6 +76,21 @@ class Manifest:
 
 
 # --- finding ----------------------------------------------------------------------------------------------------
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """The folders of a run's checkpoints, oldest first; a checkpoint's own folder; nothing for another path."""
+    if (path / MANIFEST).is_file():
+        return [path]
+    inside = path / "checkpoints"
+    return [step_folder(inside, step) for step in find_steps(inside)]
+
+
+def misnamed(folder: Path, step: int) -> str:
+    """What is wrong with a checkpoint of this step that lies in the folder of another; "" if nothing is."""
+    if _NAME.fullmatch(folder.name) and folder.name != step_folder(folder.parent, step).name:
+        return f"{folder} holds step {step}: it was renamed; give it back its name"
+    return ""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -158,8 +174,8 @@ def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise CheckpointError(f"{folder / STATE} is damaged: {wrong}") from None
-    if named_by_step and folder.name != step_folder(folder.parent, state.step).name:
-        raise CheckpointError(f"{folder} holds step {state.step}: it was renamed; give it back its name")
+    if named_by_step and (wrong := misnamed(folder, state.step)):
+        raise CheckpointError(wrong)
     return state
 
 
@@ -200,8 +216,8 @@ def verify(folder: Path, mode: str = "full") -> list[str]:
         raise
     except CheckpointError as error:
         return [str(error)]
-    if _NAME.fullmatch(folder.name) and folder.name != step_folder(folder.parent, manifest.step).name:
-        return [f"{folder} holds step {manifest.step}: it was renamed; give it back its name"]
+    if wrong := misnamed(folder, manifest.step):
+        return [wrong]
     return [wrong for name, record in manifest.files.items() if (wrong := verify_file(folder, name, record, mode))]
 
 

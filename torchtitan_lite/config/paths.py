@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.config import paths
 from torchtitan_lite.errors import ConfigError, DataError, shortened
 
 
@@ -219,7 +218,7 @@ def _names(folder: Path) -> list[str]:
 def unfound(entry: str) -> str:
     """Why there is nothing at an entry of `[data] path`; empty if there is something."""
     try:
-        return "" if paths.matching(paths.expanded(entry, "data.path")) else f"nothing found at {entry}"
+        return "" if matching(expanded(entry, "data.path")) else f"nothing found at {entry}"
     except DataError as error:
         return str(error)
 

@@ -1,7 +1,8 @@
 """The configuration: what can be set. (What follows from it: derive.py. Which combinations make no sense: rules.py.)
 
 Every section of the TOML file is a frozen class, and the string under a field is its help text. Builders are given
-their own section, never the whole. How files, `base` and the command line become a Config is in load.py.
+their own section, never the whole. It is one file because it is the reference of all keys: docs/config.md is made from
+it. How files, `base` and the command line become a Config is in load.py.
 """
 
 import functools

@@ -52,11 +52,6 @@ def sample_indices(run_samples: Indices, n: int, seed: int) -> Indices:
     return found
 
 
-def permute(position: int, n: int, key: bytes) -> int:
-    """The image of `position` under the permutation of 0..n-1 that `key` (at most 64 bytes) stands for."""
-    return int(_permutation(n, key)(np.array([position]))[0])
-
-
 class Permutation:
     """One permutation of 0..n-1."""
 

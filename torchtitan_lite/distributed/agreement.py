@@ -1,8 +1,9 @@
-"""All ranks run the same: config and versions. Otherwise a run goes wrong in ways that are hard to see."""
+"""What all ranks must have in common: config and versions, and the result of what only rank 0 does."""
 
 import platform
 import socket
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,26 @@ import torch.distributed as dist
 from torchtitan_lite import __version__
 from torchtitan_lite.config.derive import flatten
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import World, from_rank0
 from torchtitan_lite.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def outcome_on_rank0(
+    rank: int,
+    action: Callable[[], T],
+    group: dist.ProcessGroup | None,
+    expected: tuple[type[Exception], ...] = (Exception,),
+) -> tuple[T | None, str]:
+    """Act on rank 0. Returns the result, or the text of an expected error, on every rank of the group."""
+    outcome: tuple[T | None, str] = None, ""
+    if rank == 0:
+        try:
+            outcome = action(), ""
+        except expected as error:
+            outcome = None, str(error) or repr(error)
+    return from_rank0(outcome, group)
 
 
 def require_agreement(config: Config, world: World) -> list[str]:

@@ -11,9 +11,8 @@ The order matters: activation checkpointing changes a block's forward, compilati
 it makes the groups share streams and buffers. docs/fsdp.md says what each option trades.
 """
 
-import fnmatch
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, FsdpConfig, SpeedConfig
-from torchtitan_lite.errors import ConfigError, shortened
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
 # --- activation checkpointing and compilation -------------------------------------------------------------------
@@ -129,23 +129,11 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
         if model.output in modules and model.output.chunked:
             dtypes = (*dtypes[:2], None)  # what it hands on is the loss, which stays float32
         groups.append(Group(", ".join(names[m] for m in modules), modules, parameters, *dtypes, reshard))
-    wrong += _unused(list(owned.values()), config)
+    patterns = [override.match for override in config.precision_overrides]
+    wrong += unused("fsdp.precision_overrides", list(owned.values()), patterns)
     if wrong:
         raise ConfigError("\n  ".join(wrong))
     return groups
-
-
-def _unused(names: list[str], config: FsdpConfig) -> Iterator[str]:
-    """What is wrong with overrides that no parameter gets its precision from."""
-    used = set()
-    for name in names:
-        matching = (i for i, o in enumerate(config.precision_overrides) if fnmatch.fnmatchcase(name, o.match))
-        used.add(next(matching, None))
-    for i, override in enumerate(config.precision_overrides):
-        if i not in used:
-            other = any(fnmatch.fnmatchcase(name, override.match) for name in names)
-            why = "an earlier override has all that it matches" if other else f"names look like {names[0]}, {names[-1]}"
-            yield f'fsdp.precision_overrides: match = "{shortened(override.match)}" matches no parameter: {why}'
 
 
 def _chain(model: Transformer) -> list[list[nn.Module]]:
@@ -164,10 +152,9 @@ def _dtypes(
     found: dict[tuple[str, str, str], str] = {}
     for name in parameters:
         dtypes = {key: getattr(config, key) for key in ("param_dtype", "reduce_dtype", "output_dtype")}
-        for override in config.precision_overrides:
-            if fnmatch.fnmatchcase(name, override.match):
-                dtypes |= override.model_dump(exclude={"match"}, exclude_none=True)
-                break
+        i = first_match(name, [override.match for override in config.precision_overrides])
+        if i is not None:
+            dtypes |= config.precision_overrides[i].model_dump(exclude={"match"}, exclude_none=True)
         found.setdefault((dtypes["param_dtype"], dtypes["reduce_dtype"], dtypes["output_dtype"]), name)
     if len(found) > 1:
         one, other = list(found.values())[:2]

@@ -51,12 +51,11 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine
         _compare(folder, theirs, config)
         return drop_tied(from_hf(_read_shards(folder), config.family), config)
-    if steps := storage.find_steps(folder / "checkpoints"):
-        folder = storage.step_folder(folder / "checkpoints", steps[-1])
-    if not (folder / storage.MANIFEST).is_file():
+    if not (found := storage.checkpoints_of(folder)):
         raise CheckpointError(
             f"model.init_from: {path} is no run with a checkpoint, no checkpoint and no Hugging Face folder"
         )
+    folder = found[-1]
     state = storage.read_state(folder, named_by_step=False)
     saved = {key.removeprefix("model."): v for key, v in state.identity.items() if key.startswith("model.")}
     for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family == "llama" else [])):
@@ -164,11 +163,10 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, `out` is not empty, or it can't be written.
     """
-    run = source.parent.parent if (source / storage.MANIFEST).is_file() else source
-    steps = storage.find_steps(source / "checkpoints")
-    folder = storage.step_folder(source / "checkpoints", steps[-1]) if steps else source
-    if not (folder / storage.MANIFEST).is_file():
+    if not (found := storage.checkpoints_of(source)):
         raise CheckpointError(f"{source} is no run with a checkpoint, and no checkpoint")
+    folder = found[-1]
+    run = folder.parent.parent
     state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} is there already; name a new folder")

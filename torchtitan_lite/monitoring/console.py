@@ -38,15 +38,11 @@ def start_lines(
     """
     n_parameters = sum(p.numel() for p in model.parameters())
     mine = sum(local_rows(p)[0].numel() for p in model.parameters())
-    train = config.train
-    masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
         f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {world.threads} threads per rank",
-        f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers, {config.model.n_heads} "
-        f"heads: {n_parameters:,} parameters, {mine:,} on rank 0; computes in {config.fsdp.param_dtype}",
-        f"batch   {train.micro_batch_size} sequences x {world.world_size} ranks x {layout.grad_accum_steps} "
-        f"accumulation{masked}, of {train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step",
+        model_line(config, f"{n_parameters:,} parameters, {mine:,} on rank 0"),
+        batch_line(config, layout, world.world_size),
         *data_lines(config, data, samples),
         f"fsdp    {fsdp_line(config)}",
         f"run     {config.folder}  "
@@ -63,6 +59,24 @@ def start_lines(
     if config.model.init_from and not loaded:
         lines.append(f"run     starts from the weights of {config.model.init_from}")
     return "\n".join(lines)
+
+
+def model_line(config: Config, parameters: str) -> str:
+    """What the model is."""
+    model = config.model
+    return (
+        f"model   {model.family} dim {model.dim}, {model.n_layers} layers, {model.n_heads} heads: {parameters}; "
+        f"computes in {config.fsdp.param_dtype}"
+    )
+
+
+def batch_line(config: Config, layout: Layout, world_size: int) -> str:
+    """What a step consists of."""
+    masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
+    return (
+        f"batch   {config.train.micro_batch_size} sequences x {world_size} ranks x {layout.grad_accum_steps} "
+        f"accumulation{masked}, of {config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
+    )
 
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:

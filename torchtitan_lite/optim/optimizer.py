@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.errors import ConfigError, shortened
 
@@ -52,28 +53,18 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Parameters by weight decay and `lr_factor`: those that [[optim.groups]] name, then matrices, then the others."""
     chosen: dict[tuple[float, float], list[nn.Parameter]] = {}
-    used = set()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        decay = config.weight_decay if parameter.ndim > 1 else 0.0
-        factor = 1.0
-        for i, group in enumerate(config.groups):
-            if fnmatch.fnmatchcase(name, group.match):
-                factor = group.lr_factor
-                decay = decay if group.weight_decay is None else group.weight_decay
-                used.add(i)
-                break
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    patterns = [group.match for group in config.groups]
+    for name in names:
+        parameter = model.get_parameter(name)
+        decay, factor = config.weight_decay if parameter.ndim > 1 else 0.0, 1.0
+        i = first_match(name, patterns)
+        if i is not None:
+            group = config.groups[i]
+            decay = decay if group.weight_decay is None else group.weight_decay
+            factor = group.lr_factor
         chosen.setdefault((decay, factor), []).append(parameter)
-    wrong = []
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    for i, group in enumerate(config.groups):
-        if i not in used:
-            other = any(fnmatch.fnmatchcase(name, group.match) for name in names)
-            why = "an earlier group has all that it matches" if other else "everything is frozen"
-            if not other and names:
-                why = f"names look like {names[0]}, {names[-1]}"
-            wrong.append(f'optim.groups: match = "{shortened(group.match)}" matches no parameter: {why}')
+    wrong = list(unused("optim.groups", names, patterns))
     if wrong:
         raise ConfigError("\n  ".join(wrong))
     return [

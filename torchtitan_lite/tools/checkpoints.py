@@ -23,26 +23,22 @@ from torchtitan_lite.huggingface import weights
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # names in shards, and the full file of them
 
 
-def checkpoints_of(path: Path) -> list[Path]:
+def named_checkpoints(path: Path) -> list[Path]:
     """A checkpoint's folder itself, or all checkpoints of a run.
 
     Raises:
         CheckpointError: there is none.
     """
-    if (path / storage.MANIFEST).is_file():
-        return [path]
-    inside = path / "checkpoints"
-    found = [storage.step_folder(inside, step) for step in storage.find_steps(inside)]
-    if not found:
-        raise CheckpointError(f"{path} is no checkpoint, and no run with one")
-    return found
+    if found := storage.checkpoints_of(path):
+        return found
+    raise CheckpointError(f"{path} is no checkpoint, and no run with one")
 
 
 def verify(folders: Sequence[Path]) -> bool:
     """Print what is wrong with each checkpoint; whether all are whole."""
     good = True
     for path in folders:
-        for folder in checkpoints_of(path):
+        for folder in named_checkpoints(path):
             try:
                 problems = storage.verify(folder)
             except UnreadableError as error:
@@ -158,9 +154,9 @@ def _run(given: argparse.Namespace) -> int:
     if given.command == "verify":
         return 0 if verify(given.paths) else 1
     if given.command == "inspect":
-        inspect(checkpoints_of(given.folder)[-1])
+        inspect(named_checkpoints(given.folder)[-1])
     elif given.command == "convert":
-        print(f"converted to {convert(checkpoints_of(given.folder)[-1], given.out)}")
+        print(f"converted to {convert(named_checkpoints(given.folder)[-1], given.out)}")
     elif given.command == "export":
         weights.export(given.source, given.out)
         print(f"exported to {given.out}")

@@ -22,13 +22,14 @@ from torchtitan_lite.distributed.agreement import require_agreement
 from torchtitan_lite.distributed.process_group import env_int, process_group
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring import mfu, run_folder
-from torchtitan_lite.monitoring.console import duration, fsdp_line
+from torchtitan_lite.monitoring.console import batch_line, duration, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.plan import Plan, make_plan, size
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, check_previous_step
+from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], tuple[torch.Tensor, torch.Tensor]]
 STEPS = 3
@@ -86,6 +87,7 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
         with process_group(config.run) as world:
             require_agreement(loaded.config, world)
+            require_same_data(config, data, world)
             with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as t:
                 measured = measure(t, step)
             if plan is not None:
@@ -142,14 +144,11 @@ def compare(plan: Plan, measured: Measured, folder: Path) -> str:
     rows.append(("tokens per second", "", f"{layout.tokens_per_step / measured.step_s:,.0f}", ""))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     table = ["  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))]) for row in rows]
-    train = config.train
     return "\n".join(
         [
             f"dry run of {folder}: three steps were made and forgotten; the run itself was not touched",
-            f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers: "
-            f"{plan.n_parameters:,} parameters, computes in {config.fsdp.param_dtype}",
-            f"batch   {train.micro_batch_size} sequences x {plan.world_size} ranks x {layout.grad_accum_steps} "
-            f"accumulation, of {train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step",
+            model_line(config, f"{plan.n_parameters:,} parameters"),
+            batch_line(config, layout, plan.world_size),
             f"fsdp    {fsdp_line(config)}",
             "",
             *(line.rstrip() for line in table),

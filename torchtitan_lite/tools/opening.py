@@ -59,11 +59,7 @@ def newest_complete(path: Path) -> tuple[Path, list[str]]:
     Raises:
         CheckpointError: there is none.
     """
-    if (path / storage.MANIFEST).is_file():
-        candidates = [path]
-    else:
-        steps = storage.find_steps(path / "checkpoints")
-        candidates = [storage.step_folder(path / "checkpoints", step) for step in reversed(steps)]
+    candidates = storage.checkpoints_of(path)[::-1]
     if not candidates:
         others = sorted(p.parent for p in path.parent.glob("*/checkpoints")) if path.parent.is_dir() else []
         known = f"; runs beside it: {', '.join(map(str, others[:8]))}" if others else ""

@@ -18,7 +18,7 @@ from torchtitan_lite.config.paths import expand, is_prepared, unfound
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.monitoring.console import duration
+from torchtitan_lite.monitoring.console import batch_line, duration, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, OWN, Device, device_of, flops_per_token
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 
@@ -165,12 +165,10 @@ def _model_lines(plan: Plan) -> list[str]:
     on = plan.device.name if plan.device else "cpu"
     note = "" if config.model.vocab_size else vocabulary(config)[1]
     return [
-        f"model   {config.model.family} dim {config.model.dim}, {config.model.n_layers} layers, vocabulary "
-        f"{plan.vocab_size:,}: {plan.n_parameters:,} parameters, computes in {config.fsdp.param_dtype}",
+        model_line(config, f"{plan.n_parameters:,} parameters, vocabulary {plan.vocab_size:,}"),
         *([f"        {note}"] if note else []),
         f"mesh    {plan.world_size} x {on} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}",
-        f"batch   {config.train.micro_batch_size} sequences x {plan.world_size} ranks x {layout.grad_accum_steps} "
-        f"accumulation, of {config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step",
+        batch_line(config, layout, plan.world_size),
     ]
 
 

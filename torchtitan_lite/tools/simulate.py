@@ -84,11 +84,6 @@ class Simulated:
         """Bytes by kind, at the moment with the most."""
         return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most that is held at any moment."""
-        return sum(self.peak.values())
-
     def of_step(self, grad_accum_steps: int) -> Counter[Collective]:
         """All collectives of a step with so many micro-batches."""
         first, last = self.collectives[0], self.collectives[-1]

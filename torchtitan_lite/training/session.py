@@ -1,7 +1,9 @@
 """What the loop of train.py works with, and what it logs: checks, steps, validations, saves."""
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,6 +78,17 @@ class Session:
         """End the threads that work beside the loop."""
         self.loader.close()
         self.watchdog.close()
+
+
+@contextlib.contextmanager
+def closed_on_error(*things: Any) -> Iterator[None]:
+    """Close these if an error leaves the block."""
+    try:
+        yield
+    except BaseException:
+        for thing in things:
+            thing.close()
+        raise
 
 
 def peak_flops(config: Config, world: World) -> float:

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable
 
 from torchtitan_lite.checkpointing.select import on_rank0, set_aside
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.agreement import require_agreement
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import World, from_rank0
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import start_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
@@ -36,6 +38,7 @@ def start(
         done = f'checkpoint.resume = "{config.checkpoint.resume}" was carried out by an earlier attempt of this launch'
         log.say(f"note    {done}: this one resumes from what was saved since")
     machines = require_agreement(config, world)
+    require_same_data(config, data, world)
     s = build(config, data, world, log, resume)
     with contextlib.ExitStack() as refused:
         refused.callback(s.close)
@@ -66,3 +69,20 @@ def start(
             log.say(f"note    {note}")
         refused.pop_all()
     return s
+
+
+def require_same_data(config: Config, data: DataSet, world: World) -> None:
+    """
+    Raises:
+        DataError: this rank has other data than rank 0.
+        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    if from_rank0(data.identity()) != data.identity():
+        raise DataError(
+            f"rank {world.rank} prepared other data than rank 0: is data.path the same text on every machine?"
+        )
+    if 0 < config.model.vocab_size < data.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} entries; "
+            "model.vocab_size = 0 takes the tokenizer's"
+        )

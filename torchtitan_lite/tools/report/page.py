@@ -105,11 +105,6 @@ def time_figure(runs: list[Run]) -> dict[str, Any] | None:
     return {"title": "Where the time went", "unit": "seconds", "traces": traces, "axis": {}, "bars": True}
 
 
-def _rest_s(run: Run) -> float:
-    """On a GPU with the optimizer, whose time the host does not see."""
-    return _sum(run.steps, "seconds") - _sum(run.steps, "data_s", "optimizer_s")
-
-
 def _sum(records: Records, *keys: str) -> float:
     return sum(r.get(key) or 0.0 for r in records for key in keys)
 
