@@ -88,6 +88,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         resume: replaces `checkpoint.resume`, which is carried out once for each launch.
     """
     layout = derive(config, world.world_size)
+
     # 1. The mesh: which ranks share the shards of one model, and which hold copies.
     mesh = build_mesh(layout, world.device)
 
@@ -102,10 +103,8 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     # 4. The data: which sequences come when is a function of the seed and one integer.
     samples = open_samples(data, "train", config.train.seq_len, config.data.packing)
     cut = config.train.micro_batch_size, world.rank, world.world_size
-    on_gpu = world.device.type == "cuda"
-    loader = PrefetchingLoader(
-        Loader(samples, *cut, config.run.seed, config.data.document_mask, pin=on_gpu), world.device
-    )
+    loader = Loader(samples, *cut, config.run.seed, config.data.document_mask, pin=world.device.type == "cuda")
+    prefetching = PrefetchingLoader(loader, world.device)
     validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data)
 
     # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
@@ -114,12 +113,11 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     saving = config.checkpoint.model_copy(update={"resume": resume or config.checkpoint.resume})
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, saving, world)
     fresh = fresh_state(config, data, world, validation.identity())
-    with closed_on_error(watchdog, loader), watchdog.loading("loading a checkpoint"):
+    with closed_on_error(watchdog, prefetching), watchdog.loading("loading a checkpoint"):
         loaded = load_newest(config, checkpointer, fresh, log)
     state = continued(loaded, fresh) if loaded else fresh
-
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
-    skips = config.train.on_nonfinite == "skip"
+    max_skipped = config.train.max_skipped if config.train.on_nonfinite == "skip" else 0
     return Session(
         config=config,
         layout=layout,
@@ -127,10 +125,10 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        guard=FiniteGuard(optimizer, scaler, config.train.max_skipped if skips else 0, state.skipped),
+        guard=FiniteGuard(optimizer, scaler, max_skipped, state.skipped),
         preemption=preemption,
         watchdog=watchdog,
-        loader=loader,
+        loader=prefetching,
         validation=validation,
         prompts=prompts,
         checkpointer=checkpointer,

@@ -35,7 +35,7 @@ def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:
         shutil.copytree(finished, tmp_path / "run")
     result = ranks(1, *tiny(text, tmp_path, **{"run__name": "run", "train__steps": 6, "checkpoint__every": 2} | more))
     assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     return result.stderr
 
 
@@ -292,7 +292,7 @@ def test_what_somebody_hands_in_is_refused_and_runs_nothing(
     result = ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6, **more))
     assert result.returncode == 2, result.stdout + result.stderr
     assert str(folder) in result.stderr
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     assert not canary.exists()
 
 
@@ -413,7 +413,7 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     arguments = tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=2, log__every=1)
     result = limited("FSIZE", 64 << 10, arguments, tmp_path)
     assert result.returncode == 1
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     assert "NOT SAVED  step 6: " in result.stdout
     assert "File too large; older checkpoints are untouched, training goes on" in result.stdout
     assert "step    8/8" in result.stdout

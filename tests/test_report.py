@@ -17,6 +17,7 @@ from tests.helpers import HANGS_S, ROOT, ranks, start, succeeded, tiny
 from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.tools.report import page as report_page
 from torchtitan_lite.tools.report import report
+from torchtitan_lite.tools.report import runs as runs_module
 
 pytest.importorskip("plotly")
 
@@ -213,7 +214,7 @@ def test_hostile_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
     for line in HOSTILE:
         for name, lines in good.items():
             (folder / name).write_text(lines + line)
-        run = report.read_run(folder)
+        run = runs_module.read_run(folder)
         assert [r["step"] for r in run.steps] == [1, 2], line[:50]
         assert len(run.samples) == 1, line[:50]
         assert run.notes[:2] == [f"{name}: 1 damaged line passed over" for name in good], line[:50]
@@ -235,14 +236,14 @@ def test_binary_files(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_null_or_not_finite(tmp_path: Path) -> None:
-    nothing = dict.fromkeys(report.NUMBERS)
+    nothing = dict.fromkeys(runs_module.NUMBERS)
     folder = write_run(
         tmp_path / "run", [step(1), step(2, time=float("nan"), seconds=float("inf")), step(3, **nothing)]
     )
     page = made(tmp_path / "page.html", folder)
     assert figures_of(page)["Loss"]["traces"][0]["y"][2] is None
     assert "damaged" not in page.split("<script>")[0]
-    folder = write_run(tmp_path / "largest", [step(n, **dict.fromkeys(report.NUMBERS, 1e100)) for n in (1, 2)])
+    folder = write_run(tmp_path / "largest", [step(n, **dict.fromkeys(runs_module.NUMBERS, 1e100)) for n in (1, 2)])
     made(tmp_path / "page.html", folder)
 
 

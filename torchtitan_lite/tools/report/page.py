@@ -10,7 +10,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from torchtitan_lite.monitoring.console import duration
-from torchtitan_lite.tools.report.report import Records, Run
+from torchtitan_lite.tools.report.runs import Records, Run
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 POINTS = 2000  # of a curve; more are not seen on a screen, and make the page slow

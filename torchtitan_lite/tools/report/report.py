@@ -1,169 +1,19 @@
 """One page about one or several runs: `python -m torchtitan_lite.report RUN [RUN ...]` writes report.html.
 
 The page needs no network: plotly's JavaScript is inside. Only files of the run folders are read; training knows nothing
-of this. page.py makes the page.
+of this. runs.py reads the folders, page.py makes the page.
 """
 
 import argparse
-import contextlib
-import json
-import math
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import tomli
 import torch
 
-from torchtitan_lite.config import cli, paths, toml
+from torchtitan_lite.config import cli, paths
 from torchtitan_lite.distributed.process_group import env_int
-from torchtitan_lite.errors import ConfigError, DataError, run_cli
-
-Records = list[dict[str, Any]]
-
-
-@dataclass
-class Run:
-    """What a run folder says. Whatever is missing is empty."""
-
-    name: str
-    folder: Path
-    status: dict[str, str] = field(default_factory=dict)  # the texts of run.json
-    config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
-    steps: Records = field(default_factory=list)
-    validations: Records = field(default_factory=list)
-    saves: Records = field(default_factory=list)
-    skipped: Records = field(default_factory=list)
-    samples: Records = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be read
-
-
-# what the page computes with; a record that has something else there was not written by a run
-NUMBERS = {
-    *("loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
-    *("seconds", "data_s", "optimizer_s", "eval_s", "save_s"),
-    *("val_loss", "val_bits_per_byte", "unigram_bits_per_byte"),
-}
-LARGEST = 1e100  # above what any dtype holds that a run computes in; sums of these are still finite
-LONGEST_LINE = 1 << 24  # characters
-
-
-def read_run(folder: Path) -> Run:
-    """The files of a run folder.
-
-    Raises:
-        DataError: it has no metrics.jsonl with a record, or can't be read.
-    """
-    try:
-        return _read_run(folder)
-    except OSError as error:
-        raise DataError(f"{folder} can't be read: {error}") from None
-
-
-def _read_run(folder: Path) -> Run:
-    if not (folder / "metrics.jsonl").is_file():
-        raise DataError(f"{folder} has no metrics.jsonl: it is no folder of a run that has made a step")
-    run = Run(folder.resolve().name, folder)
-    kinds = {"loss": run.steps, "val_loss": run.validations, "save_s": run.saves, "skipped_samples": run.skipped}
-    for record in _read_lines(folder / "metrics.jsonl", run.notes):
-        for key, records in kinds.items():
-            if key in record:
-                records.append(record)
-    if not run.steps:
-        damaged = f" ({'; '.join(run.notes)})" if run.notes else ""
-        raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet{damaged}")
-    run.samples = _read_lines(folder / "samples.jsonl", run.notes, texts=("prompt", "text"))
-    run.status = _read_status(folder / "run.json", run.notes)
-    run.config = _read_config(folder / "config.toml", run.notes)
-    return run
-
-
-def _read_lines(file: Path, notes: list[str], texts: tuple[str, ...] = ()) -> Records:
-    """The records of a file; a line that is none (a killed process may leave half of one) is passed over.
-
-    Args:
-        texts: keys that each record has to have, with a text.
-    """
-    if not file.is_file():
-        return []
-    records, bad = [], 0
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        while line := stream.readline(LONGEST_LINE):
-            record = _record(line)
-            if record is None or not all(isinstance(record.get(key), str) for key in texts):
-                bad += 1
-            else:
-                records.append(record)
-    if bad:
-        notes.append(f"{file.name}: {bad} damaged {'line' if bad == 1 else 'lines'} passed over")
-    return records
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    """A record with a step, in which the keys of NUMBERS are finite numbers or None; None if it is not one."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
-        return None
-    for key in NUMBERS & record.keys():
-        value = record[key]
-        if value is not None and type(value) not in (int, float):
-            return None
-        if value is not None and not abs(value) <= LARGEST:  # also NaN
-            if isinstance(value, int) or math.isfinite(value):
-                return None
-            record[key] = None
-    return record
-
-
-def _read_status(file: Path, notes: list[str]) -> dict[str, str]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{file.name}: can't be read: {error}")
-        return {}
-    if not isinstance(content, dict):
-        notes.append(f"{file.name}: not a table of keys and values")
-        return {}
-    return {key: value for key, value in content.items() if isinstance(value, str)}
-
-
-# an assignment on one line, and the comment behind it: the first # outside of a string
-_COMMENTED = re.compile(r"""(([\w-]+)\s*=(?:[^#"']|"(?:\\.|[^"\\])*"|'[^']*')*)#(.*)""")
-
-
-def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
-    """Values, and the origins that `settings.to_toml_with_origins` writes behind them as comments."""
-    values: dict[str, str] = {}
-    try:
-        text = file.read_text(encoding="utf-8")
-        for section, table in tomli.loads(text).items():
-            inside = table if isinstance(table, dict) else {"": table}
-            values |= {f"{section}.{key}".rstrip("."): toml.show(value) for key, value in inside.items()}
-    except FileNotFoundError:
-        notes.append(f"{file.name}: there is none, so the config is not shown")
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{file.name}: can't be read, so the config is not shown: {error}")
-        return {}
-    origins, section = {}, ""
-    for line in text.split("\n"):
-        if header := re.match(r"\[([\w-]+)\]", line):
-            section = header[1]
-        elif match := _COMMENTED.fullmatch(line):
-            key = f"{section}.{match[2]}"
-            with contextlib.suppress(ValueError):
-                # a line inside of a longer string can look like an assignment: it has to be the one that was parsed
-                if toml.show(tomli.loads(match[1])[match[2]]) == values.get(key):
-                    origins[key] = match[3].strip()
-    return {key: (value, origins.get(key, "")) for key, value in values.items()}
+from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.tools.report.runs import read_run
 
 
 def main(argv: Sequence[str]) -> int:
