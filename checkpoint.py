@@ -334,7 +334,7 @@ class Checkpointer:
         if self.world.rank == 0:
             model = sharding.with_tied(self.model, load_file(folder / storage.MODEL))
             nested = sharding.nested_state(self.model, self.optimizer, load_file(folder / storage.OPTIMIZER))
-        dist.barrier(group=self.world.patient)  # the groups of training, which follow, do not wait as long
+        dist.barrier(group=self.world.untimed)  # the groups of training, which follow, do not wait as long
         ours = sharding.hyperparameters(self.optimizer)
         set_model_state_dict(self.model, model, options=options)
         set_optimizer_state_dict(self.model, self.optimizer, nested, options=options)
@@ -345,7 +345,7 @@ class Checkpointer:
         from torchtitan_lite.checkpointing import dcp_storage
 
         state = sharding.by_name(self._parts())
-        dcp_storage.load(state, folder, self.world.patient)
+        dcp_storage.load(state, folder, self.world.untimed)
         return state
 
     def _set_sharded(self, folder: Path) -> None:

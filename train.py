@@ -47,7 +47,7 @@ from torchtitan_lite.distributed.process_group import (
     World,
     build_mesh,
     env_int,
-    leave,
+    exit_process,
     local_rank,
     print_once,
     process_group,
@@ -61,7 +61,7 @@ from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, learning_rate, set_learning_rate
-from torchtitan_lite.terminal import print_error, show
+from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory
 from torchtitan_lite.training import start as starting
 from torchtitan_lite.training.evaluate import Validation
@@ -157,7 +157,7 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
         loaded = checkpointer.load(fresh.identity)
     finally:
         for note in checkpointer.notes:
-            log.say(f"note    {note}")
+            log.info(f"note    {note}")
     if config.model.init_from and not loaded:
         from torchtitan_lite.huggingface import weights
 
@@ -244,7 +244,7 @@ def train(s: Session) -> None:
         if s.profile is not None:
             with s.clock.paused():
                 if said := s.profile.end(step, last=last):
-                    log.say(said)
+                    log.info(said)
         if due(step, config.speed.gc_every):
             gc.collect()
         log.advance_bar()
@@ -254,15 +254,15 @@ def train(s: Session) -> None:
     seconds = time.perf_counter() - s.clock.started
     if s.state.step < config.train.steps:
         why = s.preemption.reason or "another rank was asked to"
-        log.say(
+        log.info(
             f"left    after step {s.state.step} of {config.train.steps} ({why}); the same command goes on from there"
         )
         run_folder.write_status(config.folder, s.world, "preempted", s.state.step, why)
         return
     run_folder.write_status(config.folder, s.world, "complete", s.state.step)
     for line in source_lines(s):
-        log.say(line)
-    log.say(f"done    {s.state.step - first} steps in {duration(seconds)}; {what_next(config, s.state.step)}")
+        log.info(line)
+    log.info(f"done    {s.state.step - first} steps in {duration(seconds)}; {what_next(config, s.state.step)}")
 
 
 def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -326,7 +326,7 @@ def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code; what a person can act on is printed once per machine."""
-    return run_cli("train.py", lambda: start(argv), say=lambda text: print_once(text, local_rank()))
+    return run_cli("train.py", lambda: start(argv), info=lambda text: print_once(text, local_rank()))
 
 
 def start(argv: Sequence[str]) -> int:
@@ -345,7 +345,7 @@ def start(argv: Sequence[str]) -> int:
                 print(to_toml_with_origins(command.loaded) if command.print_config else "\n".join(fine))
             return 0
         for note in command.loaded.notes if speaks else ():
-            show(f"note    {note}")
+            print_line(f"note    {note}")
         if not command.inspect and not command.dry_run:
             run_folder.make(config.folder)
         with out_of_memory.explained(config):
@@ -360,11 +360,11 @@ def start(argv: Sequence[str]) -> int:
 def prepare_and_run(command: cli.Command) -> None:
     """Prepare the data, and do what the command asks for."""
     config = command.loaded.config
-    data = prepare_all(config.data, config.tokenizer, show)
+    data = prepare_all(config.data, config.tokenizer, print_line)
     if config.data.packing == "best_fit":
         from torchtitan_lite.data.packing import pack_all
 
-        pack_all(data, config.train.seq_len, show)
+        pack_all(data, config.train.seq_len, print_line)
     if command.dry_run:
         from torchtitan_lite.tools import dry_run
 
@@ -385,4 +385,4 @@ def prepare_and_run(command: cli.Command) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

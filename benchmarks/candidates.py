@@ -21,7 +21,7 @@ import train
 from benchmarks.contenders import Shape, training_of
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import shared_memory
-from torchtitan_lite.distributed.process_group import leave, process_group
+from torchtitan_lite.distributed.process_group import exit_process, process_group
 from torchtitan_lite.models import attention as block_attention
 from torchtitan_lite.models import fused
 from torchtitan_lite.models import loss as head
@@ -147,7 +147,7 @@ def collectives() -> None:
                 found.append(1000 * min(spent))
             if world.rank == 0:
                 show(name, found[0], {"shared memory": found[1]})
-    leave()
+    exit_process()
 
 
 def step() -> None:
@@ -163,7 +163,7 @@ def step() -> None:
         print(f"\none step of {4 * SHAPE.seq_len} tokens, one rank: {total / 1000:,.0f} ms")
         for event in events[:16]:
             print(f"| `{event.key}` | {event.self_cpu_time_total / total:.1%} | {event.count} |")
-    leave()
+    exit_process()
 
 
 def main() -> None:

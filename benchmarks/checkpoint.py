@@ -29,7 +29,7 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
 from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
+from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
 ROOT = Path(__file__).parent.parent
@@ -184,7 +184,7 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         with process_group(RunConfig(device="cpu", threads=1)) as world:
             Bench(world, Path(os.environ["BENCHMARK_FOLDER"])).run(rounds)
-        leave()
+        exit_process()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BENCHMARK_FOLDER"] = folder
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]

@@ -35,7 +35,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
+from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.monitoring.metrics import Clock
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -383,7 +383,7 @@ def main() -> None:
             dist.all_reduce(spent)
             cpu_s = spent.item() / world.world_size
             _say(world, seconds=seconds, cpu_s=cpu_s, peak_mib=peak_mib(world.device), before_mib=before)
-    leave()
+    exit_process()
 
 
 def _say(world: World, **values: Any) -> None:

@@ -25,7 +25,7 @@ def worker() -> None:
 
     if os.environ["KEEP"] == "0":
         process_group.keep_freed_memory = lambda: None
-    process_group.leave(train.main(sys.argv[1:]))
+    process_group.exit_process(train.main(sys.argv[1:]))
 
 
 def run(keep: bool, out_dir: str) -> tuple[float, list[float]]:

@@ -25,7 +25,7 @@ import torch
 import train
 from benchmarks.contenders import Shape, training_of
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.process_group import leave, process_group
+from torchtitan_lite.distributed.process_group import exit_process, process_group
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models.loss import CHUNK
 from torchtitan_lite.tools.allocator import peak_of
@@ -86,7 +86,7 @@ def rank() -> None:
         peak = peak_of_a_step(t)
         if world.rank == 0:
             print(json.dumps({"peak": peak, **parts}), flush=True)
-    leave()
+    exit_process()
 
 
 def measure(n: int, shape: dict[str, Any]) -> dict[str, int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.distributed.process_group import leave
+from torchtitan_lite.distributed.process_group import exit_process
 
 ROOT = Path(__file__).parent.parent
 IMPORTS = "import torch, torch.distributed.fsdp, torch.distributed.tensor"
@@ -83,7 +83,7 @@ def recording() -> None:
     code = train.main(sys.argv[2:])
     if os.environ.get("RANK", "0") == "0":
         print("SHARE", spent[0] / steps[0], flush=True)
-    leave(code)
+    exit_process(code)
 
 
 def said(word: str, command: list[str]) -> float:

@@ -35,7 +35,7 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
-from torchtitan_lite.distributed.process_group import World, leave, process_group
+from torchtitan_lite.distributed.process_group import World, exit_process, process_group
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build
@@ -402,9 +402,9 @@ def main(argv: Sequence[str]) -> None:
                 case()
             except Exception:
                 print(f"{name} failed on rank {world.rank}:\n{traceback.format_exc()}", file=sys.stderr)
-                leave(1)
+                exit_process(1)
             dist.barrier()
             passed.append(name)
             if world.rank == 0:
                 Path(argv[0]).write_text("\n".join(passed))
-    leave()
+    exit_process()

@@ -126,7 +126,7 @@ def _fork(env: Mapping[str, str], argv: Sequence[str], out: Path, err: Path, ent
         for number, path in ((1, out), (2, err)):
             with path.open("a") as stream:
                 os.dup2(stream.fileno(), number)
-        from torchtitan_lite.distributed.process_group import leave
+        from torchtitan_lite.distributed.process_group import exit_process
 
         if fault:
             from tests.faults import worker
@@ -135,12 +135,12 @@ def _fork(env: Mapping[str, str], argv: Sequence[str], out: Path, err: Path, ent
         sys.argv = [entry, *argv]
         if entry.endswith(".py"):
             runpy.run_path(entry, run_name="__main__")
-            leave(0)
+            exit_process(0)
         if entry.startswith("-m "):
             runpy.run_module(entry.removeprefix("-m "), run_name="__main__", alter_sys=True)
-            leave(0)
+            exit_process(0)
         code = importlib.import_module(entry).main(argv)
-        leave(code)
+        exit_process(code)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):

@@ -87,8 +87,8 @@ def limited(resource: str, limit: int, arguments: Sequence[str], folder: Path) -
     """`python train.py arguments` under a limit of setrlimit(2): bytes of a file (FSIZE), or of address space (AS)."""
     script = folder / f"limited_{resource}.py"
     script.write_text(
-        "import resource, sys, train\nfrom torchtitan_lite.distributed import leave\n"
-        f"resource.setrlimit(resource.RLIMIT_{resource}, ({limit}, {limit}))\nleave(train.main(sys.argv[1:]))\n"
+        "import resource, sys, train\nfrom torchtitan_lite.distributed.process_group import exit_process\n"
+        f"resource.setrlimit(resource.RLIMIT_{resource}, ({limit}, {limit}))\nexit_process(train.main(sys.argv[1:]))\n"
     )
     return python(*arguments, script=str(script))
 

@@ -28,7 +28,7 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
+from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import attention
 from torchtitan_lite.models import loss as head
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
             except Exception:
                 # the others may wait in a collective: this ends the run, and the tests of later effects fail with it
                 print(f"{name} failed on rank {world.rank}:\n{traceback.format_exc()}", file=sys.stderr)
-                leave(1)
+                exit_process(1)
             dist.barrier()
             if world.rank == 0:
                 file.write_text(json.dumps(results))
@@ -139,4 +139,4 @@ def _config(world: World, more: dict[str, Any]) -> Config:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

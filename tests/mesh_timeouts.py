@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.distributed_cases import MESHES, loss_of, make_mesh, sharded
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
-from torchtitan_lite.distributed.process_group import leave, limit_waiting, process_group
+from torchtitan_lite.distributed.process_group import exit_process, limit_group_timeouts, process_group
 from torchtitan_lite.monitoring.watchdog import is_lost
 from torchtitan_lite.optim.optimizer import clip_gradients
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
     with process_group(RunConfig(device="cpu", threads=1, timeout_minutes=5)) as world:
         copies = sharded(make_mesh(MESHES["2 x 2"]))
         parts = sharded(make_mesh(MESHES["4"]), FsdpConfig(reshard_after_forward=2))
-        limit_waiting(2 / 60)
+        limit_group_timeouts(2 / 60)
         before = groups()
         for model in (copies, parts):
             loss_of(model).backward()
@@ -48,4 +48,4 @@ def main(argv: Sequence[str]) -> None:
         Path(argv[0], f"rank-{world.rank}.json").write_text(json.dumps({"seen": seen, "late": late}))
         store.set(str(world.rank), "done")
         store.wait(["0", "1", "2"], timedelta(minutes=5))
-    leave(3)  # without waiting for each other
+    exit_process(3)  # without waiting for each other

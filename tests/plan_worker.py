@@ -20,7 +20,7 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import before_micro_batch
-from torchtitan_lite.distributed.process_group import World, build_mesh, leave, process_group
+from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
 
@@ -67,4 +67,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -166,12 +166,12 @@ _RUN = """
 import json, sys
 import train
 from torchtitan_lite.distributed import process_group
-def leave(code=0):
+def exit_process(code=0):
     print("LOADED " + json.dumps(sorted(sys.modules)))
     real(code)
-real, train.leave, process_group.leave = process_group.leave, leave, leave
+real, train.exit_process, process_group.exit_process = process_group.exit_process, exit_process, exit_process
 try:
-    train.leave(train.main(sys.argv[1:]))
+    train.exit_process(train.main(sys.argv[1:]))
 except SystemExit:
     raise
 """

@@ -119,7 +119,7 @@ def test_words_that_are_no_options(option: str) -> None:
 def test_config_files_of_any_bytes(tmp_path: Path, amount: int) -> None:
     file = tmp_path / "config.toml"
     good = toml.to_toml(cli.parse(["--run.name=a"], world_size=1, n_gpus=0).loaded.config).encode()
-    extra = [f"base = {toml.show(word)}\n".encode() for word in WORDS if "\udcff" not in word]
+    extra = [f"base = {toml.format_value(word)}\n".encode() for word in WORDS if "\udcff" not in word]
     extra += [
         b"base = 'config.toml'",
         b"base = 3",

@@ -103,7 +103,7 @@ def test_a_log_never_raises(broken: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdout", out)
     log = Log(tmp_path, speaks=True)
     for _ in range(3):
-        log.say("a line \u2603 \udc80")
+        log.info("a line \u2603 \udc80")
         log.record({"step": 1, "odd": object()})
     assert (tmp_path / "train.log").read_text("utf-8") == "a line \u2603 \\udc80\n" * 3
     if broken != "both":

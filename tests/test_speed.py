@@ -408,9 +408,9 @@ def test_garbage_is_collected_on_schedule_only() -> None:
 
 _WATCHED = """
 import gc, sys, train
-from torchtitan_lite.distributed import leave
+from torchtitan_lite.distributed.process_group import exit_process
 gc.callbacks.append(lambda phase, info: phase == "start" and print("collected", info["generation"], flush=True))
-leave(train.main(sys.argv[1:]))
+exit_process(train.main(sys.argv[1:]))
 """
 
 

@@ -85,7 +85,7 @@ _HINTS = {
 }
 
 
-def run_cli(name: str, main: Callable[[], int], say: Callable[[str], None] | None = None) -> int:
+def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | None = None) -> int:
     """Run a command. What a person can act on becomes a message and an exit code; a bug keeps its traceback.
 
     Args:
@@ -93,16 +93,16 @@ def run_cli(name: str, main: Callable[[], int], say: Callable[[str], None] | Non
         main: returns the exit code.
         say: prints a message; by default on stderr.
     """
-    say = say or _to_stderr
+    info = info or _to_stderr
     try:
         code = main()
         sys.stdout.flush()  # here, where a full disk or a closed pipe can still be reported
         return code
     except KeyboardInterrupt:
-        say(f"{name}: stopped")
+        info(f"{name}: stopped")
         return 130
     except UserError as error:
-        say(f"{name}: {error}")
+        info(f"{name}: {error}")
         return error.exit_code
     except Exception as error:
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has seen enough
@@ -111,7 +111,7 @@ def run_cli(name: str, main: Callable[[], int], say: Callable[[str], None] | Non
         message = explain(error)
         if not message:
             raise
-        say(f"{name}: {message}")
+        info(f"{name}: {message}")
         try:
             sys.stdout.flush()
         except OSError:  # it is what failed, and the interpreter would flush it again

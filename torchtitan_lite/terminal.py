@@ -34,7 +34,7 @@ def encodable(text: str, stream: TextIO) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def show(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line. That stdout is full or closed is reported once, on stderr."""
     try:
         print(encodable(text, sys.stdout), flush=True)

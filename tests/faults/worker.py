@@ -37,7 +37,7 @@ import train
 from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing import safetensors_file, select, storage
 from torchtitan_lite.data.loader import PrefetchingLoader
-from torchtitan_lite.distributed.process_group import env_int, leave
+from torchtitan_lite.distributed.process_group import env_int, exit_process
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
@@ -206,4 +206,4 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
 
 if __name__ == "__main__":
     install(os.environ["FAULT"])
-    leave(train.main(sys.argv[1:]))
+    exit_process(train.main(sys.argv[1:]))

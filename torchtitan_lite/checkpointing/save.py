@@ -18,7 +18,7 @@ from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.agreement import outcome_on_rank0
-from torchtitan_lite.distributed.process_group import World, patient_group
+from torchtitan_lite.distributed.process_group import World, untimed_group
 
 T = TypeVar("T")
 Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into a folder that exists
@@ -50,7 +50,7 @@ class Saver:
         self.world = world
         self.protect: set[int] = set()
         # a group of its own: saves run beside training, and may take longer than a step is allowed to
-        self.group = patient_group()
+        self.group = untimed_group()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
 

@@ -150,7 +150,7 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
     except UnreadableError as caught:
         unreadable = str(caught)
     found: list[tuple[list[str], str]] = [([], "")] * world.world_size
-    dist.all_gather_object(found, (problems, unreadable), group=world.patient)
+    dist.all_gather_object(found, (problems, unreadable), group=world.untimed)
     if errors := list(dict.fromkeys(text for _, text in found if text)):
         raise CheckpointError("\n  ".join(errors))
     return manifest, [wrong for some, _ in found for wrong in some]
@@ -174,7 +174,7 @@ def on_rank0(world: World, action: Callable[[], T]) -> T:
         CheckpointError: on every rank, if rank 0 had an error that a person can act on.
     """
     reading = progress.within("reading the checkpoint for all ranks", action)
-    result, error = outcome_on_rank0(world.rank, reading, world.patient, (UserError, OSError))
+    result, error = outcome_on_rank0(world.rank, reading, world.untimed, (UserError, OSError))
     if error:
         raise CheckpointError(error)
     return cast(T, result)

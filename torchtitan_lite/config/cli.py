@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         section = key.split(".")[0]
         group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
         default = schema.default_of(key)
-        shown = "-" if default == "" else toml.show(default)
+        shown = "-" if default == "" else toml.format_value(default)
         text = f"{field.description} (default: {shown})".replace("%", "%%")
         # values stay text here; they are checked, all together, by the config
         group.add_argument(f"--{key}", dest=key, nargs="?", const=_BARE, metavar=schema.type_name(key), help=text)

@@ -28,7 +28,7 @@ from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.presets import contradiction, stands_for
 from torchtitan_lite.config.rules import conflicts
 from torchtitan_lite.config.schema import Config, default_of, known_keys
-from torchtitan_lite.config.toml import Loaded, show
+from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.config.unread import unread
 from torchtitan_lite.errors import ConfigError, shortened
 
@@ -283,7 +283,7 @@ def _unknown(key: str, known: dict[str, Any]) -> str:
 
 def example(key: str) -> str:
     """A line that works."""
-    return f"e.g. {key} = {show(default_of(key))}"
+    return f"e.g. {key} = {format_value(default_of(key))}"
 
 
 def _sentence(item: Any) -> str:

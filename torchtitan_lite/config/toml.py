@@ -29,7 +29,7 @@ def to_toml_with_origins(loaded: Loaded) -> str:
     for section, table in _plain(loaded.config.model_dump()).items():
         lines.append(f"[{section}]")
         for key, value in table.items():
-            assignment = f"{key} = {show(value)}"
+            assignment = f"{key} = {format_value(value)}"
             origin = _in_comment(loaded.origins.get(f"{section}.{key}", "default"))
             lines.append(f"{assignment:<44} # {origin}")
         lines.append("")
@@ -47,12 +47,12 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as TOML, on one line."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(key)} = {show(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(key)} = {format_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(show(item) for item in value) + "]"
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
 
 

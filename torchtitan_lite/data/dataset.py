@@ -106,7 +106,7 @@ def require_end_token(config: TokenizerConfig, folder: Path, meta: Meta) -> None
         )
 
 
-def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> DataSet:
+def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> DataSet:
     """The data of a run: `[data] path`, or each of `[data.sources]`; what is text is prepared if it is not yet.
 
     Every rank may call it, before there is a process group: one makes it, the others wait.
@@ -115,7 +115,7 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str
         DataError: text that can't be used, or prepared data that is damaged or has another tokenizer.
     """
     if not data.sources:
-        folder = prepare(data, tokenizer, say)
+        folder = prepare(data, tokenizer, info)
         name = data.path if isinstance(data.path, str) else ", ".join(data.path)
         return DataSet.of({name or "the standard library": (1.0, folder)})
     texts = [name for name in data.sources if not is_prepared(name)]
@@ -125,13 +125,13 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str
             tokenizer = as_in(next(iter(folders.values())), tokenizer)
         from torchtitan_lite.data.prepare.cache import prepared_in_cache
 
-        folders |= dict(zip(texts, prepared_in_cache(texts, data, tokenizer, say), strict=True))
+        folders |= dict(zip(texts, prepared_in_cache(texts, data, tokenizer, info), strict=True))
     found = DataSet.of({name: (weight, folders[name]) for name, weight in data.sources.items()})
     _require_tokenizer(tokenizer, found.folder, found.sources[0].meta)
     return found
 
 
-def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> Path:
+def prepare(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> Path:
     """The prepared folder of `[data] path`: that folder itself, or one in the cache, made if it is not there yet.
 
     Raises:
@@ -143,7 +143,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Callable[[str], N
         return folder
     from torchtitan_lite.data.prepare.cache import prepared_in_cache
 
-    return prepared_in_cache([data.path], data, tokenizer, say)[0]
+    return prepared_in_cache([data.path], data, tokenizer, info)[0]
 
 
 def _require_tokenizer(config: TokenizerConfig, folder: Path, meta: Meta) -> None:

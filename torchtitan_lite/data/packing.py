@@ -38,7 +38,7 @@ REMEDY = f"delete the files {', '.join(NAMES)} and {HASHES} and this folder: the
 _checked: dict[Path, tuple[tuple[int, ...], ...]] = {}  # indices, and the state of their files when they were hashed
 
 
-def pack(folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> Path:
+def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> Path:
     """The folder of the index for sequences of this length; made if it is not there yet, else held against its hashes.
 
     Raises:
@@ -49,7 +49,7 @@ def pack(folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> 
         if not index.is_dir():
             with FileLock(folder / f"{index.name}.lock"):
                 if not index.is_dir():
-                    say(f"data    packing the documents of {folder} into sequences of {seq_len}, once for all runs ...")
+                    info(f"data    packing documents of {folder} into sequences of {seq_len}, once for all runs ...")
                     beside = index.with_name(f"{index.name}.partial")
                     shutil.rmtree(beside, ignore_errors=True)
                     beside.mkdir()
@@ -60,11 +60,11 @@ def pack(folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> 
             f'data.packing = "best_fit" keeps an index in {folder}, which can\'t be written: {error}'
         ) from None
     with reading(index):
-        _require_undamaged(index, folder, meta, seq_len, say)
+        _require_undamaged(index, folder, meta, seq_len, info)
     return index
 
 
-def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, say: Callable[[str], None]) -> None:
+def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> None:
     """Every process calls this for each split; a file that has not changed since is not read again.
 
     Raises:
@@ -76,7 +76,7 @@ def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, say:
         return
     wanted = _hashes_of(index)
     if wanted is None:  # of a version that had no hashes
-        say(f"data    checking the index {index}, which has no hashes yet ...")
+        info(f"data    checking the index {index}, which has no hashes yet ...")
         wanted = _make(folder, meta, seq_len, None)
         with contextlib.suppress(OSError), FileLock(folder / f"{index.name}.lock"):
             _write_hashes(index, wanted)  # not into a folder that may only be read: then at each start
@@ -202,7 +202,7 @@ def _rows(pieces: Pairs, seq_len: int) -> Iterator[Any]:
         yield pieces[row_pieces]
 
 
-def pack_all(data: DataSet, seq_len: int, say: Callable[[str], None]) -> None:
+def pack_all(data: DataSet, seq_len: int, info: Callable[[str], None]) -> None:
     """Make the index of each source, before there is a process group that would have to wait."""
     for source in data.sources:
-        pack(source.folder, source.meta, seq_len, say)
+        pack(source.folder, source.meta, seq_len, info)

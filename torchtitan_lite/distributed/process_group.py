@@ -35,7 +35,7 @@ class World:
     device: torch.device
     threads: int  # CPU threads of this rank
     local_world_size: int = 1  # ranks of this machine
-    patient: dist.ProcessGroup | None = None  # for loads, see `patient_group`; None: the default group
+    untimed: dist.ProcessGroup | None = None  # for loads, see `patient_group`; None: the default group
 
 
 def env_int(name: str, default: int) -> int:
@@ -98,7 +98,7 @@ def process_group(run: RunConfig) -> Iterator[World]:
         store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     local_world_size = env_int("LOCAL_WORLD_SIZE", 1)
-    yield World(dist.get_rank(), dist.get_world_size(), device, threads, local_world_size, patient_group())
+    yield World(dist.get_rank(), dist.get_world_size(), device, threads, local_world_size, untimed_group())
 
 
 def _store_of_this_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -135,14 +135,14 @@ def _store_of_this_attempt(store: Store, rank: int, world_size: int, timeout: ti
 _PATIENT = "patient"
 
 
-def patient_group() -> dist.ProcessGroup:
+def untimed_group() -> dist.ProcessGroup:
     """A gloo group of all ranks whose collectives wait for as long as it takes: for saves and loads, which take as long
     as there are bytes. It is watchdog.py that ends the run if none move any more."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=30), group_desc=_PATIENT)
     return group
 
 
-def limit_waiting(timeout_minutes: float) -> None:
+def limit_group_timeouts(timeout_minutes: float) -> None:
     """Give every group but the patient ones this timeout. Those of a mesh are made with torch's own, 30 minutes."""
     c10d = dist.distributed_c10d
     for group in list(c10d._world.pg_map):
@@ -223,7 +223,7 @@ def print_once(message: str, local_rank: int) -> None:
     print_error(message)
 
 
-def leave(exit_code: int = 0) -> NoReturn:
+def exit_process(exit_code: int = 0) -> NoReturn:
     """End this process, for good.
 
     gloo's threads may abort an interpreter that is being torn down ("terminate called without an active exception"),

@@ -231,12 +231,12 @@ def section(folder: Path) -> Iterator[str]:
     """The lines of a config that goes on from a Hugging Face folder: [model], and [tokenizer] if the folder has one."""
     yield "[model]"
     for key, value in from_hf_config(storage.read_json(folder / "config.json")).items():
-        yield f"{key} = {toml.show(value)}"
-    yield f"init_from = {toml.show(str(folder))}"
+        yield f"{key} = {toml.format_value(value)}"
+    yield f"init_from = {toml.format_value(str(folder))}"
     if (folder / "tokenizer.json").is_file():
         yield ""
         yield "[tokenizer]"
-        yield f"path = {toml.show(str(folder / 'tokenizer.json'))}"
+        yield f"path = {toml.format_value(str(folder / 'tokenizer.json'))}"
         tokenizer = bpe.load(folder / "tokenizer.json")
         if end := next((name for i in end_tokens(folder) if 0 <= i < 2**32 and (name := tokenizer.id_to_token(i))), ""):
-            yield f"end_token = {toml.show(end)}"
+            yield f"end_token = {toml.format_value(end)}"

@@ -78,7 +78,7 @@ class Log:
         self._failed: set[str] = set()
         self._trackers: Tracker | None = None
 
-    def say(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
+    def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
         """A line for the terminal and for train.log.
 
         Args:

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.distributed.process_group import World, env_int, limit_waiting, print_once
+from torchtitan_lite.distributed.process_group import World, env_int, limit_group_timeouts, print_once
 from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.monitoring import run_folder
 
@@ -102,7 +102,7 @@ class Watchdog:
             self._file.write(f"--- attempt of {started}, process {os.getpid()}\n".encode())
         self._size = self._path.stat().st_size
 
-        limit_waiting(timeout_minutes)
+        limit_group_timeouts(timeout_minutes)
         self._interval_s = min(10.0, self._timeout_s / 20)
         self._closed = threading.Event()
         self._beats: dict[int, Beat] = {}  # on rank 0: the newest of each rank
@@ -176,7 +176,7 @@ class Watchdog:
         """All ranks load something in here, however long it takes, and wait for each other at the end."""
         with self.explained(), progress.loading(what):
             yield
-            dist.barrier(group=self._world.patient)  # one may have had more to read, and training does not wait as long
+            dist.barrier(group=self._world.untimed)  # one may have had more to read, and training does not wait as long
 
     # --- saves and loads ----------------------------------------------------------------------------------------
 

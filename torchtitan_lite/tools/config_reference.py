@@ -20,7 +20,7 @@ def lines() -> list[str]:
         page += ["", f"## [{section}]", "", "| key | | default | |", "|---|---|---|---|"]
         for key, field in known.items():
             if key.startswith(f"{section}."):
-                default = toml.show(schema.default_of(key))
+                default = toml.format_value(schema.default_of(key))
                 kind = schema.type_name(key).replace("|", ", ").lower()
                 text = str(field.description).replace("<", "&lt;").replace("|", "\\|")
                 page.append(f"| `{key.split('.', 1)[1]}` | {kind} | `{default}` | {text} |")

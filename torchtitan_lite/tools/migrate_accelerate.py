@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.presets import STRATEGIES
-from torchtitan_lite.config.toml import show
+from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.tools.strict_yaml import read, shown
 
@@ -32,7 +32,8 @@ class Translation:
         """One of our keys. FSDP1's and FSDP2's spelling of the same thing may both be there."""
         if key in self.sets and self.sets[key][0] != value:
             raise ConfigError(
-                f"{source} wants {key} = {show(value)}, and {self.sets[key][1]} {show(self.sets[key][0])}"
+                f"{source} wants {key} = {format_value(value)}, "
+                f"and {self.sets[key][1]} {format_value(self.sets[key][0])}"
             )
         self.sets[key] = value, source
 
@@ -296,7 +297,7 @@ def to_toml(t: Translation, content: Mapping[Any, Any], source: str) -> str:
     for section in dict.fromkeys(key.split(".")[0] for key in t.sets):
         lines.append(f"[{section}]")
         inside = {key.split(".")[1]: value for key, value in t.sets.items() if key.startswith(f"{section}.")}
-        lines += [f"{f'{key} = {show(value)}':<40} # {origin}" for key, (value, origin) in inside.items()]
+        lines += [f"{f'{key} = {format_value(value)}':<40} # {origin}" for key, (value, origin) in inside.items()]
         lines.append("")
     for title, names in (("nothing to set for:", t.done_anyway), ("no counterpart:", t.no_counterpart)):
         if names:

@@ -93,12 +93,12 @@ def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: Wo
             text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompt)
             seconds = time.perf_counter() - began
             log.record({"step": step, "prompt": prompt, "text": text, "seconds": seconds}, "samples.jsonl")
-            log.say(f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}")
+            log.info(f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}")
     model.train()
     reshard(model)
     seconds = time.perf_counter() - before
     if seconds > 10:
-        log.say(f"sample  step {step}  took {seconds:.0f} s; sample.every or sample.max_tokens make it less")
+        log.info(f"sample  step {step}  took {seconds:.0f} s; sample.every or sample.max_tokens make it less")
 
 
 def _quoted(text: str) -> str:

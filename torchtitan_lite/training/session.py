@@ -124,7 +124,7 @@ def check_previous_step(s: Session) -> None:
         first = s.state.samples_consumed - s.config.train.global_batch_size
         s.state = replace(s.state, skipped=[*s.state.skipped, s.state.step])
         s.log.record({"step": s.state.step, "skipped_samples": [first, s.state.samples_consumed]})
-        s.log.say(f"SKIPPED step {s.state.step}: not finite; run samples {first} to {s.state.samples_consumed - 1}")
+        s.log.info(f"SKIPPED step {s.state.step}: not finite; run samples {first} to {s.state.samples_consumed - 1}")
 
 
 def validate(s: Session, step: int) -> None:
@@ -142,7 +142,7 @@ def validate(s: Session, step: int) -> None:
     }
     finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
     s.log.record({"step": step, **finite, "eval_samples": s.validation.n_samples, "eval_s": seconds})
-    s.log.say(eval_line(step, score, s.validation, seconds))
+    s.log.info(eval_line(step, score, s.validation, seconds))
 
 
 def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:
@@ -169,7 +169,7 @@ def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: 
         record["mfu"] = record["tokens_per_second"] / s.peak_tokens_per_second
     s.log.record(record)
     left_s = (time.perf_counter() - s.clock.started) / (step - first) * (s.config.train.steps - step)
-    s.log.say(step_line(record, s.config.train.steps, parts["data_s"] / seconds, left_s), fitted)
+    s.log.info(step_line(record, s.config.train.steps, parts["data_s"] / seconds, left_s), fitted)
 
 
 def source_lines(s: Session) -> list[str]:
@@ -202,13 +202,13 @@ def report_save(s: Session, *, wait: bool) -> str:
     if saved is None:
         return ""
     if saved.error:
-        s.log.say(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training goes on")
+        s.log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training goes on")
     else:
         beside = f", training stood still for {saved.stopped_s:.1f} s" if s.config.checkpoint.async_save else ""
         s.log.record({"step": saved.step, "save_s": saved.stopped_s if beside else saved.seconds, "bytes": saved.bytes})
-        s.log.say(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{beside})")
+        s.log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{beside})")
     if saved.note:
-        s.log.say(f"note    older checkpoints were not deleted: {saved.note}")
+        s.log.info(f"note    older checkpoints were not deleted: {saved.note}")
     return saved.error
 
 

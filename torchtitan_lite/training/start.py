@@ -36,16 +36,16 @@ def start(
     resume = run_folder.begin(config.folder, world, config.checkpoint.resume)
     if resume != config.checkpoint.resume:
         done = f'checkpoint.resume = "{config.checkpoint.resume}" was carried out by an earlier attempt of this launch'
-        log.say(f"note    {done}: this one resumes from what was saved since")
+        log.info(f"note    {done}: this one resumes from what was saved since")
     machines = require_agreement(config, world)
     require_same_data(config, data, world)
     s = build(config, data, world, log, resume)
     with contextlib.ExitStack() as refused:
         refused.callback(s.close)
-        log.say(start_lines(config, s.layout, world, s.model, data, s.samples, s.state, s.loaded))
+        log.info(start_lines(config, s.layout, world, s.model, data, s.samples, s.state, s.loaded))
         step = s.state.step
         if step >= config.train.steps:
-            log.say(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
+            log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
             # later checkpoints that would be set aside are still there: the run has got further than this
             run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
             return None
@@ -66,7 +66,7 @@ def start(
         with s.watchdog.loading("changing the files of the run"):
             notes = on_rank0(world, take_over)
         for note in notes:
-            log.say(f"note    {note}")
+            log.info(f"note    {note}")
         refused.pop_all()
     return s
 

@@ -33,7 +33,7 @@ from torchtitan_lite.files import write_durably
 MOST_WORKERS = 1024
 BYTES = "bytes"  # instead of a tokenizer.json
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def cache_folder(data: DataConfig) -> Path:
@@ -52,7 +52,7 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def prepared_in_cache(
-    paths: Sequence[str | list[str]], data: DataConfig, config: TokenizerConfig, say: Say
+    paths: Sequence[str | list[str]], data: DataConfig, config: TokenizerConfig, info: Report
 ) -> list[Path]:
     """The prepared folders of texts that share a tokenizer, made if they are not there yet.
 
@@ -64,7 +64,7 @@ def prepared_in_cache(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         texts = [content.known(corpus, cache) for corpus in texts]
-        plan = plan_for(texts, config, data.val_fraction, cache, Options(), say)
+        plan = plan_for(texts, config, data.val_fraction, cache, Options(), info)
         folders = []
         for corpus, job in zip(texts, plan.jobs, strict=True):
             folder = cache / plan_of(corpus, job, Options())[:16]
@@ -76,7 +76,7 @@ def prepared_in_cache(
                     from torchtitan_lite.data.prepare.summary import summary
 
                     meta = encode_with_bar(corpus, plan.tokenizer, job, folder, Options())
-                    say(f"data    {summary(meta)}")
+                    info(f"data    {summary(meta)}")
         return folders
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
@@ -108,7 +108,7 @@ class Plan:
 
 
 def plan_for(
-    texts: list[Corpus], config: TokenizerConfig, val_fraction: float, folder: Path, options: Options, say: Say
+    texts: list[Corpus], config: TokenizerConfig, val_fraction: float, folder: Path, options: Options, info: Report
 ) -> Plan:
     """The tokenizer, trained on the training documents of all texts if none is given, and the marks of validation.
 
@@ -132,7 +132,7 @@ def plan_for(
             if (plan := _kept_plan(kept, len(texts))) is None:
                 from torchtitan_lite.data.prepare.split import held_out_below, training_texts
 
-                _say_preparing(texts, say)
+                _say_preparing(texts, info)
                 below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
                 found = given or bpe.train(training_texts(texts, below, options), config.vocab_size)
                 end = bpe.end_token(found, config.end_token)
@@ -159,11 +159,11 @@ def _kept_plan(file: Path, n_texts: int) -> dict[str, Any] | None:
         return None
 
 
-def _say_preparing(texts: list[Corpus], say: Say) -> None:
+def _say_preparing(texts: list[Corpus], info: Report) -> None:
     what = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
-    say(f"data    preparing {what}: {sum(len(corpus.files) for corpus in texts):,} files, once for all runs ...")
+    info(f"data    preparing {what}: {sum(len(corpus.files) for corpus in texts):,} files, once for all runs ...")
     if ignored := [file for corpus in texts for file in corpus.ignored]:
-        say(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}")
+        info(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}")
 
 
 def _records(work: Path) -> Path:

@@ -137,7 +137,7 @@ def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
         text = file.read_text(encoding="utf-8")
         for section, table in tomli.loads(text).items():
             inside = table if isinstance(table, dict) else {"": table}
-            values |= {f"{section}.{key}".rstrip("."): toml.show(value) for key, value in inside.items()}
+            values |= {f"{section}.{key}".rstrip("."): toml.format_value(value) for key, value in inside.items()}
     except FileNotFoundError:
         notes.append(f"{file.name}: there is none, so the config is not shown")
         return {}
@@ -152,7 +152,7 @@ def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
             key = f"{section}.{match[2]}"
             with contextlib.suppress(ValueError):
                 # a line inside of a longer string can look like an assignment: it has to be the one that was parsed
-                if toml.show(tomli.loads(match[1])[match[2]]) == values.get(key):
+                if toml.format_value(tomli.loads(match[1])[match[2]]) == values.get(key):
                     origins[key] = match[3].strip()
     return {key: (value, origins.get(key, "")) for key, value in values.items()}
 
