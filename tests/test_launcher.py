@@ -21,7 +21,7 @@ import os, sys
 if os.fork():
     sys.stdin.read()
 os.environ["RANK"] = "0"
-from torchtitan_lite.distributed import die_with_launcher
+from torchtitan_lite.distributed.process_group import die_with_launcher
 die_with_launcher()
 print(os.getpid(), flush=True)
 sys.stdin.read()

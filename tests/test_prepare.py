@@ -398,10 +398,10 @@ def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 KILLED = """
 import sys
-from torchtitan_lite.data import prepare, readers, writer
+from torchtitan_lite.data.prepare import __main__ as command, plan, writer
 writer.COMMIT_EVERY_S = 0.0
-readers.CHUNK_BYTES = 16 * 1024
-sys.exit(prepare.main(sys.argv[1:]))
+plan.CHUNK_BYTES = 16 * 1024
+sys.exit(command.main(sys.argv[1:]))
 """
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tomli
 
-from tests.helpers import HANGS_S, ROOT, ranks, start, succeeded, tiny
+from tests.helpers import HANGS_S, ranks, start, succeeded, tiny
 from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.tools.report import page as report_page
 from torchtitan_lite.tools.report import report
@@ -376,13 +376,3 @@ def test_nothing_can_be_fetched(tmp_path: Path) -> None:
     (tmp_path / "open.html").write_text(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page))
     _, _, asked = browse(tmp_path / "open.html", tmp_path)
     assert {"http://example.com/x.png", "http://example.com/y"} <= set(asked)
-
-
-def test_training_never_imports_the_readers() -> None:
-    """Whatever train.py loads, down to the last module."""
-    code = "import sys, train; print(*[m for m in sys.modules if m.startswith(('torchtitan_lite', 'plotly'))])"
-    loaded = set(succeeded(start([sys.executable, "-c", code])).split())
-    readers = ("report", "report_page", "generate", "opening", "plan", "simulate", "dry_run", "migrate")
-    assert not loaded & {"plotly", *(f"torchtitan_lite.{name}" for name in readers)}
-    assert "torchtitan_lite.training.sampling" in loaded
-    assert all((ROOT / f"torchtitan_lite/{name}.py").is_file() for name in readers)

@@ -104,7 +104,7 @@ def test_blocks_are_used_only_where_they_are_faster(monkeypatch: pytest.MonkeyPa
     assert kernels(lambda: attend(q, k, v, within, by_blocks=True)), "documents are masked"
     assert not attend(q, k, v, dropout=0.5, by_blocks=True).equal(attend(q, k, v, by_blocks=True)), "it drops nothing"
     assert kernels(lambda: attend(q[:, 39:], k, v, by_blocks=True)), "a new token looks back at all"
-    monkeypatch.setattr("torchtitan_lite.models.transformer.MAX_SEQ_LEN", 39)
+    monkeypatch.setattr("torchtitan_lite.models.attention.MAX_SEQ_LEN", 39)
     assert kernels(lambda: attend(q, k, v, by_blocks=True)), "long sequences take too much memory"
 
 

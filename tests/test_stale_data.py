@@ -15,7 +15,7 @@ from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import packing, token_files
 from torchtitan_lite.data.dataset import prepare
-from torchtitan_lite.data.prepare import content, corpus, readers, worker, writer
+from torchtitan_lite.data.prepare import content, corpus, plan, worker, writer
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import read_meta, verify
@@ -102,8 +102,8 @@ def test_a_part_of_other_text_is_not_continued(tmp_path: Path, monkeypatch: pyte
 
 def test_a_damaged_plan_is_made_again(text: Path, tmp_path: Path) -> None:
     folder = make(text, tmp_path)
-    for plan in tmp_path.glob("*.plan.json"):
-        plan.write_text(plan.read_text()[:100])
+    for kept in tmp_path.glob("*.plan.json"):
+        kept.write_text(kept.read_text()[:100])
     assert make(text, tmp_path) == folder
 
 
@@ -112,7 +112,7 @@ def test_a_damaged_plan_is_made_again(text: Path, tmp_path: Path) -> None:
 
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: bytes = b"", *more: str) -> Path:
     """A preparation that ends after two chunks."""
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 4096)
     source = tmp_path / "a.jsonl"
     source.write_bytes(bad + as_jsonl(TEXTS))
     honest = writer.Writer.add

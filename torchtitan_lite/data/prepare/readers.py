@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from torchtitan_lite.data.prepare import plan
 from torchtitan_lite.data.prepare.corpus import Corpus, kind, stat_of
-from torchtitan_lite.data.prepare.plan import CHUNK_BYTES, CHUNK_DOCUMENTS
 from torchtitan_lite.errors import DataError
 
 _READ = 128 * 1024
@@ -74,7 +74,7 @@ def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterato
         if isinstance(item, Problem):
             chunk.problems.append(item)
             continue
-        if size and (size + len(item[1]) > CHUNK_BYTES or len(chunk.places) == CHUNK_DOCUMENTS):
+        if size and (size + len(item[1]) > plan.CHUNK_BYTES or len(chunk.places) == plan.CHUNK_DOCUMENTS):
             chunk.read_bytes = raw[0].tell() if raw else 0
             yield chunk
             chunk, size = Chunk(number, chunk.number + 1, texts, unit), 0
