@@ -278,18 +278,31 @@ def test_families_are_named_in_one_place() -> None:
 # --- rule 7 -----------------------------------------------------------------------------------------------------
 
 
+# what does one thing, and the only file that may name it
+ONE_PLACE = {
+    "fnmatch.fnmatchcase": "config/patterns.py",  # patterns of parameters
+    "broadcast_object_list": "distributed/process_group.py",  # rank 0's value on every rank
+    "sched_getaffinity": "config/derive.py",  # usable cores
+    "it was renamed": "checkpointing/storage.py",
+    "sequences x": "monitoring/console.py",  # the lines about model and batch
+}
+
+
 def test_each_thing_is_done_in_one_place() -> None:
-    """Functions of general use have one definition, and nobody else looks for what they find."""
+    """Functions of general use have one definition, and nobody else does what they do."""
     defined: dict[str, list[str]] = {}
     for path in [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        where = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
+        text = path.read_text(encoding="utf-8")
+        for what, only in ONE_PLACE.items():
+            assert what not in text or where == only, f"{where}: {what} belongs to {only}"
+        # a run or a checkpoint becomes a folder in storage.checkpoints_of
+        assert "MANIFEST" not in text or where == "checkpointing/storage.py", f"{where}: use storage.checkpoints_of"
+        for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name != "main":
                 defined.setdefault(node.name, []).append(name_of(path))
-    for name in ("usable_cores", "sync_folder", "on_rank0", "checkpoints_of", "nearest"):
+    for name in ("usable_cores", "sync_folder", "outcome_on_rank0", "checkpoints_of", "nearest", "first_match"):
         assert len(defined.get(name, [])) == 1, (name, defined.get(name))
-    for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "checkpointing":
-            assert "MANIFEST" not in path.read_text(encoding="utf-8"), f"{path}: checkpoints_of resolves paths"
 
 
 def test_nothing_is_imported_that_is_not_there() -> None:
