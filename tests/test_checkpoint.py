@@ -190,7 +190,7 @@ def edit(file: Path, change: Callable[[Any], None]) -> None:
             "names '../../x', which is not a plain file",
         ),
         (lambda m: m["files"].update({"/etc/passwd": m["files"]["state.json"]}), "names '/etc/passwd', which is no"),
-        (lambda m: m["files"].pop("state.json"), "it lacks state.json"),
+        (lambda m: m["files"].pop("state.json"), "no state.json"),
         (lambda m: m.update(files=3), "manifest.json is damaged"),
         (lambda m: m.update(step=7), "holds step 7: it was renamed"),
     ],
