@@ -1,6 +1,6 @@
-"""Save and load the state of an FSDP2 model and its optimizer: two APIs, two kinds of state dict, one result.
+"""Save and load an FSDP2 model and its optimizer: two APIs, two kinds of state dict, the same files.
 
-FSDP2's parameters and AdamW's moments are DTensors: each rank holds its rows.
+FSDP2's parameters and AdamW's moments are DTensors: each rank holds some of the rows.
 
     state_dict   api       saving                                             loading
     full         dtensor   full_tensor(), tensor by tensor                    distribute_tensor(), tensor by tensor
@@ -8,12 +8,13 @@ FSDP2's parameters and AdamW's moments are DTensors: each rank holds its rows.
     sharded      dtensor   dcp.save of the dict of DTensors                   dcp.load into the dict of DTensors
     sharded      dcp       get_state_dict, then dcp.save                      dcp.load, then set_state_dict
 
-Full: whole tensors, which rank 0 alone writes and reads; no shared file system is needed, and one plain process can
-read them. Sharded: every rank writes and reads its own part, and nothing is gathered. Both APIs write the same files,
-and each of the four ways loads what any other has written, on any world size. The dtensor way shows what happens and is
-where to customise; the dcp way leaves it to torch. Also:
-`python checkpoint.py verify | inspect | convert | export | import` looks at checkpoints: tools/checkpoints.py.
-When a checkpoint is committed: checkpointing/storage.py. Which one is loaded: select.py. In the background: save.py.
+Full: rank 0 alone writes and reads whole tensors. No shared file system is needed.
+Sharded: every rank writes and reads its own rows. Nothing is gathered.
+Each of the four ways loads what any other has written, on any world size. The dtensor way shows each step and is the
+place to customise; the dcp way leaves the work to torch.
+
+checkpointing/storage.py defines when a checkpoint is complete, select.py which one is loaded, save.py how a save runs
+in the background. Command line: `python checkpoint.py verify | inspect | convert | export | import`.
 """
 
 import functools
@@ -51,22 +52,20 @@ from torchtitan_lite.checkpointing.safetensors_file import (
     write_tensors,
 )
 from torchtitan_lite.checkpointing.save import Saver, Write
-from torchtitan_lite.checkpointing.select import choose, on_rank0
-from torchtitan_lite.checkpointing.state_dict import Gathering, to_be_copied
+from torchtitan_lite.checkpointing.select import on_rank0, select_checkpoint
+from torchtitan_lite.checkpointing.state_dict import HostGather, needed_copies
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import Tensors, local_rows
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
 
-Tensors = dict[str, Tensor]
-
 
 class Checkpointer:
-    """Saves a run's checkpoints, and loads the one to go on from. Every rank calls it alike."""
+    """Saves a run's checkpoints, and loads the one to resume from. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -81,16 +80,16 @@ class Checkpointer:
         self.optimizer = optimizer
         self.config = config
         self.world = world
-        self.notes: list[str] = []  # what a load has to say: damaged checkpoints
-        self.aside: list[tuple[int, str]] = []  # what it plans to have set aside, see select.py
+        self.notes: list[str] = []  # from a load, for the log: damaged checkpoints
+        self.aside: list[tuple[int, str]] = []  # steps to set aside, see select.py
         self._saver = Saver(folder, config, world)
         self.finished, self.wait = self._saver.finished, self._saver.wait
-        self._buffers: Tensors = {}  # host copies of this rank's part, kept from save to save
+        self._buffers: Tensors = {}  # host copies of this rank's rows, reused by each save
 
     def save(self, state: TrainState) -> None:
-        """Save model, optimizer and state. With `async_save`, return when they are copied, and write beside training.
+        """Save model, optimizer and state. With `async_save`, copy them and write in the background.
 
-        No error is raised: `wait` says what came of it.
+        Never raises: `wait` returns the outcome.
         """
         began = time.perf_counter()
         parts = self._parts()
@@ -100,9 +99,9 @@ class Checkpointer:
             ("sharded", "dtensor"): self._sharded_by_dtensor,
             ("sharded", "dcp"): self._sharded_by_dcp,
         }[self.config.state_dict, self.config.api]
-        beside = self.config.async_save
-        write = way(parts, beside)
-        self._saver.start(state, write, _n_bytes(parts), began, beside=beside)
+        background = self.config.async_save
+        write = way(parts, background)
+        self._saver.start(state, write, _n_bytes(parts), began, background=background)
 
     def require_space(self) -> None:
         """
@@ -112,40 +111,37 @@ class Checkpointer:
         on_rank0(self.world, lambda: storage.require_space(self.folder, _n_bytes(self._parts())))
 
     def load(self, identity: Mapping[str, Any]) -> TrainState | None:
-        """Load what `config.resume` asks for into model and optimizer, and return its state; None if there is nothing.
+        """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.
 
-        Only tensors are restored: learning rate and weight decay are the config's. `notes` says what else was found.
+        Only tensors are restored. Hyperparameters come from the config.
 
         Args:
-            identity: what the checkpoint's own identity must be equal to.
+            identity: has to equal the checkpoint's identity.
 
         Raises:
-            CheckpointError: on every rank, before anything is overwritten, if it is damaged or belongs to another
-                model or other data.
+            CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or belongs to
+                another model or other data.
         """
-        choice = choose(self.folder, self.config, self.world)
-        self.notes, self.aside = choice.notes, choice.aside
-        folder, manifest = choice.folder, choice.manifest
+        selection = select_checkpoint(self.folder, self.config, self.world)
+        self.notes, self.aside = selection.notes, selection.aside
+        folder, manifest = selection.folder, selection.manifest
         if folder is None or manifest is None:
             return None
         state = on_rank0(self.world, lambda: self._read_state(folder, identity))
         make_state(self.optimizer)
-        on_rank0(self.world, lambda: self._compare(folder, manifest))
-        self._spread(folder, manifest)
+        on_rank0(self.world, lambda: self._require_same_tensors(folder, manifest))
+        self._load_tensors(folder, manifest)
         self._saver.protect = {state.step}
         return state
 
     def load_weights(self, open_weights: Callable[[bool], Mapping[str, Tensor]]) -> None:
-        """Load a model's weights, and nothing else.
-
-        On one machine each rank reads its own rows. On several rank 0 reads, and sends each its rows, tensor by tensor.
+        """Load only a model's weights. On one machine each rank reads its rows; on several, rank 0 sends them.
 
         Args:
-            open_weights: returns whole tensors by our names, memory-mapped or read when asked for. It is told whether
-                to verify the files, which rank 0 does.
+            open_weights: returns whole tensors by our names, read lazily. Its argument: verify the files (on rank 0).
 
         Raises:
-            CheckpointError: on every rank, before anything is overwritten, if they are of another model.
+            CheckpointError: on every rank, before anything is overwritten: the weights are of another model.
         """
         targets = sharding.own_tensors(self.model)
         weights: Mapping[str, Tensor] = {}
@@ -169,10 +165,8 @@ class Checkpointer:
             with progress.working(f"reading {name}"):
                 rows.copy_(weights[name][first : first + len(rows)])
 
-    # --- what there is to save ----------------------------------------------------------------------------------
-
     def _parts(self) -> sharding.Parts:
-        """The tensors of each file of a full state dict."""
+        """The tensors, by file of a full state dict."""
         model, optimizer = sharding.own_tensors(self.model), sharding.optimizer_tensors(self.model, self.optimizer)
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
 
@@ -181,44 +175,43 @@ class Checkpointer:
         storage.compare(folder, with_defaults(state.identity, identity), identity, "model, or other data")
         return state
 
-    def _compare(self, folder: Path, manifest: Manifest) -> None:
+    def _require_same_tensors(self, folder: Path, manifest: Manifest) -> None:
         if manifest.state_dict == "sharded":
             from torchtitan_lite.checkpointing import dcp_storage
 
-            storage.compare(
-                folder, dcp_storage.shapes(folder), _shapes(sharding.by_name(self._parts())), "model or optimizer"
-            )
+            expected = _shapes(sharding.by_name(self._parts()))
+            storage.compare(folder, dcp_storage.shapes(folder), expected, "model or optimizer")
             return
         for file, tensors in self._parts().items():
             storage.compare(folder, storage.read_shapes(folder / file), _shapes(tensors), file.split(".")[0])
 
     # --- saving -------------------------------------------------------------------------------------------------
 
-    def _full_by_dtensor(self, parts: sharding.Parts, beside: bool) -> Write:
+    def _full_by_dtensor(self, parts: sharding.Parts, background: bool) -> Write:
         specs = {file: specs_of(tensors) for file, tensors in parts.items()}
         live = sharding.by_name(parts)
-        if beside:
-            copies = self._copied(to_be_copied(live, self.world.rank))
-            return functools.partial(self._write_while_gathering, specs, Gathering(live, copies, self._saver.group))
-        whole = lambda name: self._whole(live[name])  # noqa: E731
-        return functools.partial(self._write_while_gathering, specs, whole)
+        gather: Callable[[str], Tensor] = lambda name: self._gather(live[name])  # noqa: E731
+        if background:
+            copies = self._copied(needed_copies(live, self.world.rank))
+            gather = HostGather(live, copies, self._saver.group)
+        return functools.partial(self._gather_and_write, specs, gather)
 
-    def _write_while_gathering(
-        self, files: Mapping[str, TensorSpecs], gathered: Callable[[str], Tensor], folder: Path
+    def _gather_and_write(
+        self, files: Mapping[str, TensorSpecs], gather: Callable[[str], Tensor], folder: Path
     ) -> dict[str, FileRecord]:
-        """Rank 0 holds one whole tensor at a time."""
+        """Rank 0 writes one whole tensor at a time."""
         records: dict[str, FileRecord] = {}
         failure: Exception | None = None
         for file, specs in files.items():
             writer = None
             for name in layout(specs)[1]:
-                # all ranks take part, also after rank 0 has failed to write
-                whole = gathered(f"{sharding.prefix(file)}{name}")
+                # a collective: all ranks take part, even after rank 0 has failed to write
+                whole = gather(f"{sharding.prefix(file)}{name}")
                 if self.world.rank == 0 and failure is None:
                     try:
                         writer = writer or TensorFileWriter(folder / file, specs)
                         writer.write(whole)
-                    except Exception as error:  # whatever it is: the others must not wait for this rank
+                    except Exception as error:  # any error: the other ranks must not wait for this one
                         failure = error
             try:
                 if writer is not None and failure is None:
@@ -231,13 +224,13 @@ class Checkpointer:
             raise failure
         return records
 
-    def _whole(self, value: Tensor) -> Tensor:
-        """The whole tensor on rank 0's CPU. All ranks gather it; a slow disk of rank 0 is waited for before."""
-        dist.barrier(group=self._saver.group)  # training's groups, over which it is gathered, wait less long
+    def _gather(self, value: Tensor) -> Tensor:
+        """The whole tensor on rank 0's CPU, an empty one elsewhere."""
+        dist.barrier(group=self._saver.group)  # untimed: rank 0's disk may be slow, and the gather below has a timeout
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.cpu().contiguous() if self.world.rank == 0 else torch.empty(0)
 
-    def _full_by_dcp(self, parts: sharding.Parts, beside: bool) -> Write:
+    def _full_by_dcp(self, parts: sharding.Parts, background: bool) -> Write:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: Any = get_model_state_dict(self.model, options=options)
         nested: Any = get_optimizer_state_dict(self.model, self.optimizer, options=options)
@@ -248,40 +241,36 @@ class Checkpointer:
                 file: {name: (whole if file == storage.MODEL else moments)[name] for name in tensors}
                 for file, tensors in parts.items()
             }
-        if beside:  # on one rank, they are the live tensors
+        if background:  # on one rank these are the live tensors
             content = {file: {n: t.clone() for n, t in tensors.items()} for file, tensors in content.items()}
-        return self._writer(content)
-
-    def _writer(self, content: dict[str, Tensors]) -> Write:
-        """Writes whole tensors on rank 0."""
 
         def write(folder: Path) -> dict[str, FileRecord]:
-            records = {}
-            for file, tensors in content.items() if self.world.rank == 0 else ():
-                records[file] = write_tensors(folder / file, specs_of(tensors), tensors.__getitem__, ahead=0)
-            return records
+            return {
+                file: write_tensors(folder / file, specs_of(tensors), tensors.__getitem__, ahead=0)
+                for file, tensors in content.items()
+            }
 
         return write
 
-    def _sharded_by_dtensor(self, parts: sharding.Parts, beside: bool) -> Write:
-        return self._shard_writer(sharding.by_name(parts), beside)
+    def _sharded_by_dtensor(self, parts: sharding.Parts, background: bool) -> Write:
+        return self._write_shards(sharding.by_name(parts), background)
 
-    def _sharded_by_dcp(self, parts: sharding.Parts, beside: bool) -> Write:
+    def _sharded_by_dcp(self, parts: sharding.Parts, background: bool) -> Write:
         model, nested = get_state_dict(self.model, self.optimizer)
         state: Any = {f"{sharding.prefix(storage.MODEL)}{name}": value for name, value in model.items()}
         state |= {f"{sharding.prefix(storage.OPTIMIZER)}{name}": value for name, value in sharding.flat(nested).items()}
-        return self._shard_writer({name: state[name] for name in sharding.by_name(parts)}, beside)
+        return self._write_shards({name: state[name] for name in sharding.by_name(parts)}, background)
 
-    def _shard_writer(self, state: Tensors, beside: bool) -> Write:
+    def _write_shards(self, state: Tensors, background: bool) -> Write:
         from torchtitan_lite.checkpointing import dcp_storage
 
-        copies = self._copied(state) if beside else None
+        copies = self._copied(state) if background else None
 
         def write(folder: Path) -> dict[str, FileRecord]:
             writer = dcp_storage.ShardWriter(folder, copies)
             try:
                 dcp.save(state, storage_writer=writer, process_group=self._saver.group)
-            except CheckpointException as error:  # no Exception, and with every rank's traceback in its text
+            except CheckpointException as error:  # a BaseException, with every rank's traceback in its text
                 whys = (f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
                 raise CheckpointError("; ".join(whys)) from error
             return writer.records
@@ -289,7 +278,7 @@ class Checkpointer:
         return write
 
     def _copied(self, state: Tensors) -> Tensors:
-        """This rank's part, on the host; pinned where a GPU copies, so that it does so at full speed."""
+        """Copies of this rank's rows on the host; pinned on a GPU, for speed."""
         for name, value in state.items():
             local = value.to_local() if isinstance(value, DTensor) else value
             if name not in self._buffers or self._buffers[name].shape != local.shape:
@@ -301,8 +290,8 @@ class Checkpointer:
 
     # --- loading ------------------------------------------------------------------------------------------------
 
-    def _spread(self, folder: Path, manifest: Manifest) -> None:
-        """Load a checkpoint of either kind by the configured API."""
+    def _load_tensors(self, folder: Path, manifest: Manifest) -> None:
+        """Load either kind of state dict by the configured API."""
         if manifest.state_dict == "full" and self.config.api == "dtensor":
             for file, targets in self._parts().items():
                 read = storage.open_tensors(folder / file).get_tensor if self.world.rank == 0 else None
@@ -316,7 +305,7 @@ class Checkpointer:
 
     @torch.no_grad()
     def _fill(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor] | None) -> None:
-        """Fill tensors with whole ones that rank 0 reads, one at a time: each rank is sent its own rows."""
+        """Rank 0 reads one whole tensor at a time, and sends each rank its rows."""
         for name, target in targets.items():
             whole = read(name) if read and self.world.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
             whole = whole.to(self.world.device, target.dtype)
@@ -334,14 +323,14 @@ class Checkpointer:
         if self.world.rank == 0:
             model = sharding.with_tied(self.model, load_file(folder / storage.MODEL))
             nested = sharding.nested_state(self.model, self.optimizer, load_file(folder / storage.OPTIMIZER))
-        dist.barrier(group=self.world.untimed)  # the groups of training, which follow, do not wait as long
+        dist.barrier(group=self.world.untimed)  # the collectives below have a timeout
         ours = sharding.hyperparameters(self.optimizer)
         set_model_state_dict(self.model, model, options=options)
         set_optimizer_state_dict(self.model, self.optimizer, nested, options=options)
         sharding.restore(self.optimizer, ours)
 
     def _load_shards(self, folder: Path) -> Tensors:
-        """Fill this rank's tensors from a sharded checkpoint. Returns them by name."""
+        """Fill this rank's tensors from a sharded checkpoint, and return them by name."""
         from torchtitan_lite.checkpointing import dcp_storage
 
         state = sharding.by_name(self._parts())
@@ -362,7 +351,7 @@ class Checkpointer:
 
 
 def _n_bytes(parts: sharding.Parts) -> int:
-    """What a checkpoint takes, without some JSON."""
+    """The size of a checkpoint in bytes, without its JSON."""
     return sum(t.numel() * t.element_size() for tensors in parts.values() for t in tensors.values())
 
 

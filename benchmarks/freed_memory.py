@@ -1,4 +1,4 @@
-"""What `distributed.keep_freed_memory` is worth: `python -m benchmarks.freed_memory`.
+"""What `distributed.process.keep_freed_memory` is worth: `python -m benchmarks.freed_memory`.
 
 The default experiment's first 40 steps on two processes, with and without it, in turn. It prints tokens per second of
 each pair and the ratio, and checks that the losses are the same bits.
@@ -21,10 +21,10 @@ def worker() -> None:
     """train.py, with or without the function."""
     sys.path.insert(0, str(ROOT))
     import train
-    from torchtitan_lite.distributed import process_group
+    from torchtitan_lite.distributed import process, process_group
 
     if os.environ["KEEP"] == "0":
-        process_group.keep_freed_memory = lambda: None
+        process.keep_freed_memory = lambda: None
     process_group.exit_process(train.main(sys.argv[1:]))
 
 

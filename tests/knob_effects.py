@@ -337,7 +337,7 @@ def cast_forward_inputs_casts_the_rotary_tables_as_well(build: Build) -> None:
 
 def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
     for match, expected in (
-        ("layers.0.attention.*", "gathered and cast together, as parameters of layers.0"),
+        ("layers.0.attention.*", "but layers.0 is gathered and cast as one group"),
         ("output.*", "as parameters of norm, output"),
         ("layer.0.*", "matches no parameter: names look like"),
     ):
@@ -373,7 +373,7 @@ def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> Non
         assert t.scaler.scale.item() == 2.0 ** (40 - step)
         assert all(a.equal(local_rows(b)[0]) for a, b in zip(before, t.model.parameters(), strict=True))
     train.train_step(t, 3)
-    with pytest.raises(NonFiniteError, match="step 3: gradients overflow float16 still, with the loss scaled by 1.37"):
+    with pytest.raises(NonFiniteError, match="step 3: gradients still overflow float16 with a loss scale of 1.37"):
         t.guard.check()
 
 

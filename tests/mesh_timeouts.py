@@ -18,7 +18,7 @@ from torchtitan_lite.optim.optimizer import clip_gradients
 
 def groups() -> dict[str, dist.ProcessGroup]:
     known = dist.distributed_c10d._world.pg_map
-    return {str(group.group_name): group for group in known if group.group_desc != "patient"}
+    return {str(group.group_name): group for group in known if group.group_desc != "untimed"}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -117,7 +117,7 @@ def test_the_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(
     command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2)
     output = succeeded(ranks(2, *command))
     assert "resumed after step 2" in output
-    assert "optimizer.safetensors: its SHA-256 is not the manifest's: bytes have changed" in output
+    assert "optimizer.safetensors: its SHA-256 does not match the manifest: the file is damaged" in output
     assert "step-00000004 was set aside as " in output
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == [".bad-step-00000004", "step-00000002", "step-00000004", "step-00000006"]
@@ -130,7 +130,7 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_begin_again(finished: Path
     for step in (2, 4):
         cut_short(checkpoint(tmp_path / "run", step) / "model.safetensors")
     message = again(finished, text, tmp_path)
-    assert "no checkpoint is whole:" in message
+    assert "no checkpoint is complete:" in message
     assert message.count("model.safetensors: ") == 2
     assert "--checkpoint.resume=never starts from the beginning" in message
     assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4], "nothing is moved"
@@ -184,10 +184,13 @@ def edit(file: Path, change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda m: m.update(format_version=99), "has format_version 99, and this version of torchtitan_lite reads 2"),
-        (lambda m: m["files"].update({"../../x": m["files"]["state.json"]}), "names '../../x', which is no plain file"),
+        (lambda m: m.update(format_version=99), "has format_version 99; this version of torchtitan_lite reads 2"),
+        (
+            lambda m: m["files"].update({"../../x": m["files"]["state.json"]}),
+            "names '../../x', which is not a plain file",
+        ),
         (lambda m: m["files"].update({"/etc/passwd": m["files"]["state.json"]}), "names '/etc/passwd', which is no"),
-        (lambda m: m["files"].pop("state.json"), "it lacks state.json"),
+        (lambda m: m["files"].pop("state.json"), "no state.json"),
         (lambda m: m.update(files=3), "manifest.json is damaged"),
         (lambda m: m.update(step=7), "holds step 7: it was renamed"),
     ],
@@ -206,7 +209,7 @@ def test_a_link_out_of_the_folder_is_refused(finished: Path, tmp_path: Path) -> 
     shutil.copytree(checkpoint(finished, 4), folder)
     (folder / "model.safetensors").rename(tmp_path / "elsewhere")
     (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
-    assert "which is no plain file of its folder" in "; ".join(storage.verify(folder))
+    assert "which is not a plain file of its folder" in "; ".join(storage.verify(folder))
 
 
 def zero_a_sector(path: Path) -> None:
@@ -330,8 +333,8 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
 
 def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, checkpoint__resume="step-3")
-    assert "there is no such checkpoint in " in message
-    assert "there are step-2, step-4" in message
+    assert 'checkpoint.resume = "step-3" does not exist in ' in message
+    assert "found step-2, step-4" in message
     command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2, checkpoint__resume="step-2")
     output = succeeded(ranks(1, *command))
     assert "resumed after step 2" in output
@@ -342,7 +345,7 @@ def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_
 @pytest.mark.slow
 def test_another_run_can_be_gone_on_from(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, run__name="other", checkpoint__resume=tmp_path)
-    assert "is no checkpoint, and no run with one" in message
+    assert "is not a checkpoint, or a run with one" in message
     command = tiny(text, tmp_path, run__name="fork", train__steps=6, checkpoint__resume=finished)
     assert "resumed after step 4" in succeeded(ranks(1, *command))
     assert storage.find_steps(tmp_path / "fork/checkpoints") == [6]
@@ -358,7 +361,7 @@ def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) 
     assert storage.find_steps(tmp_path / "c") == [2, 4]
     assert storage.find_steps(tmp_path / "none") == []
     said = "".join(storage.incomplete_folders(tmp_path / "c"))
-    assert all(f"c/{name}: no folder step-N" in said for name in ("step-7", "step-00000009.bak", "step-00000012"))
+    assert all(f"c/{name}: not a folder step-N" in said for name in ("step-7", "step-00000009.bak", "step-00000012"))
 
 
 def test_retention(tmp_path: Path) -> None:
@@ -424,7 +427,7 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
 
 
 def test_too_little_space_is_said_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"a checkpoint takes 1000000000000000000.00 GB, and .* GB left"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint takes 1000000000000000000.00 GB, but .* GB free"):
         storage.require_space(tmp_path / "not" / "there", 10**27)
     storage.require_space(tmp_path, 1)
 

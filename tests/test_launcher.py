@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, tiny
-from torchtitan_lite.distributed import process_group
+from torchtitan_lite.distributed import process
 
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
 
@@ -61,7 +61,7 @@ def test_only_a_parent_that_changes_is_dead(parents: list[int], killed: bool, mo
     monkeypatch.setattr(os, "kill", lambda pid, number: seen.append((pid, number)))
     monkeypatch.setattr(ctypes, "CDLL", lambda _: type("libc", (), {"prctl": lambda *_: 0}))
     monkeypatch.setenv("RANK", "0")
-    process_group.die_with_launcher()
+    process.die_with_launcher()
     assert seen == ([(os.getpid(), signal.SIGKILL)] if killed else [])
 
 

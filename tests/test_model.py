@@ -138,7 +138,7 @@ def test_a_constant_matrix_is_found() -> None:
     with torch.no_grad():
         model.get_parameter("layers.1.feed_forward.w2.weight").fill_(0.5)
     with pytest.raises(RuntimeError, match=r"layers\.1\.feed_forward\.w2\.weight is constant"):
-        initialize.prove(model)
+        initialize.require_initialised(model)
 
 
 def test_bits_per_byte() -> None:

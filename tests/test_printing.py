@@ -39,7 +39,7 @@ def test_a_run_without_a_usable_stdout_ends_well(out: str, text: Path, tmp_path:
     assert status(run)["status"] == "complete"
     assert "step    4/4" in (run / "train.log").read_text()
     if out != "closed":
-        assert result.stderr.count("training goes on") == 1
+        assert result.stderr.count("training continues") == 1
     assert "Traceback" not in result.stderr
 
 

@@ -56,7 +56,7 @@ def test_convert_does_not_replace_what_a_run_has_saved_meanwhile(
             storage.commit(storage.begin(tmp_path, 2), TrainState(step=2, tokens=77), "full", 1, {})
 
     while_it_writes(monkeypatch, save)
-    with pytest.raises(CheckpointError, match="step-00000002 is there already"):
+    with pytest.raises(CheckpointError, match="step-00000002 already exists"):
         checkpoints.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"], "nothing is left of it"
     assert storage.read_state(storage.step_folder(tmp_path, 2)).tokens == 77

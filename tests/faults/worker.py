@@ -49,7 +49,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "forward": (Transformer, "forward"),
     "eval": (train, "validate"),
     "sample": (train, "sample"),
-    "load": (Checkpointer, "_spread"),
+    "load": (Checkpointer, "_load_tensors"),
     "lock": (run_folder, "lock"),
     "hash": (storage, "sha256_of"),
     "space": (storage, "require_space"),

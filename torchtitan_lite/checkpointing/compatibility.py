@@ -1,4 +1,4 @@
-"""What a checkpoint has to have in common with the run that resumes it."""
+"""What a checkpoint and the run that resumes it must have in common."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ def fresh_state(config: Config, data: DataSet, world: World, validation: Mapping
 
 
 def continued(saved: TrainState, fresh: TrainState) -> TrainState:
-    """The saved state, with what a resume takes from the command and not from the checkpoint."""
+    """The saved state, with the fields that a resume takes from its own config."""
     return replace(
         saved,
         end_token=fresh.end_token,
@@ -37,14 +37,14 @@ def continued(saved: TrainState, fresh: TrainState) -> TrainState:
 
 
 def changed(saved: TrainState, here: TrainState) -> str:
-    """The config keys whose values changed, as `differences` shows them, but for those only read at step 0."""
+    """The changed config keys, as `differences` shows them, without those only read at step 0."""
     return differences(saved.config, {key: v for key, v in here.config.items() if key != "model.init_from"})
 
 
 def validation_change(saved: TrainState, here: TrainState) -> str:
-    """Which sequences validation covers now and covered before the resume; empty if they are the same.
+    """The sequences that validation covers now and covered before the resume; empty if they are the same.
 
-    Older checkpoints do not record it. Theirs are the first sequences of the text.
+    Older checkpoints do not record them: they validated on the first sequences of the text.
     """
     now, before, how = here.validation, saved.validation, ""
     if not before:
@@ -56,7 +56,7 @@ def validation_change(saved: TrainState, here: TrainState) -> str:
 
 
 def identity(config: Config, data: DataSet) -> dict[str, Any]:
-    """What can't change while a run goes on, by config key: a checkpoint that differs is refused."""
+    """What a resume can't change, by config key: a checkpoint that differs is refused."""
     values = flatten(config) | {f"model.{key}": value for key, value in config.model.resolved().items()}
     values["model.vocab_size"] = config.model.vocab_size or data.vocab_size
     content = {"tokenizer": data.tokenizer_sha256, **data.identity()}
@@ -64,7 +64,7 @@ def identity(config: Config, data: DataSet) -> dict[str, Any]:
 
 
 def with_defaults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved identity, with the default of each key that is younger than the checkpoint."""
+    """A saved identity, with defaults for keys that are newer than the checkpoint."""
     known = known_keys()
     return {key: default_of(key) for key in wanted if key in known} | dict(saved)
 
@@ -73,14 +73,14 @@ _REFUSED = "train.seq_len", "run.seed", "optim.name", "optim.freeze", "data.pack
 
 
 def is_refused(key: str) -> bool:
-    """Whether a run can't be resumed with another value of this key. (The text and the tokenizer: by their hashes.)"""
+    """Whether a resume with another value of this key is refused. (Text and tokenizer are compared by hash.)"""
     if key.startswith("model."):
-        return key not in ("model.size", "model.init_from")  # a name for others; only read at step 0
+        return key not in ("model.size", "model.init_from")  # an alias for other keys; only read at step 0
     return key in _REFUSED
 
 
 def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
-    """What has to be the same for a bitwise resume: all of it changes the order in which numbers are summed."""
+    """What must be the same for a bitwise resume. All of it changes the order of summation."""
     on_gpu = world.device.type == "cuda"
     fsdp = config.fsdp.model_dump(mode="json")
     keys = "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "precision_overrides", "grad_sync"
@@ -105,13 +105,13 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
 
 
 def _sums_in_shared_memory(config: Config, world: World) -> bool:
-    """Whether gradients are added in the order of the ranks. (Of two it is the same as any other.)"""
+    """Whether gradients are summed in rank order, and that matters: a sum of two is the same in any order."""
     one_machine = world.device.type == "cpu" and world.local_world_size == world.world_size
     return config.speed.shared_memory and one_machine and derive(config, world.world_size).dp_shard > 2
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The values that changed, as "threads 1 -> 2, ..."; empty if none did."""
+    """The changed values, as "threads 1 -> 2, ..."; empty if there are none."""
     return ", ".join(
         f"{key} {saved.get(key)} -> {value}" for key, value in here.items() if saved.get(key, value) != value
     )

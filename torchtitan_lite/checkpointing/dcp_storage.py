@@ -1,7 +1,7 @@
-"""Sharded checkpoints: each rank writes what it holds, in one safetensors file of its own.
+"""Storage of sharded checkpoints for torch.distributed.checkpoint (DCP): one safetensors file per rank, and an index.
 
-torch.distributed.checkpoint plans who writes and who reads which part of a tensor; the two classes here are its
-storage. Its own puts the plan into a pickle, and so runs whatever code a checkpoint brings; here it is JSON:
+DCP plans which rank writes and reads which part of a tensor. Its own storage keeps the plan in a pickle, which can run
+code from a checkpoint. Here it is JSON:
 
     shard-00000-of-00004.safetensors     "model.output.weight@0,0" -> the rows of rank 0
     index.json                           name -> dtype, shape, and for each part: offsets, shape, file, key
@@ -54,10 +54,10 @@ def _done(value: Any) -> Future[Any]:
 
 
 class ShardWriter(StorageWriter):
-    """Writes this rank's part into a folder that exists. `records` then says what was written.
+    """Writes this rank's parts into an existing folder. `records` then has the written files.
 
     Args:
-        copies: this rank's parts by name, to write instead of the live tensors; those only say who writes what.
+        copies: this rank's rows by name, to write instead of the live tensors, which then only make the plan.
     """
 
     def __init__(self, folder: Path, copies: Mapping[str, Tensor] | None = None) -> None:
@@ -83,7 +83,7 @@ class ShardWriter(StorageWriter):
         items = {_key(item): item for item in plan.items}
         specs = {key: _spec(item) for key, item in items.items()}
         writer = TensorFileWriter(self.folder / file, specs, ahead=0)
-        kept = []  # until they are hashed
+        kept = []  # they must not be freed before they are hashed
         try:
             for key in writer.order:
                 name = items[key].index.fqn
@@ -98,11 +98,11 @@ class ShardWriter(StorageWriter):
         return _done([WriteResult(item.index, _n_bytes(item), [file, key]) for key, item in items.items()])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written."""
+        """Write the index, on the coordinator."""
         places = {result.index: result.storage_data for written in results for result in written}
         tensors = {}
         for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+            assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
             parts = []
             for chunk in entry.chunks:
                 file, key = places[MetadataIndex(name, chunk.offsets)]
@@ -122,7 +122,7 @@ def _key(item: WriteItem) -> str:
 
 
 def _spec(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
-    assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+    assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
     return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
 
 
@@ -132,7 +132,7 @@ def _n_bytes(item: WriteItem) -> int:
 
 
 class ShardReader(StorageReader):
-    """Reads the parts that this rank needs out of a folder, and of them only the rows that it needs."""
+    """Reads only the rows that this rank needs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -188,12 +188,12 @@ class ShardReader(StorageReader):
 
 
 def load(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill tensors, DTensors among them, with what a folder holds. Every rank of the group has to call it."""
+    """Fill tensors and DTensors from a checkpoint. All ranks of the group call it."""
     dcp.load(state, storage_reader=ShardReader(folder), process_group=group)
 
 
 def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
-    """Write whole tensors as a sharded checkpoint of one rank. Returns what was written."""
+    """Write whole tensors as a sharded checkpoint of one rank."""
     file = "shard-00000-of-00001.safetensors"
     keys = {name: f"{name}@{','.join('0' * tensor.ndim)}" for name, tensor in tensors.items()}
     index = {
@@ -212,10 +212,10 @@ def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRe
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What a sharded checkpoint holds: by name a dtype, a shape, and where its parts are.
+    """The index: by tensor name its dtype, shape and parts.
 
     Raises:
-        CheckpointError: it is damaged, or the parts of a tensor do not add up to it.
+        CheckpointError: it is damaged, or the parts of a tensor do not add up to its shape.
     """
     path = folder / INDEX
     content = read_json(path)
@@ -234,20 +234,16 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _sizes(value: Any) -> list[int]:
-    """Sizes or offsets of an index."""
+    """Validate sizes or offsets."""
     if not isinstance(value, list) or any(type(n) is not int or not 0 <= n < 2**62 for n in value):
         raise ValueError(f"{shortened(value)} should be a list of sizes")
     return value
 
 
 def _require_part(name: str, shape: list[int], part: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ValueError, TypeError, KeyError: it is no part of a tensor of this shape.
-    """
     file, key, offsets, sizes = part["file"], part["key"], _sizes(part["offsets"]), _sizes(part["shape"])
     if not isinstance(key, str) or Path(file).name != file or file.startswith("."):
-        raise ValueError(f"{name} is in {file!r}, which is no plain file of its folder")
+        raise ValueError(f"{name} is in {file!r}, which is not a plain file of its folder")
     if not len(offsets) == len(sizes) == len(shape) or any(
         offset + size > n for offset, size, n in zip(offsets, sizes, shape, strict=True)
     ):
@@ -255,39 +251,34 @@ def _require_part(name: str, shape: list[int], part: Mapping[str, Any]) -> None:
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, of which every part is where the index says.
+    """The shape of every tensor. Errors: see `read_checked_index`."""
+    return {name: tuple(entry["shape"]) for name, entry in read_checked_index(folder).items()}
+
+
+def read_checked_index(folder: Path) -> dict[str, Any]:
+    """The index, checked against the headers of all shards.
 
     Raises:
-        CheckpointError: a file is damaged, or lacks a part.
+        CheckpointError: the index or a file is damaged, or a file lacks a part.
     """
     index = read_index(folder)
-    _require_held(folder, index)
-    return {name: tuple(entry["shape"]) for name, entry in index.items()}
-
-
-def _require_held(folder: Path, index: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        CheckpointError: a file is damaged, or lacks a part.
-    """
     parts = [part for entry in index.values() for part in entry["parts"]]
     inside = {file: read_shapes(folder / file) for file in {part["file"] for part in parts}}
     for part in parts:
         if inside[part["file"]].get(part["key"]) != tuple(part["shape"]):
             raise CheckpointError(f"{folder / part['file']} does not hold {part['key']} of shape {part['shape']}")
+    return index
 
 
 class WholeTensors(Mapping[str, Tensor]):
-    """The tensors of a sharded checkpoint whose names start with a prefix, whole, read when they are looked at."""
+    """The tensors of a sharded checkpoint whose names start with a prefix, read lazily and whole."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._folder = folder
-        index = read_index(folder)
-        _require_held(folder, index)
+        index = read_checked_index(folder)
         self._entries = {n.removeprefix(prefix): e for n, e in index.items() if n.startswith(prefix)}
 
     def specs(self) -> TensorSpecs:
-        """Name, dtype and shape of each."""
         return {name: (getattr(torch, e["dtype"]), tuple(e["shape"])) for name, e in self._entries.items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -309,5 +300,5 @@ class WholeTensors(Mapping[str, Tensor]):
 
 
 def specs(tensors: Mapping[str, Tensor]) -> TensorSpecs:
-    """Dtypes and shapes, without reading tensors that are read when they are looked at."""
+    """Dtypes and shapes, without reading lazy tensors."""
     return tensors.specs() if isinstance(tensors, WholeTensors) else specs_of(tensors)

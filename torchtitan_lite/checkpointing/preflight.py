@@ -1,4 +1,4 @@
-"""Checks before a save: NaN, infinity, and copies that differ must not reach a checkpoint."""
+"""Checks before a save: NaN, infinity and diverged copies must not reach a checkpoint."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torchtitan_lite.errors import DivergedError, NonFiniteError
 def require_finite(model: nn.Module, step: int) -> None:
     """
     Raises:
-        NonFiniteError: on every rank, if a parameter is not finite on any: it must not be saved.
+        NonFiniteError: on every rank, if a parameter is not finite on any.
     """
     finite = [local_rows(parameter)[0].isfinite().all() for parameter in model.parameters()]
     bad = (~torch.stack(finite)).float()
@@ -26,12 +26,10 @@ def require_finite(model: nn.Module, step: int) -> None:
 
 
 def require_equal_copies(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """With HSDP, hold the copies of parameters and optimizer state against each other, bit for bit.
-
-    A checkpoint holds one copy: without this a bit that flipped in another rank's memory would never be seen.
+    """With HSDP, compare the copies of parameters and optimizer state bit for bit. A checkpoint saves only one copy.
 
     Raises:
-        DivergedError: on every rank; it names the tensors, and the ranks whose copies differ from the first copy.
+        DivergedError: on every rank, with the tensors, and the ranks whose copies differ from the first.
     """
     first_parameter = next(model.parameters())
     mesh = first_parameter.device_mesh if isinstance(first_parameter, DTensor) else None
@@ -53,7 +51,7 @@ def require_equal_copies(model: nn.Module, optimizer: torch.optim.Optimizer, ste
         raise DivergedError(
             f"step {step}: copies of the model differ: rank {', '.join(str(r) for r, bad in enumerate(ranks) if bad)} "
             f"against the first copy, in {len(names)} tensors, the first is {names[0]}. A bit flipped in memory, or "
-            "ranks went apart. Nothing was saved; the same command goes on from the newest checkpoint"
+            "the ranks diverged. Nothing was saved; the same command resumes from the newest checkpoint"
         )
 
 

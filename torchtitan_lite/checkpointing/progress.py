@@ -1,9 +1,8 @@
-"""What this process does that may take long, and how far it is. The watchdog (watchdog.py) reads it, on every rank.
+"""The progress of saves, loads and verifications on this rank, for the watchdog.
 
-Saves, loads and verifications take as long as there are bytes, so no fixed time says whether one hangs. Whoever writes,
-hashes or reads calls `advance` with the bytes. `doing` marks what a rank takes part in, and within it `working` what
-other ranks may be waiting for. Memory-mapped files are read by whoever touches them first; while a rank loads, what the
-kernel reads for this process therefore counts too. (While it trains it does not: that may be the next batch.)
+They take as long as there are bytes, so no fixed time tells whether one hangs. Code that writes, hashes or reads calls
+`advance` with the bytes. `doing` marks an operation that this rank takes part in; within it, `working` marks what other
+ranks may be waiting for. During a load, bytes that the kernel reads for memory-mapped files are added.
 """
 
 import re
@@ -19,21 +18,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Progress:
-    """A process at one moment."""
+    """This process at one moment."""
 
-    moved: int = 0  # bytes so far, and one for each change of what it does
-    doing: list[str] = field(default_factory=list)  # of each thread that does something
-    working: list[str] = field(default_factory=list)  # of each thread that does not only wait for other ranks
+    moved: int = 0  # bytes so far, and 1 for each start or end of an operation
+    doing: list[str] = field(default_factory=list)  # the operation of each thread that has one
+    working: list[str] = field(default_factory=list)  # of those, the threads that do not only wait for other ranks
 
 
 _lock = threading.Lock()
 _moved = 0
 _by_thread: dict[int, list[tuple[str, bool]]] = {}  # outermost first
-_loading = 0  # how many threads load
+_loading = 0  # number of threads that load
 
 
 def advance(n_bytes: int) -> None:
-    """So many bytes more are written, hashed or read."""
+    """Add bytes that were written, hashed or read."""
     global _moved
     with _lock:
         _moved += n_bytes
@@ -41,7 +40,7 @@ def advance(n_bytes: int) -> None:
 
 @contextmanager
 def doing(what: str, *, waiting: bool = True) -> Iterator[None]:
-    """This thread takes part in something that may take long, such as "saving step 5"."""
+    """This thread takes part in a long operation, such as "saving step 5"."""
     mine = _by_thread.setdefault(threading.get_ident(), [])
     mine.append((what, waiting))
     advance(1)
@@ -56,7 +55,7 @@ def doing(what: str, *, waiting: bool = True) -> Iterator[None]:
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """The same, for what does nothing but read."""
+    """The same, for a load."""
     global _loading
     with doing(what):
         _loading += 1
@@ -67,22 +66,21 @@ def loading(what: str) -> Iterator[None]:
 
 
 def working(what: str) -> AbstractContextManager[None]:
-    """This thread does what other ranks may be waiting for, such as "writing model.safetensors"."""
+    """Other ranks may be waiting for this thread, such as for "writing model.safetensors"."""
     return doing(what, waiting=False)
 
 
-def within(what: str, action: Callable[[], T]) -> Callable[[], T]:
-    """The action, done while `working` on it."""
+def as_work(what: str, action: Callable[[], T]) -> Callable[[], T]:
+    """The action, run inside `working`."""
 
-    def done() -> T:
+    def run() -> T:
         with working(what):
             return action()
 
-    return done
+    return run
 
 
 def current() -> Progress:
-    """Where this process is."""
     threads = [list(stack) for stack in list(_by_thread.values()) if stack]
     texts = [": ".join(what for what, _ in stack) for stack in threads]
     busy = [text for text, stack in zip(texts, threads, strict=True) if not stack[-1][1]]
@@ -90,7 +88,7 @@ def current() -> Progress:
 
 
 def _read_by_kernel() -> int:
-    """Bytes that the kernel has fetched from disks for this process; 0 where nobody says."""
+    """Bytes that the kernel has read from disks for this process; 0 if unknown."""
     try:
         found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
     except OSError:

@@ -1,4 +1,4 @@
-"""Reading the files of a checkpoint: damage is one thing, an error of the system at the moment another."""
+"""Reading the files of a checkpoint. An I/O error is not damage."""
 
 import json
 import stat
@@ -7,19 +7,23 @@ from typing import Any
 
 from torchtitan_lite.errors import CheckpointError, UnreadableError
 
-MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError  # what an OSError says about a checkpoint itself
+MISSING = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+)  # these mean a damaged checkpoint, any other OSError an I/O error
 
 
 def unreadable(path: Path, error: OSError) -> UnreadableError:
-    """An error of the system, which says nothing about the content of a checkpoint."""
+    """The error for a file that can't be read now, but may be intact."""
     return UnreadableError(
-        f"{path} can't be read: {error.strerror or error}. This is an error of the system, not damage: "
-        "nothing was changed. Make it readable and start the same command again"
+        f"{path} can't be read: {error.strerror or error}. This is an I/O error, not damage, and "
+        "nothing was changed. Make the file readable and start the same command again"
     )
 
 
 def is_file(path: Path) -> bool:
-    """Path.is_file, which in newer versions of Python is False where it is not allowed to look."""
+    """Path.is_file, but an I/O error raises UnreadableError; newer versions of Python return False."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except MISSING:
@@ -31,8 +35,8 @@ def is_file(path: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """
     Raises:
-        UnreadableError: the system can't read it.
-        CheckpointError: it is missing, is no JSON object, or has a key twice.
+        UnreadableError: an I/O error.
+        CheckpointError: it is missing, not a JSON object, or has a duplicate key.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
@@ -41,12 +45,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise unreadable(path, error) from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no table")
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object")
     return content
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("a key stands in it twice")
+        raise ValueError("a key appears twice")
     return content

@@ -1,7 +1,7 @@
-"""Safetensors files that are written a tensor at a time, hashed while they are written, and on the disk when closed.
+"""Writing safetensors files one tensor at a time, hashed on the way, and synced to disk on close.
 
-The library's own `save_file` wants all tensors at once, and leaves hashing and syncing to a second pass over the bytes.
-The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes without gaps.
+The library's `save_file` needs all tensors at once and a second pass for hashing.
+Format: 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch import Tensor
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.errors import CheckpointError
 
-WRITABLE = {  # the dtypes that a file may hold, and what safetensors calls them
+WRITABLE = {  # the supported dtypes, and their names in the file
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -31,43 +31,39 @@ WRITABLE = {  # the dtypes that a file may hold, and what safetensors calls them
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_CHUNK = 8 << 20  # bytes that are written, and handed to the hashing thread, at a time
-_SYNC_EVERY = 4 << 30  # bytes; or all of a file could wait for its last sync, during which nothing is seen to move
+_CHUNK = 8 << 20  # bytes written and hashed at a time
+_SYNC_EVERY = 4 << 30  # bytes; during one long sync at the end the watchdog would see no progress
 
-TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # the tensors of a file: dtype and shape by name
+TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # by name: dtype and shape
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> TensorSpecs:
-    """What a file of these tensors holds."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file."""
+    """The manifest's entry for a file."""
 
     bytes: int
     sha256: str
 
 
 def _start_writeback(descriptor: int, start: int, n_bytes: int) -> None:
-    """Have the kernel begin to write this now. Otherwise it begins at the sync, and the disk is idle until then.
-
-    Linux starts writeback of dirty pages before it drops clean ones; elsewhere the advice may do nothing.
-    """
+    """Have the kernel write these bytes now, not at the sync. (Linux does so for this advice; elsewhere no effect.)"""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(descriptor, start, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
 class HashingStream:
-    """A file that is hashed by a thread of its own while it is written: both release the interpreter's lock.
+    """A file that a second thread hashes while it is written. Both release the GIL.
 
-    What is written must not change until `close` has returned.
+    Written bytes must not change until `close` has returned.
 
     Args:
-        ahead: how many chunks writing may be ahead of hashing, which keeps them in memory. 0: any number, for bytes
-            that stay in memory anyway; then hashing can go on while the disk is waited for.
+        ahead: how many chunks writing may be ahead of hashing, to bound memory. 0: any number, if the bytes stay in
+            memory anyway.
     """
 
     def __init__(self, path: Path, ahead: int = 2) -> None:
@@ -85,7 +81,6 @@ class HashingStream:
                 progress.advance(len(chunk))
 
     def write(self, data: memoryview) -> None:
-        """Append bytes."""
         for start in range(0, len(data), _CHUNK):
             chunk = data[start : start + _CHUNK]
             self._chunks.put(chunk)
@@ -99,7 +94,7 @@ class HashingStream:
                 self._synced = self._bytes
 
     def close(self) -> FileRecord:
-        """Have the disk hold the file."""
+        """Sync to disk and close."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -108,7 +103,7 @@ class HashingStream:
         return FileRecord(self._bytes, self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Stop, after an error: what waits to be hashed is not."""
+        """Close after an error, without hashing the rest."""
         self._abandoned = True
         self._end()
 
@@ -119,8 +114,7 @@ class HashingStream:
 
 
 def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
-    """The header of a file with these tensors, and the order in which their bytes follow: large elements first, so
-    that each is aligned."""
+    """The header of a file, and the order of its tensors: large elements first, for alignment."""
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -136,18 +130,11 @@ def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
 
 
 class TensorFileWriter:
-    """Writes one file. The specs of its tensors are known first; the tensors follow in `order`.
-
-    Args:
-        ahead: see HashingStream.
-
-    Raises:
-        OSError: as any writing does.
-    """
+    """Writes one file: first the specs of all tensors, then the tensors in `order`. `ahead`: see HashingStream."""
 
     def __init__(self, path: Path, tensors: TensorSpecs, ahead: int = 2) -> None:
         header, self.order = layout(tensors)
-        self._announced = iter([(name, *tensors[name]) for name in self.order])
+        self._specs = iter([(name, *tensors[name]) for name in self.order])
         self._name = path.name
         self._stream = HashingStream(path, ahead)
         try:
@@ -158,30 +145,24 @@ class TensorFileWriter:
             raise
 
     def write(self, tensor: Tensor) -> None:
-        """The next tensor, on the CPU. It must not change until `close` has returned."""
-        name, dtype, shape = next(self._announced)
+        """Write the next tensor, on the CPU. It must not change until `close` has returned."""
+        name, dtype, shape = next(self._specs)
         assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), f"{name} does not match its spec"
         with progress.working(f"writing {self._name}"):
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             self._stream.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
 
     def close(self) -> FileRecord:
-        """Have the disk hold the whole file."""
-        assert next(self._announced, None) is None, "tensors are missing"
+        assert next(self._specs, None) is None, "tensors are missing"
         with progress.working(f"writing {self._name}"):
             return self._stream.close()
 
     def abandon(self) -> None:
-        """Stop, after an error."""
         self._stream.abandon()
 
 
 def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:
-    """Write a file of tensors, each of which is asked for when it is its turn; on the disk when this returns.
-
-    Args:
-        ahead: see HashingStream.
-    """
+    """Write a file, and sync it to disk. `tensor(name)` is called when its turn comes; `ahead`: see HashingStream."""
     writer = TensorFileWriter(path, specs, ahead)
     try:
         for name in writer.order:
@@ -193,7 +174,7 @@ def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor
 
 
 def write_text(path: Path, text: str) -> FileRecord:
-    """A small file, on the disk when this returns."""
+    """Write a small file, and sync it to disk."""
     stream = HashingStream(path)
     try:
         stream.write(memoryview(text.encode()))
@@ -204,7 +185,6 @@ def write_text(path: Path, text: str) -> FileRecord:
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file's bytes."""
     digest = hashlib.sha256()
     chunk = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as stream:

@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from: rank 0 looks, all ranks verify together, and all get the same answer.
+"""Selects the checkpoint to resume from, and applies retention. Ranks verify together and get the same result.
 
-`choose` moves nothing: it plans what to set aside. `set_aside` carries that out, when everything else about the command
-has been accepted. A process that dies in between has changed nothing, and the same command plans the same again.
+`select_checkpoint` changes nothing on disk. It plans which checkpoints to set aside; `set_aside` renames them once
+the run is sure to start, so a process that dies in between changes nothing. Errors are raised on every rank.
 """
 
 import contextlib
@@ -27,93 +27,83 @@ T = TypeVar("T")
 
 
 @dataclass
-class Choice:
-    """A checkpoint that passed its verification, or none; and what there is to say about the others."""
+class Selection:
+    """A verified checkpoint, or none, and notes about the others."""
 
     folder: Path | None = None
     manifest: Manifest | None = None
     notes: list[str] = field(default_factory=list)
-    aside: list[tuple[int, str]] = field(default_factory=list)  # steps to set aside, and as what: "old" or "bad"
+    aside: list[tuple[int, str]] = field(default_factory=list)  # steps to set aside, as "old" or "bad"
 
 
-def choose(checkpoints: Path, config: CheckpointConfig, world: World) -> Choice:
-    """The checkpoint that `config.resume` asks for; with "auto" the newest that is whole.
+def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World) -> Selection:
+    """The checkpoint that `config.resume` asks for; with "auto" the newest complete one.
 
-    Damaged ones are named, and are to be set aside as .bad-step-N, if there is an older one to go on from. Later ones
-    than the step that was asked for are to be set aside as .old-step-N: the next resume would otherwise take them.
+    Damaged checkpoints are set aside as .bad-step-N if an older one is complete. With "step-N", later ones are set
+    aside as .old-step-N, or the next resume would take them.
 
     Raises:
-        CheckpointError: on every rank: what was asked for is not there or damaged, or all there are are damaged, or one
-            can't be read at the moment.
+        CheckpointError: the requested checkpoint is missing or damaged, all are damaged, or an I/O error.
     """
     wanted = config.resume
-    choice = Choice(notes=on_rank0(world, lambda: storage.incomplete_folders(checkpoints)))
+    selection = Selection(notes=on_rank0(world, lambda: storage.incomplete_folders(checkpoints)))
     if wanted == "never":
-        choice.aside = [(step, "old") for step in on_rank0(world, lambda: storage.find_steps(checkpoints))]
-        return choice
+        selection.aside = [(step, "old") for step in on_rank0(world, lambda: storage.find_steps(checkpoints))]
+        return selection
+    steps = on_rank0(world, lambda: storage.find_steps(checkpoints))
     if re.fullmatch(r"step-\d+", wanted):
-        return _exactly(checkpoints, int(wanted.removeprefix("step-")), config, world, choice)
-    candidates = on_rank0(world, lambda: storage.find_steps(checkpoints))[::-1]
+        step = int(wanted.removeprefix("step-"))
+        if step not in steps:
+            found = ", ".join(f"step-{s}" for s in steps) or "no checkpoints"
+            raise CheckpointError(f'checkpoint.resume = "step-{step}" does not exist in {checkpoints}; found {found}')
+        selection.folder = storage.step_folder(checkpoints, step)
+        selection.manifest = _require_complete(selection.folder, config, world)
+        selection.aside = [(s, "old") for s in steps if s > step]
+        return selection
     damaged: list[tuple[int, str]] = []
-    for step in candidates:
+    for step in reversed(steps):
         folder = storage.step_folder(checkpoints, step)
         manifest, problems = verify_together(folder, config.verify, world)
-        if manifest is not None and not problems:
-            choice.folder, choice.manifest = folder, manifest
+        if not problems:
+            selection.folder, selection.manifest = folder, manifest
             break
         damaged.append((step, "; ".join(problems)))
-    if damaged and choice.folder is None:
+    if damaged and selection.folder is None:
         raise CheckpointError(
-            "\n  ".join(["no checkpoint is whole:", *(text for _, text in damaged)])
+            "\n  ".join(["no checkpoint is complete:", *(text for _, text in damaged)])
             + "\n  --checkpoint.resume=never starts from the beginning, and keeps these as .old-step-N"
         )
-    if damaged:
-        choice.notes += [f"damaged: {text}" for _, text in damaged]
-        choice.aside = [(step, "bad") for step, _ in damaged]
-    if choice.folder is None and wanted != "auto":
-        return _elsewhere(Path(wanted).expanduser(), config, world, choice)
-    return choice
+    selection.notes += [f"damaged: {text}" for _, text in damaged]
+    selection.aside = [(step, "bad") for step, _ in damaged]
+    if selection.folder is None and wanted != "auto":
+        selection.folder = on_rank0(world, lambda: _newest_of(Path(wanted).expanduser()))
+        selection.manifest = _require_complete(selection.folder, config, world)
+    return selection
 
 
-def _exactly(checkpoints: Path, step: int, config: CheckpointConfig, world: World, choice: Choice) -> Choice:
-    steps = on_rank0(world, lambda: storage.find_steps(checkpoints))
-    if step not in steps:
-        there = ", ".join(f"step-{s}" for s in steps) or "none"
-        raise CheckpointError(
-            f'checkpoint.resume = "step-{step}": there is no such checkpoint in {checkpoints}; there are {there}'
-        )
-    choice.folder = storage.step_folder(checkpoints, step)
-    choice.manifest, problems = verify_together(choice.folder, config.verify, world)
-    if problems or choice.manifest is None:
+def _newest_of(folder: Path) -> Path:
+    """The newest checkpoint of another run, or the checkpoint that the folder is."""
+    found = storage.checkpoints_of(folder)
+    if not found:
+        raise CheckpointError(f'checkpoint.resume = "{folder}" is not a checkpoint, or a run with one')
+    return found[-1]
+
+
+def _require_complete(folder: Path, config: CheckpointConfig, world: World) -> Manifest | None:
+    manifest, problems = verify_together(folder, config.verify, world)
+    if problems:
         raise CheckpointError("; ".join(problems))
-    choice.aside = [(s, "old") for s in steps if s > step]
-    return choice
-
-
-def _elsewhere(folder: Path, config: CheckpointConfig, world: World, choice: Choice) -> Choice:
-    """A checkpoint of another run, or the newest of a run, to go on from in this run's folder."""
-
-    def find() -> Path:
-        found = storage.checkpoints_of(folder)
-        if not found:
-            raise CheckpointError(f'checkpoint.resume = "{folder}" is no checkpoint, and no run with one')
-        return found[-1]
-
-    choice.folder = on_rank0(world, find)
-    choice.manifest, problems = verify_together(choice.folder, config.verify, world)
-    if problems or choice.manifest is None:
-        raise CheckpointError("; ".join(problems))
-    return choice
+    return manifest
 
 
 def set_aside(checkpoints: Path, planned: list[tuple[int, str]]) -> list[str]:
-    """Rename what was planned, on one rank. Returns what to log.
+    """Rename the planned checkpoints, on one rank. Returns lines for the log.
 
     Raises:
-        CheckpointError: one can't be renamed; the others have their names back.
+        CheckpointError: one can't be renamed; the others are renamed back.
     """
     moved: list[tuple[Path, Path]] = []
-    for step, why in sorted(planned):  # the newest last: until then a resume takes what it would have taken
+    for step, why in sorted(planned):  # the newest last: if this is killed, a resume selects the same one
         folder = storage.step_folder(checkpoints, step)
         try:
             if aside := storage.set_aside(folder, why):
@@ -127,14 +117,11 @@ def set_aside(checkpoints: Path, planned: list[tuple[int, str]]) -> list[str]:
 
 
 def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | None, list[str]]:
-    """The manifest, and everything that is wrong; the ranks share the hashing.
+    """The manifest, and all problems. The ranks share the hashing.
 
-    Files of a full state dict may lie on a disk of the first machine: its ranks hash them.
-
-    Raises:
-        CheckpointError: on every rank, if one can't read a file at the moment.
+    A full state dict may be on a local disk of the first machine, so only that machine's ranks hash it.
     """
-    manifest, error = on_rank0(world, lambda: _manifest(folder))
+    manifest, error = on_rank0(world, lambda: storage.check_manifest(folder))
     if manifest is None:
         return None, [error]
     n = world.world_size if manifest.state_dict == "sharded" else min(world.local_world_size, world.world_size)
@@ -156,35 +143,20 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
     return manifest, [wrong for some, _ in found for wrong in some]
 
 
-def _manifest(folder: Path) -> tuple[Manifest | None, str]:
-    try:
-        manifest = storage.read_manifest(folder)
-        wrong = storage.misnamed(folder, manifest.step)
-        return (None, wrong) if wrong else (manifest, "")
-    except UnreadableError:
-        raise
-    except CheckpointError as error:
-        return None, str(error)
-
-
 def on_rank0(world: World, action: Callable[[], T]) -> T:
-    """Do it on rank 0, and let every rank have the result.
-
-    Raises:
-        CheckpointError: on every rank, if rank 0 had an error that a person can act on.
-    """
-    reading = progress.within("reading the checkpoint for all ranks", action)
-    result, error = outcome_on_rank0(world.rank, reading, world.untimed, (UserError, OSError))
+    """The result of an action on rank 0, on every rank. A UserError or OSError becomes a CheckpointError."""
+    work = progress.as_work("reading the checkpoint for all ranks", action)
+    result, error = outcome_on_rank0(world.rank, work, world.untimed, (UserError, OSError))
     if error:
         raise CheckpointError(error)
     return cast(T, result)
 
 
 def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:
-    """Delete all checkpoints but these, and return the steps of those.
+    """Delete all checkpoints but these. Returns the deleted steps.
 
     Raises:
-        OSError, UnreadableError: some can't be looked at, or renamed; the rest is left for the next time.
+        OSError, UnreadableError: a checkpoint can't be read or renamed; the next save tries again.
     """
     kept = set(keep)
     gone = []
@@ -193,7 +165,7 @@ def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:
             continue
         folder = storage.step_folder(checkpoints, step)
         trash = folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}")
-        folder.rename(trash)  # so that a half-deleted one is never taken for a checkpoint
+        folder.rename(trash)  # so that no half-deleted checkpoint is found
         shutil.rmtree(trash, ignore_errors=True)
         gone.append(step)
     return gone
@@ -204,9 +176,9 @@ def to_keep(checkpoints: Path, latest: int, every: int, best: bool, also: Iterab
 
     Args:
         latest: this many of the newest; 0: all.
-        every: multiples of this; 0: none for this reason.
-        best: the one with the lowest validation loss that is finite.
-        also: whatever must stay.
+        every: multiples of this; 0: off.
+        best: the one with the lowest finite validation loss.
+        also: these steps.
     """
     steps = storage.find_steps(checkpoints)
     if latest == 0:

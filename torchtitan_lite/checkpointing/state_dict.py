@@ -1,4 +1,4 @@
-"""Whole tensors on rank 0, from copies of each rank's rows: over a group of its own, so that training can continue."""
+"""Gather whole tensors on rank 0 from host copies of each rank's rows, while training continues."""
 
 from collections.abc import Mapping
 
@@ -10,19 +10,19 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.distributed.sharding import local_rows
 
 
-def to_be_copied(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Those of which this rank has a part that nobody else has; rank 0 also has what is whole everywhere."""
+def needed_copies(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The tensors that this rank has to copy: its shards, and on rank 0 also what is replicated."""
     return {name: tensor for name, tensor in tensors.items() if _has_rows(tensor) or rank == 0}
 
 
-class Gathering:
-    """Called with a name, all ranks in the same order, it returns the whole tensor on rank 0.
+class HostGather:
+    """Gathers tensors by name; all ranks call it in the same order.
 
-    DTensor's `full_tensor` would use the group that training uses, where it may only run in turn.
+    It has its own group. `full_tensor` would use training's, whose collectives have to keep their order.
 
     Args:
-        tensors: the live ones; only their shapes are looked at.
-        copies: of `to_be_copied`: this rank's rows of each, on the CPU.
+        tensors: the live tensors; only their shapes are used.
+        copies: this rank's rows of `needed_copies`, on the CPU.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -59,7 +59,7 @@ class Gathering:
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    """Whether this rank's part is a part of the first copy of the model, which is the one that is gathered."""
+    """Whether this rank holds rows of the first copy of the model, the one that is gathered."""
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         return False
     axes = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)

@@ -1,16 +1,17 @@
-"""Checkpoints on disk: when one counts, which one to load, what may be deleted. Any tool may use this; no ranks here.
+"""Checkpoint folders on disk: layout, verification and commit. Single-process, for training and tools alike.
 
     checkpoints/step-00000100/model.safetensors, optimizer.safetensors       state_dict = "full": whole tensors
                               shard-00000-of-00004.safetensors, index.json   state_dict = "sharded": see dcp_storage.py
                               state.json                                     TrainState
                               manifest.json                                  written last: size and SHA-256 of each file
-                .tmp-*          being written by the run, or left by a killed one: never read, removed by the next save
-                .convert-*      being written by `checkpoint.py convert`: never read, and removed by nobody else
-                .bad-step-*     failed its verification: kept, never read
-                .old-step-*     later than the step that a run was resumed from: kept, never read
+                .tmp-*          being written, or left by a killed run: never read, removed by the next save
+                .convert-*      being written by `checkpoint.py convert`: never read or removed by a run
+                .bad-step-*     failed verification: kept, never read
+                .old-step-*     later than the step that a run resumed from: kept, never read
                 .trash-*        being deleted
 
-A save writes into a hidden folder beside, syncs files and folders, and renames last: the rename is what makes it count.
+A save writes into a hidden folder and syncs it. The rename at the end commits it.
+Functions that read raise CheckpointError for damage, and its subclass UnreadableError for an I/O error.
 """
 
 import errno
@@ -39,30 +40,30 @@ from torchtitan_lite.files import sync_folder
 FORMAT_VERSION = 2
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # no folder, no "..", nothing hidden
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a file name: no path, no "..", not hidden
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run is, apart from its tensors. The position in the data is samples_consumed and nothing else."""
+    """The state of a run without its tensors. samples_consumed alone is the position in the data."""
 
     step: int = 0
     tokens: int = 0
     samples_consumed: int = 0
-    val_loss: float | None = None  # of the validation at this step, if there was one
-    grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # float16's, see grad_scaler.py
-    skipped: list[int] = field(default_factory=list)  # the steps whose update was withheld, see finite_guard.py
-    end_token: int | None = None  # the id that ends a document; None in checkpoints from before it was recorded
-    validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss (evaluate.py), likewise
-    identity: Mapping[str, Any] = field(default_factory=dict)  # must be the same on a resume, by config key
-    # must be the same for a bitwise resume; state.json calls it "setting"
+    val_loss: float | None = None  # if there was a validation at this step
+    grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
+    skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
+    end_token: int | None = None  # token id; None in checkpoints older than this field
+    validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see evaluate.py
+    identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
+    # must be equal for a bitwise resume; "setting" in state.json
     bitwise_setting: Annotated[Mapping[str, Any], Field(alias="setting")] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)  # the whole config, by "section.key"
+    config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The content of a manifest.json."""
 
     step: int
     state_dict: str  # "full" or "sharded"
@@ -71,7 +72,6 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
         return sum(record.bytes for record in self.files.values())
 
 
@@ -79,7 +79,7 @@ class Manifest:
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """The folders of a run's checkpoints, oldest first; a checkpoint's own folder; nothing for another path."""
+    """The checkpoints of a run, oldest first. A checkpoint's folder gives itself, any other path nothing."""
     if (path / MANIFEST).is_file():
         return [path]
     inside = path / "checkpoints"
@@ -87,23 +87,18 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def misnamed(folder: Path, step: int) -> str:
-    """What is wrong with a checkpoint of this step that lies in the folder of another; "" if nothing is."""
+    """The problem of a checkpoint in a folder named after another step; "" if there is none."""
     if _NAME.fullmatch(folder.name) and folder.name != step_folder(folder.parent, step).name:
-        return f"{folder} holds step {step}: it was renamed; give it back its name"
+        return f"{folder} holds step {step}: it was renamed; restore its name"
     return ""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or will be."""
     return checkpoints / f"step-{step:08d}"
 
 
 def find_steps(checkpoints: Path) -> list[int]:
-    """The steps of all folders with a manifest, in ascending order. Whether they are whole, `verify` says.
-
-    Raises:
-        UnreadableError: the folder, or one of its checkpoints, can't be looked at.
-    """
+    """The steps of all folders with a manifest, ascending. They may be damaged, see `verify`."""
     try:
         names = [match for entry in checkpoints.iterdir() if (match := _NAME.fullmatch(entry.name))]
     except MISSING:
@@ -114,30 +109,27 @@ def find_steps(checkpoints: Path) -> list[int]:
 
 
 def incomplete_folders(checkpoints: Path) -> list[str]:
-    """Folders that look like checkpoints and are none: what is wrong with each."""
+    """The problems of folders that look like checkpoints but are not."""
     if not checkpoints.is_dir():
         return []
     steps = {step_folder(checkpoints, step).name for step in find_steps(checkpoints)}
     strange = (e.name for e in checkpoints.iterdir() if e.name.startswith("step") and e.name not in steps)
-    return [f"{checkpoints / name}: no folder step-N with a {MANIFEST}" for name in sorted(strange)]
+    return [f"{checkpoints / name}: not a folder step-N with a {MANIFEST}" for name in sorted(strange)]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """
-    Raises:
-        CheckpointError: there is none, it is damaged, of a newer format, or names a file outside of its folder.
-    """
+    """Read and validate a manifest: its format, its own hash, and that it names only files of its folder."""
     content = read_json(folder / MANIFEST)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} has format_version {version}, and this version of torchtitan_lite reads {FORMAT_VERSION}"
+            f"{folder} has format_version {version}; this version of torchtitan_lite reads {FORMAT_VERSION}"
         )
     if content.pop("sha256", "") != _hash_of(content):
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: its own SHA-256 is not that of its content")
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: its SHA-256 does not match its content")
     try:
         files = {name: FileRecord(int(r["bytes"]), str(r["sha256"])) for name, r in content["files"].items()}
         manifest = Manifest(int(content["step"]), str(content["state_dict"]), int(content["world_size"]), files)
@@ -148,9 +140,9 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise unreadable(Path(error.filename or folder), error) from None
     if bad:
-        raise CheckpointError(f"{folder / MANIFEST} names {bad[0]!r}, which is no plain file of its folder")
+        raise CheckpointError(f"{folder / MANIFEST} names {bad[0]!r}, which is not a plain file of its folder")
     if STATE not in files or manifest.state_dict not in ("full", "sharded"):
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: it lacks {STATE}, or knows another state_dict")
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: no {STATE}, or an unknown state_dict")
     return manifest
 
 
@@ -158,16 +150,8 @@ def _hash_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _with_file_names(state: dict[str, Any]) -> dict[str, Any]:
-    return {"setting" if key == "bitwise_setting" else key: value for key, value in state.items()}
-
-
 def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
-    """The state.json of a checkpoint, which by default has to be in the folder of its step.
-
-    Raises:
-        CheckpointError: it is damaged, or in the wrong folder.
-    """
+    """The state.json of a checkpoint. With `named_by_step`, the folder has to be named after its step."""
     content = json.dumps(read_json(folder / STATE))
     try:
         state = TypeAdapter(TrainState).validate_json(content, strict=True)
@@ -180,23 +164,16 @@ def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
 
 
 def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
-    """What is wrong with a file of a checkpoint; empty if nothing is.
-
-    Args:
-        mode: "full" compares its hash, "size" its size, "off" nothing.
-
-    Raises:
-        UnreadableError: the system can't read it.
-    """
+    """The problem of a file; "" if there is none. Mode "full" compares its hash, "size" its size, "off" nothing."""
     path = folder / name
     try:
         if mode == "off":
             return ""
         size = path.stat().st_size
         if size != record.bytes:
-            return f"{path}: {size:,} bytes, and the manifest says {record.bytes:,}"
+            return f"{path}: {size:,} bytes; the manifest says {record.bytes:,}"
         if mode == "full" and sha256_of(path) != record.sha256:
-            return f"{path}: its SHA-256 is not the manifest's: bytes have changed"
+            return f"{path}: its SHA-256 does not match the manifest: the file is damaged"
     except MISSING as error:
         return f"{path}: can't be read: {error.strerror or error}"
     except OSError as error:
@@ -204,34 +181,33 @@ def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
     return ""
 
 
-def verify(folder: Path, mode: str = "full") -> list[str]:
-    """Everything that is wrong with a checkpoint; empty if it is whole.
-
-    Raises:
-        UnreadableError: the system can't read it.
-    """
+def check_manifest(folder: Path) -> tuple[Manifest | None, str]:
+    """The manifest, or what is wrong with it."""
     try:
         manifest = read_manifest(folder)
     except UnreadableError:
         raise
     except CheckpointError as error:
-        return [str(error)]
-    if wrong := misnamed(folder, manifest.step):
+        return None, str(error)
+    wrong = misnamed(folder, manifest.step)
+    return (None, wrong) if wrong else (manifest, "")
+
+
+def verify(folder: Path, mode: str = "full") -> list[str]:
+    """All problems of a checkpoint; empty if it is complete."""
+    manifest, wrong = check_manifest(folder)
+    if manifest is None:
         return [wrong]
     return [wrong for name, record in manifest.files.items() if (wrong := verify_file(folder, name, record, mode))]
 
 
 def open_tensors(file: Path) -> Any:
-    """A safetensors file, memory-mapped: `get_tensor(name)` reads one tensor."""
+    """A memory-mapped safetensors file; `get_tensor(name)` reads one tensor."""
     return safetensors.safe_open(file, framework="pt")
 
 
 def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a safetensors file, from its header.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """The shape of every tensor in a safetensors file, from its header."""
     try:
         with open_tensors(file) as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  # no dict
@@ -243,16 +219,16 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def begin(checkpoints: Path, step: int, *, locked: bool = True) -> Path:
-    """A new hidden folder for a checkpoint that is going to be written.
+    """Make a hidden folder to write a checkpoint into.
 
     Args:
-        locked: the caller holds the lock of the run: what it finds here was left by killed processes, and is removed.
-            A caller without the lock removes nothing, and its folder has a name that a run does not remove.
+        locked: the caller holds the run's lock, so leftovers here are from killed processes and are removed. Without
+            the lock nothing is removed, and the new folder's name protects it from the run.
 
     Raises:
-        OSError: also if the folder that `checkpoints` is in is not there.
+        OSError: also if the parent of `checkpoints` does not exist.
     """
-    checkpoints.mkdir(exist_ok=True)  # without parents: a file system that is gone must not be replaced by a folder
+    checkpoints.mkdir(exist_ok=True)  # no parents: an unmounted file system must not be replaced by a folder
     for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")) if locked else ():
         shutil.rmtree(left, ignore_errors=True)
     kind = "tmp" if locked else "convert"
@@ -270,21 +246,20 @@ def commit(
     *,
     replace: bool = True,
 ) -> Path:
-    """Make a written folder count, and return its name from now on.
+    """Commit a written folder, and return its final path.
 
     Args:
-        files: what was written into it, on the disk already.
-        replace: set a checkpoint of this step aside, if there is one; otherwise that is an error.
+        files: what was written into it; already synced.
+        replace: set aside an existing checkpoint of this step; otherwise it is an error.
 
     Raises:
-        OSError, CheckpointError: it does not count; nothing else has changed.
+        OSError, CheckpointError: it is not committed; nothing else has changed.
     """
     for name, record in files.items():
         if wrong := verify_file(folder, name, record, "size"):
             raise CheckpointError(f"{wrong} (is the folder on a file system that all ranks share?)")
-    files = dict(files) | {
-        STATE: write_text(folder / STATE, json.dumps(_with_file_names(asdict(state)), indent=2) + "\n")
-    }
+    values = {"setting" if key == "bitwise_setting" else key: value for key, value in asdict(state).items()}
+    files = {**files, STATE: write_text(folder / STATE, json.dumps(values, indent=2) + "\n")}
     manifest: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "step": state.step,
@@ -299,24 +274,24 @@ def commit(
     sync_folder(folder)
     final = step_folder(folder.parent, state.step)
     if replace:
-        set_aside(final, "bad")  # a leftover of this step that the run did not resume from: kept, never read
+        set_aside(final, "bad")  # a leftover of this step that we did not resume from
     try:
         folder.rename(final)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise
-        raise CheckpointError(f"{final} is there already") from None
+        raise CheckpointError(f"{final} already exists") from None
     sync_folder(folder.parent)
     return final
 
 
 def abandon(folder: Path) -> None:
-    """Remove what was written."""
+    """Remove a folder that was not committed."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(folder: Path, why: str) -> Path | None:
-    """Rename a checkpoint to .bad-step-N or .old-step-N, so that it is kept and never read. None if it is not there."""
+    """Rename a checkpoint to .bad-step-N or .old-step-N, and return the new path; None if it does not exist."""
     if not folder.exists():
         return None
     for number in range(10_000):
@@ -330,13 +305,15 @@ def set_aside(folder: Path, why: str) -> Path | None:
 def require_space(checkpoints: Path, n_bytes: int) -> None:
     """
     Raises:
-        CheckpointError: the disk has less free space than a checkpoint of this size takes.
+        CheckpointError: the disk has less free space than a checkpoint of this size needs.
     """
     where = next(folder for folder in (checkpoints, *checkpoints.parents) if folder.exists())
     status = os.statvfs(where)
     free = status.f_bavail * status.f_frsize
     if free < n_bytes:
-        raise CheckpointError(f"a checkpoint takes {n_bytes / 1e9:.2f} GB, and {where} has {free / 1e9:.2f} GB left")
+        raise CheckpointError(
+            f"a checkpoint takes {n_bytes / 1e9:.2f} GB, but {where} has only {free / 1e9:.2f} GB free"
+        )
 
 
 # --- comparing --------------------------------------------------------------------------------------------------
@@ -349,10 +326,10 @@ def compare(
     what: str,
     advice: str = "go back to these values, or start another run with --run.name=NAME",
 ) -> None:
-    """Hold what a checkpoint says against what is wanted, by key.
+    """Compare a checkpoint's values with the wanted ones.
 
     Raises:
-        CheckpointError: values differ; it names each key with both values.
+        CheckpointError: values differ; it lists each key with both values.
     """
     missing = "-"
     differences = [

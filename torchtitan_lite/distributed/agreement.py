@@ -1,4 +1,4 @@
-"""What all ranks must have in common: config and versions, and the result of what only rank 0 does."""
+"""Agreement between ranks: equal configs and versions, and the outcome of an action on rank 0."""
 
 import platform
 import socket
@@ -23,7 +23,7 @@ def outcome_on_rank0(
     group: dist.ProcessGroup | None,
     expected: tuple[type[Exception], ...] = (Exception,),
 ) -> tuple[T | None, str]:
-    """Act on rank 0. Returns the result, or the text of an expected error, on every rank of the group."""
+    """Run an action on rank 0. Every rank of the group gets its result, or the text of an expected error."""
     outcome: tuple[T | None, str] = None, ""
     if rank == 0:
         try:
@@ -34,10 +34,10 @@ def outcome_on_rank0(
 
 
 def require_agreement(config: Config, world: World) -> list[str]:
-    """Hold every rank's versions and config against the others'. Returns the machines, in the order of their ranks.
+    """Compare versions and config between all ranks. Returns the host names in the order of their ranks.
 
     Raises:
-        ConfigError: on every rank; it names what differs, each value, and the ranks and machines that have it.
+        ConfigError: on every rank, with each value that differs and the ranks and hosts that have it.
     """
     mine = {
         "torchtitan_lite": __version__,
@@ -58,7 +58,7 @@ def require_agreement(config: Config, world: World) -> list[str]:
             shown = "; ".join(f"{value} on {_ranks(ranks, hosts)}" for value, ranks in ranks_of.items())
             differences.append(f"{key}: {shown}")
     if differences:
-        raise ConfigError("\n  ".join(["the ranks do not run the same:", *differences]))
+        raise ConfigError("\n  ".join(["the ranks differ in config or versions:", *differences]))
     return list(dict.fromkeys(hosts))
 
 

@@ -1,14 +1,12 @@
-"""Initial parameters that do not depend on how they are spread over ranks.
+"""Initial parameters that do not depend on the sharding.
 
-The usual recipe after `fully_shard` (to_empty, seed, reset_parameters) draws each rank's shard from a random stream. On
-a CPU mesh all ranks then hold the same rows, and with a seed per rank the model depends on the world size. Here element
-i of a parameter is a pure function of (seed, name, i):
+The usual recipe (to_empty, seed, reset_parameters) draws each shard from a random stream, so the model depends on the
+world size. Here element i of a parameter is a pure function of (seed, name, i), the same bits on any mesh or device:
 
     bits  = splitmix64's output number i for the key SHA-256(seed, name)      (Steele, Lea and Flood, 2014)
     value = deviation * quantile[bits >> 48]                                  65,536 equally likely normal quantiles
 
-Only integer arithmetic, a table and one product: the same bits on any mesh and any device. Each rank computes its own
-rows only. The largest value is 4.17 deviations; the deviation of the table is corrected to 1.
+Each rank computes only its own rows. The largest value is 4.17 deviations.
 """
 
 import functools
@@ -26,27 +24,27 @@ from torchtitan_lite.models import Transformer
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
 _LEVELS = 1 << 16
-_CHUNK = 1 << 20  # elements that are drawn at a time: bounds the memory of the integers
+_CHUNK = 1 << 20  # elements drawn at a time, to bound memory
 
 
 def materialise(model: Transformer, device: torch.device, seed: int, *, offload: bool = False) -> None:
-    """Give a sharded model on the meta device its storage and its initial values, and prove that it has them.
+    """Allocate and initialise a sharded model that is on the meta device, and check the result.
 
     Args:
-        offload: put the parameters on the host, and only the buffers on the device.
+        offload: keep the parameters on the host; only the buffers go to the device.
 
     Raises:
-        RuntimeError: a tensor stayed on meta, was not initialised, or is constant though it should be random.
+        RuntimeError: see `require_initialised`.
     """
     model.to_empty(device="cpu" if offload else device)
     if offload:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty_like(buffer, device=device))
-    model.tie_weights()  # to_empty makes a tensor for each name, also where two names are one parameter
+    model.tie_weights()  # to_empty unties: it makes a tensor for each name
     _poison(model)
     model.reset_parameters(functools.partial(_normal_, seed))
-    prove(model)
+    require_initialised(model)
 
 
 def _normal_(seed: int, name: str, parameter: Tensor, deviation: float) -> None:
@@ -76,13 +74,13 @@ def _signed(value: int) -> int:
 
 
 def _shift_right(bits: Tensor, by: int) -> Tensor:
-    """A logical shift: `>>` of an int64 would copy the sign."""
+    """A logical shift; `>>` of an int64 copies the sign."""
     return bits >> by & ((1 << (64 - by)) - 1)
 
 
 @functools.cache
 def _quantiles() -> Tensor:
-    """The normal quantiles at the middle of 65,536 equal steps of probability, scaled to a deviation of 1; float32."""
+    """(65536,) float32: normal quantiles at the middle of equal probability steps, scaled to a deviation of 1."""
     normal = NormalDist()
     values = [normal.inv_cdf((level + 0.5) / _LEVELS) for level in range(_LEVELS)]
     deviation = math.sqrt(sum(value * value for value in values) / _LEVELS)
@@ -90,24 +88,24 @@ def _quantiles() -> Tensor:
 
 
 def _poison(model: nn.Module) -> None:
-    """NaN, or the smallest integer, in every element: whatever is not written later gives itself away."""
+    """Fill everything with NaN or the smallest integer, so that `require_initialised` finds what stays unwritten."""
     for _, tensor in _tensors(model):
         tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
 
 @torch.no_grad()
-def prove(model: nn.Module) -> None:
-    """Check that every parameter and buffer of this rank has been initialised.
+def require_initialised(model: nn.Module) -> None:
+    """Check every parameter and buffer of this rank.
 
     Raises:
-        RuntimeError: it names every tensor on meta, with a NaN or an infinity, untouched, or constant as a matrix.
+        RuntimeError: with each tensor that is on meta, not finite, unwritten, or a constant matrix.
     """
     problems = []
     for name, tensor in _tensors(model):
         if tensor.is_meta:
             problems.append(f"{name} is on the meta device")
         elif tensor.is_floating_point() and not tensor.isfinite().all():
-            problems.append(f"{name} holds values that are not finite: it was not, or not wholly, initialised")
+            problems.append(f"{name} holds values that are not finite: it was not initialised completely")
         elif not tensor.is_floating_point() and (tensor == torch.iinfo(tensor.dtype).min).any():
             problems.append(f"{name} was not initialised")
         elif tensor.ndim > 1 and tensor.numel() > 1 and (tensor == tensor.flatten()[0]).all():

@@ -1,7 +1,4 @@
-"""Which rows of a parameter are this rank's, and the names of tensors in checkpoints.
-
-Names are flat, as our files have them, and nested, as torch's functions want them.
-"""
+"""Which rows of a parameter this rank holds, and tensor names: flat in our files, nested in torch's functions."""
 
 from typing import Any
 
@@ -11,9 +8,9 @@ from torch.distributed.tensor import DTensor
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of a parameter, and the index of the first of them.
+    """This rank's rows of a parameter, and the index of the first.
 
-    `fully_shard` cuts along dim 0 as torch.chunk does: ceil(rows / ranks) each, the last ranks may get fewer or none.
+    `fully_shard` splits dim 0 as torch.chunk does: ceil(rows / ranks) each, fewer or none on the last ranks.
     """
     if not isinstance(parameter, DTensor):
         return parameter, 0
@@ -27,29 +24,27 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
 
 
 Tensors = dict[str, Tensor]
-
-
-Parts = dict[str, Tensors]  # by the file that they are in, of a full state dict
+Parts = dict[str, Tensors]  # by file of a full state dict
 
 
 def own_tensors(model: nn.Module) -> Tensors:
-    """Parameters and persistent buffers, each once: of two names of a tied parameter the first."""
+    """Parameters and persistent buffers; a tied parameter only under its first name."""
     once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     return {name: value.detach() for name, value in model.state_dict().items() if name in once}
 
 
 def prefix(file: str) -> str:
-    """Of a full state dict's file, in the names of a sharded one: "model." or "optimizer."."""
+    """The prefix of a file's tensors in a sharded state dict: "model." or "optimizer."."""
     return file.removesuffix("safetensors")
 
 
 def by_name(parts: Parts) -> Tensors:
-    """All tensors, by the names that they have in a sharded state dict."""
+    """All tensors, by their names in a sharded state dict."""
     return {f"{prefix(file)}{name}": tensor for file, tensors in parts.items() for name, tensor in tensors.items()}
 
 
 def with_tied(model: nn.Module, content: Tensors) -> Tensors:
-    """A tied parameter has one name in a file, and here all of its names."""
+    """Add the other names of tied parameters, which files hold once."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tied = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
     return content | {name: content[first] for name, first in tied.items()}
@@ -66,12 +61,12 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 
 
 def flat(nested: Any) -> Tensors:
-    """An optimizer's state as torch nests it, by our names."""
+    """torch's nested optimizer state, by our names."""
     return {f"{key}.{name}": value for name, state in nested["state"].items() for key, value in state.items()}
 
 
 def nested_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[str, Any]:
-    """An optimizer's tensors as torch nests them, with the hyperparameters that it has now."""
+    """The optimizer's tensors in torch's nesting, with its current hyperparameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     state: dict[str, Tensors] = {}
     for key_and_name, value in tensors.items():
@@ -85,11 +80,11 @@ def nested_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Te
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group: the config's, which a load must not change."""
+    """The hyperparameters of each group. They come from the config, and a load must not change them."""
     return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
 
 
 def restore(optimizer: torch.optim.Optimizer, ours: list[dict[str, Any]]) -> None:
-    """Put them back: torch hands back lists for tuples, and what was saved for what is configured."""
+    """Put the hyperparameters back: torch loads saved ones, with lists for tuples."""
     for group, values in zip(optimizer.param_groups, ours, strict=True):
         group.update(values)

@@ -1,9 +1,8 @@
-"""FSDP's collectives through memory that the ranks of one machine share, for the CPU.
+"""FSDP's CPU collectives through shared memory, for ranks on one machine. gloo's TCP is slower (BENCHMARKS.md).
 
-gloo sends every byte through a TCP connection, also to a process on the same machine, which takes both processes' cores
-(BENCHMARKS.md). Here a collective is a copy into a memory file that all ranks have mapped, a barrier (gloo's, so that a
-lost rank is noticed as ever), and a copy or a sum out of it. The same is done with every other half of the memory by
-turns: a rank that writes into a half again has passed a barrier that the others reached after they had read it.
+A collective copies into a memory file that all ranks have mapped, waits at a gloo barrier (which notices a lost rank),
+and copies or sums out of it. Two halves alternate, so one barrier is enough: before a rank writes to a half again, it
+passes a barrier that the others reach only after they have read that half.
 
     half 0, half 1:   slot of rank 0 | slot of rank 1 | ...      larger tensors go through in pieces
 """
@@ -21,17 +20,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.distributed.process_group import env_int
 
-SLOT = 8 << 20  # bytes of a rank in each half
-# the name in torch 2.13, and before
-_DONE = object()  # FSDP takes None for "not asynchronous", holds on to more then, and waits for nothing else
+SLOT = 8 << 20  # bytes per rank in each half
+_DONE = object()  # a finished asynchronous collective; for None FSDP would keep more memory
+# named differently before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SharedMemory:
-    """What the ranks of a group have in common.
+    """The memory that the ranks of a group share.
 
     Raises:
-        OSError: on every rank, if one can't map it.
+        OSError: on every rank, if any rank can't map it.
     """
 
     def __init__(self, group: dist.ProcessGroup, slot: int = SLOT) -> None:
@@ -41,7 +40,7 @@ class SharedMemory:
         place: list[tuple[str, tuple[int, int]]] = [("", (0, 0))]
         if self.rank == 0:
             try:
-                # no name in a file system: nothing is left behind by a kill, and no limit of /dev/shm applies
+                # unnamed: a kill leaves nothing behind, and the limit of /dev/shm does not apply
                 descriptor = os.memfd_create("torchtitan_lite")
                 os.ftruncate(descriptor, n_bytes)
                 place = [(f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor))]
@@ -52,7 +51,7 @@ class SharedMemory:
             if self.rank != 0:
                 path, identity = place[0]
                 descriptor = os.open(path, os.O_RDWR)
-                if _identity(descriptor) != identity:  # each rank may have process numbers of its own
+                if _identity(descriptor) != identity:  # ranks may be in different PID namespaces
                     raise OSError(f"{path} is another file for rank {self.rank}")
             self._memory = torch.frombuffer(mmap.mmap(descriptor, n_bytes), dtype=torch.uint8)
         except (OSError, ValueError) as caught:
@@ -65,12 +64,12 @@ class SharedMemory:
             raise OSError(next(text for text in errors if text))
 
     def half(self, dtype: torch.dtype) -> Tensor:
-        """The half whose turn it is, a row for each rank; (ranks, elements)."""
+        """The half to use next, (ranks, elements)."""
         self._turn = 1 - self._turn
         return self._memory.view(dtype).view(2, self.size, -1)[self._turn]
 
     def barrier(self) -> None:
-        """What all ranks wrote before it can be read after it."""
+        """After it, every rank can read what the others wrote before it."""
         dist.barrier(group=self.group)
 
 
@@ -84,7 +83,7 @@ class _Collective:
         self._shared = shared
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP's buffers are ordinary memory."""
+        """FSDP's buffers stay in ordinary memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -96,7 +95,7 @@ class AllGather(_Collective):
     ) -> Any:
         """Rank r's input becomes row r of the output, on every rank."""
         shared = self._shared
-        if group.size() != shared.size:  # reshard_after_forward = N gathers over N ranks
+        if group.size() != shared.size:  # with reshard_after_forward = N
             return _all_gather(output_tensor, input_tensor, group, async_op)
         mine = input_tensor.view(torch.uint8)
         rows = output_tensor.view(torch.uint8).view(shared.size, -1)
@@ -110,18 +109,18 @@ class AllGather(_Collective):
                 if rank != shared.rank:
                     rows[rank, start:stop] = half[rank, : stop - start]
             start = stop
-        if rows[shared.rank].data_ptr() != mine.data_ptr():  # FSDP's input is that row already
+        if rows[shared.rank].data_ptr() != mine.data_ptr():  # in FSDP, the input already is that row
             rows[shared.rank] = mine
         return _DONE if async_op else None
 
 
 class ReduceScatter(_Collective):
-    """For `set_custom_reduce_scatter`. The sum is in the order of the ranks, in the tensors' dtype."""
+    """For `set_custom_reduce_scatter`. Sums in rank order, in the tensors' dtype."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """The sum over the ranks of row r of their inputs, on rank r."""
+        """Rank r gets the sum of row r of all inputs."""
         shared, n = self._shared, len(output_tensor)
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         assert group.size() == shared.size
@@ -146,8 +145,8 @@ class ReduceScatter(_Collective):
 
 
 def apply_shared_memory(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Have the groups of a sharded model use shared memory, if all ranks are on this machine and on its CPU."""
-    group = mesh.get_group(mesh.ndim - 1)  # dp_shard; copies (HSDP) are summed by gloo
+    """Use shared memory for a sharded model's collectives, if all ranks are on the CPU of one machine."""
+    group = mesh.get_group(mesh.ndim - 1)  # dp_shard; with HSDP gloo sums over dp_replicate
     one_machine = env_int("LOCAL_WORLD_SIZE", 1) == dist.get_world_size()
     if mesh.device_type != "cpu" or not one_machine or group.size() == 1:
         return
@@ -155,7 +154,7 @@ def apply_shared_memory(model: nn.Module, mesh: DeviceMesh) -> None:
         shared = SharedMemory(group)
     except OSError as error:
         if dist.get_rank(group) == 0:
-            warnings.warn(f"no memory is shared between ranks ({error}); gloo's TCP does it, slower", stacklevel=2)
+            warnings.warn(f"ranks can't share memory ({error}); using gloo over TCP, which is slower", stacklevel=2)
         return
     gather, reduce = AllGather(shared), ReduceScatter(shared)
     for module in model.modules():

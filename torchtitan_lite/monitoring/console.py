@@ -1,4 +1,4 @@
-"""The words of the terminal: what a run is, what a step did, what to do next. Only text; metrics.Log prints it."""
+"""The text of the terminal: the run at its start, each step, and the next commands. metrics.Log prints it."""
 
 import os
 import re
@@ -30,12 +30,7 @@ def start_lines(
     state: TrainState,
     loaded: TrainState | None,
 ) -> str:
-    """What this run is, with every number that was derived.
-
-    Args:
-        samples: the training sequences.
-        loaded: the state as it was saved, if the run is resumed.
-    """
+    """The lines at the start, with every derived number. `loaded` is the state as saved, if the run is resumed."""
     n_parameters = sum(p.numel() for p in model.parameters())
     mine = sum(local_rows(p)[0].numel() for p in model.parameters())
     lines = [
@@ -62,7 +57,6 @@ def start_lines(
 
 
 def model_line(config: Config, parameters: str) -> str:
-    """What the model is."""
     model = config.model
     return (
         f"model   {model.family} dim {model.dim}, {model.n_layers} layers, {model.n_heads} heads: {parameters}; "
@@ -71,7 +65,6 @@ def model_line(config: Config, parameters: str) -> str:
 
 
 def batch_line(config: Config, layout: Layout, world_size: int) -> str:
-    """What a step consists of."""
     masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
     return (
         f"batch   {config.train.micro_batch_size} sequences x {world_size} ranks x {layout.grad_accum_steps} "
@@ -80,12 +73,13 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
 
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
-    """How much data there is, and how often the run goes through it; of a mixture, of each source."""
+    """The amount of data and the number of epochs; for a mixture, of each source."""
     n = config.train.steps * config.train.global_batch_size
     held_out = f"{data.tokens('val'):,} held out; vocabulary {data.vocab_size}"
-    how = ["documents packed whole"] * (config.data.packing == "best_fit")
-    how += ["attention within documents"] * config.data.document_mask
-    held_out = "; ".join([held_out, *how])
+    if config.data.packing == "best_fit":
+        held_out += "; documents packed whole"
+    if config.data.document_mask:
+        held_out += "; attention within documents"
     if len(data.sources) == 1:
         epochs = n / samples.n_samples
         amount = f"{data.tokens('train'):,} tokens to train on"
@@ -101,25 +95,26 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
 
 
 def fsdp_line(config: Config) -> str:
-    """What is gathered when, and the options of blocks, as far as they are in use."""
+    """The options of FSDP and of blocks that are in use."""
     fsdp, checkpointing = config.fsdp, config.activation_checkpointing
     parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"sums in {fsdp.reduce_dtype}"]
     if fsdp.explicit_prefetching:
-        parts.append(f"gathers {fsdp.forward_prefetch} groups ahead, in backward {fsdp.backward_prefetch}")
+        parts.append(f"prefetches {fsdp.forward_prefetch} groups in forward, {fsdp.backward_prefetch} in backward")
     if not fsdp.reshard_after_backward:
-        parts.append("kept between micro-batches")
+        parts.append("stays gathered between micro-batches")
     if fsdp.output_dtype:
-        parts.append(f"hands on {fsdp.output_dtype}")
+        parts.append(f"outputs {fsdp.output_dtype}")
     if fsdp.cast_forward_inputs:
         parts.append("casts all inputs")
     if fsdp.grad_sync != "every":
         parts.append(f"grad_sync {fsdp.grad_sync}")
     if fsdp.precision_overrides:
-        parts.append(f"precision of its own for {', '.join(o.match for o in fsdp.precision_overrides)}")
+        parts.append(f"precision overrides for {', '.join(o.match for o in fsdp.precision_overrides)}")
     if fsdp.cpu_offload:
         parts.append("offloaded to the host")
     if checkpointing.mode != "none":
-        parts.append(f"{checkpointing.mode} activation checkpointing of every {checkpointing.every}. block")
+        blocks = "every block" if checkpointing.every == 1 else f"1 block in {checkpointing.every}"
+        parts.append(f"{checkpointing.mode} activation checkpointing of {blocks}")
     if config.compile.enabled:
         parts.append(f"blocks compiled by {config.compile.backend}")
     if config.optim.freeze:
@@ -128,7 +123,7 @@ def fsdp_line(config: Config) -> str:
 
 
 def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
-    """A step's record on one line; the times of the end are those of this machine's clock."""
+    """A step's record on one line. The time of the end is local."""
     end = time.strftime("%H:%M", time.localtime(time.time() + left_s))
     loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
     norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
@@ -142,7 +137,7 @@ def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: flo
 
 
 def fitted(line: str, columns: int) -> str:
-    """A step line for a terminal of so many columns: what can be done without goes first."""
+    """A step line shortened to the terminal's width: the least important fields are dropped first."""
     for name in ("mem", "lr", "data", "scale", "mfu", "grad_norm", "eta"):
         if len(line) <= columns:
             break
@@ -151,16 +146,16 @@ def fitted(line: str, columns: int) -> str:
 
 
 def what_next(config: Config, step: int) -> str:
-    """What somebody can do with a run that is finished."""
-    here = os.path.relpath(sys.executable)  # a virtual environment in this folder need not be activated
+    """The commands to use after a finished run."""
+    here = os.path.relpath(sys.executable)  # works without activating a virtual environment in this folder
     python = "python" if here.startswith("..") else here
     return (
         f"the run is in {config.folder}\n"
-        f'next    ask it:           {python} -m torchtitan_lite.generate {config.folder} --prompt "def "\n'
-        f"        see its curves:   {python} -m torchtitan_lite.report {config.folder}\n"
+        f'next    prompt it:        {python} -m torchtitan_lite.generate {config.folder} --prompt "def "\n'
+        f"        plot its curves:  {python} -m torchtitan_lite.report {config.folder}\n"
         f"        train longer:     the same command with --train.steps={2 * step} (the learning rate rises again)\n"
         f"        on your own text: --run.name=NAME --data.path=FOLDER_OF_TXT_FILES\n"
-        f'        the same by make: make train ARGS="--train.steps={2 * step}"'
+        f'        or by make:       make train ARGS="--train.steps={2 * step}"'
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run says: lines on the terminal and in train.log, records in metrics.jsonl. Only rank 0 speaks."""
+"""The log of a run: lines on the terminal and in train.log, records in metrics.jsonl. Only rank 0 writes."""
 
 import json
 import resource
@@ -19,13 +19,13 @@ GIB = 2**30
 
 
 class Tracker(Protocol):
-    """Whatever else wants each record (trackers.py)."""
+    """Receives each record of metrics.jsonl (trackers.py)."""
 
     def record(self, values: dict[str, Any]) -> None: ...
 
 
 class Clock:
-    """The time of training, without that of saves and validations."""
+    """Measures training time without saves and validations."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -34,20 +34,20 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here is not training."""
+        """Do not count the time in this context."""
         before = time.perf_counter()
         yield
         self._lap_started += time.perf_counter() - before
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        """Time in here is a part of training that has a name."""
+        """Count the time in this context as a named part of training."""
         before = time.perf_counter()
         yield
         self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - before
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """Seconds of training since the last lap, and how many of them each named part took."""
+        """Seconds of training since the last lap, and the seconds of each named part."""
         now = time.perf_counter()
         seconds, parts = now - self._lap_started, self._parts
         self._lap_started, self._parts = now, {}
@@ -55,18 +55,18 @@ class Clock:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this rank has held so far, in GiB (2^30 bytes): reserved on the GPU, or resident."""
+    """This rank's peak memory so far, in GiB (2^30 bytes): reserved on the GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 class Log:
-    """Rank 0's terminal and files; on the other ranks it does nothing.
+    """Rank 0's terminal and files; does nothing on other ranks.
 
-    Nothing here raises: a full disk or a closed terminal must not end a run before it saves. Each stream or file that
-    can't be written is reported once, on stderr, and tried again every time.
+    Never raises: a full disk or a closed terminal must not end a run. A stream or file that can't be written is
+    reported once on stderr, and tried again each time.
     """
 
     def __init__(self, folder: Path, speaks: bool) -> None:
@@ -74,16 +74,12 @@ class Log:
         self._folder = folder
         self._text = folder / "train.log"
         self._bar: tqdm[Any] | None = None
-        self._torn: set[Path] = set()  # files whose last line may be half written
+        self._torn: set[Path] = set()  # files whose last line may be incomplete
         self._failed: set[str] = set()
         self._trackers: Tracker | None = None
 
     def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
-        """A line for the terminal and for train.log.
-
-        Args:
-            fit: makes it short enough for a terminal, and is told how many columns that has.
-        """
+        """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
         if not self._speaks:
             return
         with self._reported("stdout"):
@@ -93,11 +89,11 @@ class Log:
         self._append(self._text, text)
 
     def attach(self, trackers: Tracker) -> None:
-        """Hand the records of metrics.jsonl on, from now on."""
+        """Pass all later records of metrics.jsonl to trackers."""
         self._trackers = trackers if self._speaks else None
 
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
-        """One line of a file of records."""
+        """Append a line to a file of records."""
         if self._speaks:
             with self._reported(f"a record of {file}"):
                 self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
@@ -106,16 +102,16 @@ class Log:
 
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:
-        """An error in here is reported, once for each `what`."""
+        """Report an error in this context, once for each `what`."""
         try:
             yield
-        except Exception as error:  # whatever it is: a line less is better than a run less
+        except Exception as error:  # any error: losing a line is better than losing the run
             if what not in self._failed:
                 self._failed.add(what)
-                print_error(f"{what} can't be written: {error}; training goes on")
+                print_error(f"{what} can't be written: {error}; training continues")
 
     def _append(self, file: Path, line: str) -> None:
-        """Add a line. After a failed write it begins on a new line: the one before may lack its end."""
+        """Append a line. After a failed write, start on a new line."""
         with self._reported(str(file)):
             start = "\n" if file in self._torn else ""
             self._torn.add(file)
@@ -124,7 +120,7 @@ class Log:
             self._torn.discard(file)
 
     def without_later(self, step: int) -> dict[str, bytes]:
-        """The files that hold records of later steps, without those: after a resume each step stands there once."""
+        """New contents for files with records of later steps, which a resume will repeat."""
         changed = {}
         for file in (self._folder / "metrics.jsonl", self._folder / "samples.jsonl"):
             if file.is_file():
@@ -136,19 +132,17 @@ class Log:
         return changed
 
     def start_bar(self, step: int, steps: int) -> None:
-        """A progress bar, on a terminal only."""
+        """Show a progress bar, if stderr is a terminal."""
         with self._reported("the progress bar"):
             if self._speaks and sys.stderr.isatty():
                 self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)
 
     def advance_bar(self) -> None:
-        """One step more."""
         if self._bar is not None:
             with self._reported("the progress bar"):
                 self._bar.update()
 
     def close(self) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             with self._reported("the progress bar"):
                 self._bar.close()
@@ -156,7 +150,7 @@ class Log:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a record; infinite for a line that is none, as a killed process leaves it."""
+    """The step of a record; infinite for an invalid line, as a killed process leaves it."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -1,32 +1,29 @@
-"""What accelerators can do at best, as their makers say, and how much a token costs to compute.
+"""Peaks of accelerators and FLOPs per token, for MFU and for the time bound of `plan`.
 
-Together they give MFU, the share of a device's peak that a run uses, and the bound on a step's time that `plan` prints.
-Peaks are dense, without sparsity; bandwidths are nominal. The comments name the document that publishes a figure. Check
-it against the current edition before you rely on it, above all for b300, gb200 and gb300.
+Peaks are dense, bandwidths nominal. The comments name the published source of each figure. Check the current edition
+before you rely on one, above all for b300, gb200 and gb300.
 """
 
-import argparse
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
 
 def multiplied_parameters(model: Transformer) -> int:
-    """Parameters that every token is multiplied with: all but tables that are looked up, unless they are the output."""
+    """Parameters that each token is multiplied with: all but embedding tables that are not also the output."""
     looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - {model.output.weight}
     return sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in looked_up)
 
 
 def flops_per_token(model: Transformer, seq_len: int) -> int:
-    """Floating-point operations of forward and backward for one token, without what checkpointing computes again.
+    """FLOPs of forward and backward for one token, without recomputation.
 
-    6 (N - N_embedding) + 12 L H Q T: a product with a matrix is 2 operations per entry, backward two such products;
-    attention is the other term, with L layers, H heads of width Q and T = seq_len, as if not causal. (PaLM, appendix B,
-    arXiv 2204.02311; torchtitan counts the same. Tied embeddings are a matrix here, as they are multiplied with.)
+    6 (N - N_embedding) + 12 L H Q T: 2 per matrix entry, and twice that in backward; then attention with L layers,
+    H heads of width Q and T = seq_len, as if not causal. (PaLM, appendix B, arXiv 2204.02311; as in torchtitan. Tied
+    embeddings count, because they are multiplied with.)
     """
     config = model.config
     attention = 12 * config.n_layers * config.n_heads * config.dim_of_heads * seq_len
@@ -35,21 +32,21 @@ def flops_per_token(model: Transformer, seq_len: int) -> int:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator and what connects it. Bandwidths are per device and direction, in bytes per second."""
+    """One accelerator. Bandwidths are per device and direction, in bytes per second."""
 
     name: str
     bf16_flops: float  # dense, per second; float16 is the same
     fp32_flops: float  # torch computes float32 products in float32 (no TF32) by default
-    memory_gib: float  # what the driver reports
+    memory_gib: float  # as the driver reports
     memory_bandwidth: float
-    intra_node: float  # between the devices of a machine
+    intra_node: float  # between devices of a machine
     inter_node: float  # a device's share of the machine's network
     per_node: int = 8
 
 
-# Network: one port a GPU, of 400 Gbit/s (50 GB/s); 800 for b300 and gb300, 200 for a100, as in the datasheets of
-# NVIDIA's DGX systems and of AMD's platforms of 8. PCIe cards: 16 lanes, and a shared 100 Gbit/s port. A machine is
-# what NVLink spans: 72 GPUs for gb200 and gb300.
+# Network: one port per GPU of 400 Gbit/s (50 GB/s); 800 for b300 and gb300, 200 for a100 (datasheets of NVIDIA DGX and
+# AMD platforms of 8). PCIe cards: 16 lanes, and a shared 100 Gbit/s port. A machine is what NVLink spans: 72 GPUs for
+# gb200 and gb300.
 DEVICES = {
     d.name: d
     for d in (
@@ -86,8 +83,8 @@ DEVICES = {
 }
 
 
-# What drivers report, without the maker and the family. The whole name has to match: whatever is added to it (PCIe,
-# NVL, D, Laptop GPU, Max-Q, MIG 1g.10gb, 40GB) makes it another device with other figures.
+# The driver's name without maker and family. All of it has to match: a suffix (PCIe, NVL, D, Laptop GPU, Max-Q,
+# MIG 1g.10gb, 40GB) makes it another device with other figures.
 _NAMES = {
     "a100": r"a100[- ]sxm4?[- ]80 ?gb|a100 80 ?gb",
     "h100": r"h100( sxm5?)?( 80 ?gb)?( hbm3)?",
@@ -107,50 +104,6 @@ _NAMES = {
 
 
 def named(reported: str) -> Device | None:
-    """The device whose name a driver reports, e.g. "NVIDIA H100 80GB HBM3"; None where it is another or uncertain."""
+    """The device with this driver name, e.g. "NVIDIA H100 80GB HBM3"; None if unknown or ambiguous."""
     text = re.sub(r"^(nvidia |amd )?(geforce |instinct )?", "", " ".join(reported.lower().split()))
     return next((DEVICES[name] for name, pattern in _NAMES.items() if re.fullmatch(pattern, text)), None)
-
-
-# by option: field, unit, help
-OWN = {
-    "peak-tflops": ("bf16_flops", 1e12, "dense TFLOPs per second in the dtype that is computed in"),
-    "memory-gib": ("memory_gib", 1.0, "memory of a device, GiB"),
-    "memory-gbs": ("memory_bandwidth", 1e9, "bandwidth of that memory, GB per second"),
-    "intra-node-gbs": ("intra_node", 1e9, "bandwidth between devices of a machine, GB per second and direction"),
-    "inter-node-gbs": ("inter_node", 1e9, "a device's share of the network, GB per second and direction"),
-    "per-node": ("per_node", 1, "devices of a machine"),
-}
-
-
-def device_of(given: argparse.Namespace) -> Device | None:
-    """The named device, with own figures in place of its; None for the CPU.
-
-    Raises:
-        ConfigError: the name is not known, and there are not figures enough to do without.
-    """
-    values = {
-        field: getattr(given, flag.replace("-", "_")) * unit
-        for flag, (field, unit, _) in OWN.items()
-        if getattr(given, flag.replace("-", "_")) is not None
-    }
-    bad = [flag for flag, (field, _, _) in OWN.items() if field in values and not 0 < values[field] < float("inf")]
-    if bad:
-        raise ConfigError("; ".join(f"--{flag} should be above 0 and finite" for flag in bad))
-    if "bf16_flops" in values:
-        values["fp32_flops"] = values["bf16_flops"]
-    if "per_node" in values:
-        values["per_node"] = int(values["per_node"])
-        if values["per_node"] < 1:
-            raise ConfigError(f"--per-node={given.per_node} should be 1 or more")
-    if given.device == "cpu" and not values:
-        return None
-    if given.device in DEVICES:
-        return replace(DEVICES[given.device], **values)
-    missing = [flag for flag, (field, _, _) in OWN.items() if field not in values and field != "per_node"]
-    if missing:
-        raise ConfigError(
-            f"--device={given.device} is not known: {', '.join(DEVICES)} and cpu are. For another give its figures: "
-            + " ".join(f"--{flag}=N" for flag in missing)
-        )
-    return Device(given.device, **({"per_node": 8} | values))

@@ -1,4 +1,4 @@
-"""Where the time of some steps goes: a trace for each rank, for ui.perfetto.dev or chrome://tracing, and a table."""
+"""Profiles some steps: a trace for each rank, for ui.perfetto.dev or chrome://tracing, and a table of operators."""
 
 import os
 from pathlib import Path
@@ -11,11 +11,11 @@ from torchtitan_lite.config.schema import ProfileConfig
 from torchtitan_lite.distributed.process_group import World
 
 _ROWS = 25
-_EVENTS = 200_000  # of the CUDA allocator, that a snapshot of its memory goes back
+_EVENTS = 200_000  # of the CUDA allocator, in a memory snapshot
 
 
 class Profile:
-    """Profiles the steps that `[profile] steps` names; at all others it does nothing."""
+    """Profiles the steps in `[profile] steps`; does nothing at others."""
 
     def __init__(self, config: ProfileConfig, folder: Path, world: World) -> None:
         self._first, self._last = config.steps or (0, -1)
@@ -25,7 +25,6 @@ class Profile:
         self._running: Any = None
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         if step != self._first:
             return
         activities = [ProfilerActivity.CPU]
@@ -33,16 +32,12 @@ class Profile:
             activities.append(ProfilerActivity.CUDA)
         if self._snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on stderr that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it logs its start and stop to stderr
         self._running = profile(activities=activities)
         self._running.start()
 
     def end(self, step: int, *, last: bool = False) -> str:
-        """A step has ended. Returns what was written, for the log; nothing unless it was the last one to profile.
-
-        Args:
-            last: no step follows.
-        """
+        """Stop after the last step to profile, or if `last` step of the run. Returns a line for the log, or ""."""
         if self._running is None or not (step == self._last or last):
             return ""
         trace, self._running = self._running, None
@@ -58,7 +53,7 @@ class Profile:
                 torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-rank-{rank}.pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
         except OSError as error:
-            return f"profile {self._folder} can't be written: {error}; training goes on"
+            return f"profile {self._folder} can't be written: {error}; training continues"
         return (
             f"profile steps {self._first} to {step} are in {self._folder}: rank-N.json.gz for ui.perfetto.dev, "
             "operators-rank-N.txt"

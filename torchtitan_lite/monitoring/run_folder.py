@@ -1,4 +1,4 @@
-"""The folder of a run: it can be written, nobody else writes to it, and run.json says what happened in it."""
+"""The run folder: its lock, and run.json with the status of the run."""
 
 import contextlib
 import errno
@@ -26,11 +26,7 @@ from torchtitan_lite.files import write_durably
 
 
 def make(folder: Path) -> None:
-    """Make the folder.
-
-    Raises:
-        ConfigError: it can't be made or written to.
-    """
+    """Make the folder, and check that it can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.log").touch()
@@ -39,10 +35,10 @@ def make(folder: Path) -> None:
 
 
 def lock(folder: Path, world: World) -> FileLock:
-    """Hold the folder on rank 0 for as long as the returned lock lives: two runs in one folder would ruin each other.
+    """Lock the folder on rank 0 for as long as the returned object lives, so that only one run writes to it.
 
     Raises:
-        ConfigError: on every rank, if another process holds it, or it can't be locked.
+        ConfigError: on every rank: another process holds the lock, or locking fails.
     """
     held = FileLock(folder / ".lock", blocking=False)
     problem = ""
@@ -58,31 +54,31 @@ def lock(folder: Path, world: World) -> FileLock:
         except (OSError, NotImplementedError) as error:
             problem = f"{folder / '.lock'} can't be locked: {error}"
         else:
-            with contextlib.suppress(OSError):  # only for the message above
+            with contextlib.suppress(OSError):  # used only in the message above
                 holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     if problem := from_rank0(problem):
         raise ConfigError(problem)
     return held
 
 
-# --- what happens to the run: run.json --------------------------------------------------------------------------
+# --- run.json ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def attempt_id() -> str:
-    """A status in run.json belongs to one attempt. A batch script names its own, to know which status to believe."""
+    """The attempt that wrote a status in run.json. A batch script sets it, to recognise its own."""
     return os.environ.get("TORCHTITAN_LITE_ATTEMPT") or uuid.uuid4().hex
 
 
 def begin(folder: Path, world: World, resume: str) -> str:
-    """An attempt begins. Returns what it is to do for `checkpoint.resume`, the same on every rank.
+    """Record a new attempt. Returns the effective `checkpoint.resume`, the same on every rank.
 
-    "never" and "step-N" are carried out once for each launch: a restart by torchrun, and a Slurm job that was queued
-    again, go on from what was saved since. An earlier attempt may have died before it carried it out, which run.json
-    tells: "carried_out" is written together with the first change to the folder.
+    "never" and "step-N" apply once per launch. A restart by torchrun or a requeued Slurm job resumes what was saved
+    since ("auto"), but only if an earlier attempt had applied the option: "carried_out" in run.json is written
+    together with the first change to the folder.
     """
     counts = [0] * world.world_size
-    dist.all_gather_object(counts, env_int("TORCHELASTIC_RESTART_COUNT", 0))  # of its machine
+    dist.all_gather_object(counts, env_int("TORCHELASTIC_RESTART_COUNT", 0))  # each machine counts its own
     restart, problem = False, ""
     if world.rank == 0:
         try:
@@ -94,28 +90,23 @@ def begin(folder: Path, world: World, resume: str) -> str:
             same_job, same_run = (launch[key] and recorded.get(key) == launch[key] for key in launch)
             restart = recorded.get("resume") == resume and bool(same_job or (same_run and max(counts)))
             if same_run and not max(counts):
-                before["carried_out"] = recorded | {"torchelastic_run_id": ""}  # of an earlier launch of this name
+                before["carried_out"] = recorded | {"torchelastic_run_id": ""}  # from an earlier launch of this name
         if not problem:
             _write(folder, before | _now("starting", before.get("step", 0), ""))
     restart, problem = from_rank0((restart, problem))
-    if problem:  # what it says of earlier attempts decides what this one may set aside
+    if problem:  # without run.json, this attempt could set the wrong checkpoints aside
         raise ConfigError(problem)
     return "auto" if restart else resume
 
 
 def _launch() -> dict[str, str]:
-    """What all attempts of one launch have in common; empty where there is none."""
+    """What identifies a launch, for all of its attempts; empty values if unknown."""
     names = {"slurm_job_id": "SLURM_JOB_ID", "torchelastic_run_id": "TORCHELASTIC_RUN_ID"}
     return {key: os.environ.get(name, "") for key, name in names.items()}
 
 
 def accepted(folder: Path, step: int, resume: str, facts: dict[str, Any]) -> bytes:
-    """The run.json of an attempt that is about to make its first step.
-
-    Args:
-        resume: what it does for `checkpoint.resume`.
-        facts: what else there is to know of it; it stays until the next one.
-    """
+    """The run.json of an attempt before its first step. `resume` is what `begin` returned; `facts` are added."""
     carried_out = {"carried_out": _read(folder).get("carried_out")}
     if resume == "never" or resume.startswith("step-"):
         carried_out = {"carried_out": {"resume": resume, **_launch()}}
@@ -126,11 +117,8 @@ def take_over(folder: Path, files: Mapping[str, bytes], set_aside: Callable[[], 
     """Replace files of the run and set checkpoints aside, on rank 0: all of it, or nothing.
 
     Args:
-        files: new contents by name. They are written beside first: that is what can fail.
-        set_aside: undoes what it did when it fails.
-
-    Raises:
-        ConfigError: a file can't be written.
+        files: new contents by name, staged first because writing can fail.
+        set_aside: undoes its changes when it fails.
     """
     staged = {name: folder / f".{name}.new" for name in files}
     try:
@@ -143,21 +131,17 @@ def take_over(folder: Path, files: Mapping[str, bytes], set_aside: Callable[[], 
                 raise ConfigError(f"{folder / name} can't be written: {error.strerror or error}") from None
         notes = set_aside()
     except BaseException:
-        for beside in staged.values():
+        for file in staged.values():
             with contextlib.suppress(OSError):
-                beside.unlink()
+                file.unlink()
         raise
-    for name, beside in staged.items():
-        beside.replace(folder / name)
+    for name, file in staged.items():
+        file.replace(folder / name)
     return notes
 
 
 def write_status(folder: Path, world: World, status: str, step: int | None, reason: str = "") -> None:
-    """Rank 0's run.json: "running", "complete", "preempted" or "failed", at which step, and why.
-
-    Args:
-        step: None leaves the one that is recorded.
-    """
+    """Write "running", "complete", "preempted" or "failed" to run.json, on rank 0. Step None keeps the recorded one."""
     if world.rank == 0:
         before = _read(folder)
         _write(folder, before | _now(status, before.get("step", 0) if step is None else step, reason))
@@ -169,11 +153,7 @@ def _now(status: str, step: int, reason: str) -> dict[str, Any]:
 
 
 def _read(folder: Path, strict: bool = False) -> dict[str, Any]:
-    """What run.json holds; nothing if there is none, or if it is damaged.
-
-    Args:
-        strict: raise an OSError if the system can't read it now; else that, too, is nothing.
-    """
+    """The content of run.json; empty if it is missing or damaged. An I/O error is raised only if `strict`."""
     try:
         content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}
@@ -190,14 +170,14 @@ def _encoded(content: dict[str, Any]) -> bytes:
 
 
 def _write(folder: Path, content: dict[str, Any]) -> None:
-    beside = folder / ".run.json"
+    staged = folder / ".run.json"
     with contextlib.suppress(OSError):  # a full disk does not stop training
-        beside.write_bytes(_encoded(content))
-        beside.replace(folder / "run.json")
+        staged.write_bytes(_encoded(content))
+        staged.replace(folder / "run.json")
 
 
 def facts(layout: Layout, world: World, machines: list[str], argv: Sequence[str]) -> dict[str, Any]:
-    """What started a run: command, code, versions, machines, mesh."""
+    """How the run was started: command, code, versions, machines, mesh."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
     return {
         "argv": list(argv),
@@ -212,7 +192,7 @@ def facts(layout: Layout, world: World, machines: list[str], argv: Sequence[str]
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit and whether files differ from it; empty if the code is not in a git repository of its own."""
+    """The commit, and whether tracked files differ; empty if the code is not a git repository."""
     try:
         if not (folder / ".git").exists():
             return {}

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, for whoever wants them beside metrics.jsonl. Each is an extra to be installed."""
+"""TensorBoard and Weights & Biases, in addition to metrics.jsonl. Each is an extra to install."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,11 +12,10 @@ Scalars = Mapping[str, float]
 
 
 class Trackers:
-    """Hands records on. A tracker that fails is said once, and training goes on without it.
+    """Passes records on. A failing tracker is reported once, then dropped.
 
     Args:
-        folder: the run's.
-        state: where the run begins; later records of an earlier attempt are dropped where possible.
+        state: where the run starts; TensorBoard drops later records of an earlier attempt.
     """
 
     def __init__(self, config: LogConfig, folder: Path, state: TrainState) -> None:
@@ -26,21 +25,20 @@ class Trackers:
             self._try(name, lambda: self._open.update({name: start(config, folder, state)}))  # noqa: B023  # called now
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """The numbers of a record of metrics.jsonl."""
+        """Log the numbers of a record of metrics.jsonl."""
         for name, (write, _) in list(self._open.items()):
             self._try(name, lambda: write(_scalars(values), int(values["step"])))  # noqa: B023  # called now
 
     def close(self) -> None:
-        """Have everything written."""
         for name, (_, close) in list(self._open.items()):
             self._try(name, close)
 
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except (Exception, SystemExit) as error:  # whatever it is: a tracker must not end weeks of training
+        except (Exception, SystemExit) as error:  # any error: a tracker must not end a run
             self._open.pop(name, None)
-            print_error(f"log.trackers: {name} failed: {error}; training goes on without it")
+            print_error(f"log.trackers: {name} failed: {error}; training continues without it")
 
 
 def _scalars(values: Mapping[str, Any]) -> Scalars:
@@ -68,7 +66,7 @@ def _wandb(
 ) -> tuple[Callable[[Scalars, int], None], Callable[[], None]]:
     import wandb
 
-    kept = folder / "wandb-id.txt"  # the same run at every resume
+    kept = folder / "wandb-id.txt"  # a resume continues the same W&B run
     known = kept.read_text(encoding="utf-8").strip() if kept.is_file() else None
     about = dict(state.config)
     run = wandb.init(

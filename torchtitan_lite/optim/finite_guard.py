@@ -1,4 +1,4 @@
-"""The guard against updates that are not finite."""
+"""The guard against updates that are not finite, on the device."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 
 
 class HostCopy:
-    """A small tensor on its way to the host: copied without waiting, and read later."""
+    """A small tensor, copied to the host without waiting and read later."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._copied = values, None
@@ -21,21 +21,20 @@ class HostCopy:
             self._copied.record()
 
     def read(self) -> list[float]:
-        """The values, once they are here."""
+        """Wait for the copy, and return the values."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._values.flatten().tolist()
 
 
 class FiniteGuard:
-    """Withholds an update on the device, and tells the host one step later.
+    """Skips a bad update on the device, and reports it one step later.
 
-    Fused AdamW leaves parameters, moments and step counts alone where its `found_inf` is 1. The host reads its copy of
-    the result while the device already works on the next step, so that a healthy run never waits for it. SGD has no
-    such form for DTensors: there the host waits for the result, and skips the update itself.
+    Fused AdamW changes nothing where its `found_inf` is 1. The host reads the result during the next step, so a healthy
+    run never waits. SGD on DTensors has no fused form: the host waits for the result and skips the update itself.
 
-    With float16 a gradient that is not finite under a finite loss is an overflow: the step is skipped and counted, and
-    the scale of the loss is halved. Otherwise it is an error.
+    With float16, infinite gradients of a finite loss are an overflow: the step is skipped and counted, and the loss
+    scale is halved. Without float16 they are an error.
     """
 
     def __init__(
@@ -43,29 +42,28 @@ class FiniteGuard:
     ) -> None:
         """
         Args:
-            max_skipped: so many steps in a row may be skipped before it is an error.
-            skipped: the steps that were skipped before a resume.
+            max_skipped: this many steps in a row may be skipped; one more is an error.
+            skipped: the steps that were skipped before the resume.
         """
         self.optimizer = optimizer
         self.scaler = scaler
         self.max_skipped = max_skipped
-        self.skipped = list(skipped)  # steps whose update was withheld, without float16's overflows
+        self.skipped = list(skipped)  # the skipped steps, without float16's overflows
         self._fused = bool(optimizer.defaults.get("fused"))
         self._device = optimizer.param_groups[0]["params"][0].device
         self._pending: tuple[int, HostCopy] | None = None
 
     def update(self, step: int, bad_ranks: Tensor, grad_norm: Tensor) -> None:
-        """Step the optimizer, unless anything is not finite. Call `check` for the step before first.
+        """Step the optimizer if loss and gradients are finite. Call `check` for the previous step first.
 
         Args:
-            step: its number.
-            bad_ranks: (world_size,), not 0 for each rank whose own loss is not finite; equal on all ranks.
-            grad_norm: (), the global norm of the gradients.
+            bad_ranks: (world_size,), not 0 where a rank's own loss is not finite; equal on all ranks.
+            grad_norm: (), global.
         """
         bad_norm = ~grad_norm.isfinite().to(bad_ranks.device)
         bad = (bad_ranks != 0).any() | bad_norm
         if self._fused:
-            # read by the fused kernel, which runs where the parameters are: on the host with cpu_offload
+            # the fused kernel runs where the parameters are: with cpu_offload, on the host
             self.optimizer.found_inf = bad.float().to(self._device)  # type: ignore[attr-defined]
         if self._fused or not bad:
             self.optimizer.step()
@@ -74,10 +72,10 @@ class FiniteGuard:
         self._pending = step, HostCopy(torch.cat([bad_ranks, torch.stack([bad_norm.float(), self.scaler.scale])]))
 
     def check(self) -> None:
-        """Check the step of the last `update`, once.
+        """Check the result of the last `update`, once.
 
         Raises:
-            NonFiniteError: it was bad; the error names the step and the ranks. All ranks raise alike.
+            NonFiniteError: on every rank; it names the step and the ranks.
         """
         if self._pending is None:
             return
@@ -95,13 +93,12 @@ class FiniteGuard:
             self.scaler.skipped_steps += 1
             if scale >= self.scaler.min_scale:
                 return
-            what = f"gradients overflow float16 still, with the loss scaled by {scale:g} (grad_scaler.min_scale)"
+            what = f"gradients still overflow float16 with a loss scale of {scale:g}, below grad_scaler.min_scale"
         if not self.scaler.enabled or ranks:
             self.skipped.append(step)
-            in_a_row = self.skipped[-self.max_skipped - 1 :] == list(range(step - self.max_skipped, step + 1))
-            if not in_a_row:
-                return
+            if self.skipped[-self.max_skipped - 1 :] != list(range(step - self.max_skipped, step + 1)):
+                return  # not yet too many in a row
         raise NonFiniteError(
-            f"step {step}: {what}. The update was withheld, nothing was saved since. "
+            f"step {step}: {what}. The update was withheld, and nothing has been saved since. "
             "A lower optim.lr, more optim.warmup_steps or a smaller optim.max_norm may help"
         )

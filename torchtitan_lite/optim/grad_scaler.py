@@ -1,8 +1,7 @@
-"""A scaled loss, so that gradients in float16 neither vanish nor overflow (Micikevicius et al., 2018).
+"""Loss scaling, so that gradients in float16 neither vanish nor overflow (Micikevicius et al., 2018).
 
-torch.amp.GradScaler does the same for one optimizer and decides by itself what to skip. Here guard.FiniteGuard decides,
-for all ranks and without asking the device, so the scale follows its verdict. It is halved by a gradient that
-overflows, and doubled after `growth_interval` steps without one. Scale and count are part of a checkpoint.
+An overflow halves the scale; `growth_interval` steps without one double it. torch.amp.GradScaler decides by itself what
+to skip; here finite_guard.FiniteGuard does, for all ranks and without a synchronisation. Checkpoints keep the state.
 """
 
 from collections.abc import Mapping
@@ -16,10 +15,10 @@ from torchtitan_lite.config.schema import GradScalerConfig
 
 
 class GradScaler:
-    """The scale of the loss, on the device. Without float16 it changes nothing.
+    """The loss scale, on the device. Does nothing without float16.
 
     Args:
-        state: of a checkpoint, as `state_dict` gave it; empty for a new run.
+        state: from a checkpoint's `state_dict`; empty for a new run.
     """
 
     def __init__(
@@ -28,42 +27,41 @@ class GradScaler:
         state = state or {}
         self.enabled = enabled
         self.min_scale = config.min_scale
-        self.skipped_steps = int(state.get("skipped_steps", 0))  # counted by the guard, one step late
+        self.skipped_steps = int(state.get("skipped_steps", 0))  # FiniteGuard counts them, one step late
         self._growth_interval = config.growth_interval
         self._scale = torch.tensor(float(state.get("scale", config.init_scale)), device=device)
         self._good_steps = torch.tensor(int(state.get("good_steps", 0)), device=device)
 
     @property
     def scale(self) -> Tensor:
-        """The scale, () float32, on the device."""
+        """() float32, on the device."""
         return self._scale
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to call backward of."""
+        """The loss to call backward on."""
         return loss * self._scale if self.enabled else loss
 
     @torch.no_grad()
     def unscale_(self, model: nn.Module) -> None:
-        """Divide all gradients by the scale: before they are clipped."""
+        """Divide all gradients by the scale. Call it before clipping."""
         if self.enabled:
             grads = [p.grad for p in model.parameters() if p.grad is not None]
-            factor = (1 / self._scale).to(grads[0].device)  # the gradients are on the host with cpu_offload
+            factor = (1 / self._scale).to(grads[0].device)  # on the host with cpu_offload
             for grad in grads:
                 (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(factor)
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
-        """Adapt the scale to the verdict on a step, () bool, without making the host wait."""
+        """Adapt the scale after a step, without synchronising; `overflow` is () bool."""
         if self.enabled:
             good = torch.where(overflow, 0, self._good_steps + 1)
             grown = good >= self._growth_interval
-            # float32 ends before the scale may
-            doubled = (self._scale * 2).clamp(max=2.0**100)
+            doubled = (self._scale * 2).clamp(max=2.0**100)  # stays finite in float32
             self._scale = torch.where(overflow, self._scale / 2, torch.where(grown, doubled, self._scale))
             self._good_steps = torch.where(grown, 0, good)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; empty without float16. The host waits for the device."""
+        """For a checkpoint; empty without float16. Synchronises."""
         if not self.enabled:
             return {}
         return {

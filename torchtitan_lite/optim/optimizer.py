@@ -1,4 +1,4 @@
-"""The optimizer, its groups of parameters, and the learning rate of a step."""
+"""The optimizer, its parameter groups, and the learning-rate schedule."""
 
 import fnmatch
 import math
@@ -15,10 +15,10 @@ from torchtitan_lite.errors import ConfigError, shortened
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Have the parameters whose names match a pattern keep their values. Call it before anything is sharded.
+    """Freeze the parameters whose names match a pattern. Call it before sharding.
 
     Raises:
-        ConfigError: a pattern matches no parameter, or nothing is left to train.
+        ConfigError: a pattern matches no parameter, or no parameter is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     wrong = []
@@ -37,7 +37,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """One of torch's optimizers over a sharded model; adamw in its fused form (torch's fused sgd takes no DTensors).
+    """AdamW (fused) or SGD (torch's fused form takes no DTensors) for a sharded model.
 
     Raises:
         ConfigError: a pattern of [[optim.groups]] matches no parameter.
@@ -45,13 +45,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     groups = parameter_groups(model, config)
     if config.name == "sgd":
         sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-        make_state(sgd)  # else a checkpoint before its first step (float16 may skip some) would lack it
+        make_state(sgd)  # for a save before its first step; float16 may skip some
         return sgd
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Parameters by weight decay and `lr_factor`: those that [[optim.groups]] name, then matrices, then the others."""
+    """Parameters by weight decay and `lr_factor`. [[optim.groups]] override the defaults; only matrices decay."""
     chosen: dict[tuple[float, float], list[nn.Parameter]] = {}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     patterns = [group.match for group in config.groups]
@@ -74,7 +74,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The learning rate of `step` (1-based) of `steps`: linear warm-up, then the schedule, down to min_lr_ratio."""
+    """The learning rate of `step` (1-based): linear warm-up, then the schedule down to min_lr_ratio."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     done = min((step - config.warmup_steps) / max(steps - config.warmup_steps, 1), 1.0)
@@ -90,16 +90,16 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give each group its share of the rate."""
+    """Set the rate of each group: `rate` times its lr_factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_factor"]
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer make its state now, and not at its first step: a load needs somewhere to load to.
+    """Allocate an optimizer's state before its first step, for a load to fill.
 
-    A step with zero gradients and a rate of 0 leaves every parameter as it is, bit for bit; the state's values are
-    wrong (a step has been counted), and have to be overwritten.
+    A step with zero gradients and a rate of 0 leaves every parameter unchanged, bit for bit. The state's values (such
+    as the step count) are wrong and have to be overwritten.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -116,7 +116,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients down to a global norm of at most max_norm.
 
     Returns:
-        the norm before, over all ranks, () float32, on the device: reading it would make the host wait.
+        the norm before, over all ranks, () float32, on the device.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, duration, model_line
-from torchtitan_lite.monitoring.mfu import DEVICES, OWN, Device, device_of, flops_per_token
+from torchtitan_lite.monitoring.mfu import DEVICES, Device, flops_per_token
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 
 GIB = 2**30
@@ -288,6 +288,50 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
 
 
 # --- the command line -------------------------------------------------------------------------------------------
+
+
+# figures of another device, by option: field, unit, help
+OWN = {
+    "peak-tflops": ("bf16_flops", 1e12, "dense TFLOPs per second in the dtype that is computed in"),
+    "memory-gib": ("memory_gib", 1.0, "memory of a device, GiB"),
+    "memory-gbs": ("memory_bandwidth", 1e9, "bandwidth of that memory, GB per second"),
+    "intra-node-gbs": ("intra_node", 1e9, "bandwidth between devices of a machine, GB per second and direction"),
+    "inter-node-gbs": ("inter_node", 1e9, "a device's share of the network, GB per second and direction"),
+    "per-node": ("per_node", 1, "devices of a machine"),
+}
+
+
+def device_of(given: argparse.Namespace) -> Device | None:
+    """The named device, with the given figures in place of its own; None for the CPU.
+
+    Raises:
+        ConfigError: the name is unknown, and figures are missing.
+    """
+    values = {
+        field: getattr(given, flag.replace("-", "_")) * unit
+        for flag, (field, unit, _) in OWN.items()
+        if getattr(given, flag.replace("-", "_")) is not None
+    }
+    bad = [flag for flag, (field, _, _) in OWN.items() if field in values and not 0 < values[field] < float("inf")]
+    if bad:
+        raise ConfigError("; ".join(f"--{flag} should be above 0 and finite" for flag in bad))
+    if "bf16_flops" in values:
+        values["fp32_flops"] = values["bf16_flops"]
+    if "per_node" in values:
+        values["per_node"] = int(values["per_node"])
+        if values["per_node"] < 1:
+            raise ConfigError(f"--per-node={given.per_node} should be 1 or more")
+    if given.device == "cpu" and not values:
+        return None
+    if given.device in DEVICES:
+        return replace(DEVICES[given.device], **values)
+    missing = [flag for flag, (field, _, _) in OWN.items() if field not in values and field != "per_node"]
+    if missing:
+        raise ConfigError(
+            f"--device={given.device} is not known: {', '.join(DEVICES)} and cpu are. For another give its figures: "
+            + " ".join(f"--{flag}=N" for flag in missing)
+        )
+    return Device(given.device, **({"per_node": 8} | values))
 
 
 def _parser() -> argparse.ArgumentParser:

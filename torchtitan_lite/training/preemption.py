@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan_lite.distributed.process_group import die_with_launcher
+from torchtitan_lite.distributed.process import die_with_launcher
 from torchtitan_lite.optim.finite_guard import HostCopy
 from torchtitan_lite.terminal import prepare_streams
 
