@@ -36,7 +36,6 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
-from torchtitan_lite.monitoring.metrics import Clock
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
@@ -142,7 +141,6 @@ def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
         checkpointer=unused,
         state=TrainState(),
         log=unused,
-        clock=Clock(),
         samples=unused,
         profile=None,
         peak_tokens_per_second=0.0,

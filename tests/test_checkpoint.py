@@ -415,7 +415,7 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     assert result.returncode == 1
     assert "Traceback" not in result.stderr, result.stderr
     assert "NOT SAVED  step 6: " in result.stdout
-    assert "File too large; older checkpoints are untouched, training goes on" in result.stdout
+    assert "File too large; older checkpoints are untouched, training continues" in result.stdout
     assert "step    8/8" in result.stdout
     assert "the last checkpoint was not saved: " in result.stderr
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]

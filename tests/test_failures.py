@@ -41,7 +41,7 @@ def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, errors
-    assert "(SIGINT); the same command goes on" in rest
+    assert "(SIGINT); the same command resumes" in rest
     assert "saved   " in rest
     assert "Traceback" not in errors
 

@@ -97,7 +97,7 @@ def test_asked_to_leave_it_saves_and_goes_on_later(number: signal.Signals, text:
     run = tmp_path / "run"
     left = status(run)
     assert (left["status"], left["reason"]) == ("preempted", number.name)
-    assert f"left    after step {left['step']} of 2000 ({number.name}); the same command goes on" in output
+    assert f"left    after step {left['step']} of 2000 ({number.name}); the same command resumes" in output
     assert saved_steps(run) == [left["step"]]
     end = left["step"] + 3
     resumed = succeeded(ranks(2, *tiny(text, tmp_path, **{**long, "train__steps": end})))
@@ -146,7 +146,7 @@ def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) ->
 
 def test_a_time_limit_saves_and_leaves(text: Path, tmp_path: Path) -> None:
     output = succeeded(ranks(1, *tiny(text, tmp_path, **RUN, train__steps=100_000, run__max_minutes=0.02)))
-    assert "(run.max_minutes = 0.02); the same command goes on" in output
+    assert "(run.max_minutes = 0.02); the same command resumes" in output
     left = status(tmp_path / "run")
     assert saved_steps(tmp_path / "run")[-1] == left["step"]
 
@@ -298,7 +298,7 @@ def test_a_save_that_fails_is_said_and_tried_again(
 ) -> None:
     output = succeeded(ranks(2, *tiny(text, tmp_path, **RUN, **more), fault=fault))
     assert "NOT SAVED  step 5: " in output
-    assert "No space left on device; older checkpoints are untouched, training goes on" in output
+    assert "No space left on device; older checkpoints are untouched, training continues" in output
     run = tmp_path / "run"
     assert 5 not in saved_steps(run)
     assert not list((run / "checkpoints").glob(".*")), "nothing is left of it"

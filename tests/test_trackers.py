@@ -16,7 +16,7 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.monitoring.console import step_line
-from torchtitan_lite.training.session import peak_flops
+from torchtitan_lite.monitoring.mfu import peak_flops
 
 
 def test_a_profile_of_some_steps(text: Path, tmp_path: Path) -> None:

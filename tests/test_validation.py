@@ -17,8 +17,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Mixture, Samples
-from torchtitan_lite.training.evaluate import Score, Validation, unigram_bits_per_byte
-from torchtitan_lite.training.session import eval_line
+from torchtitan_lite.training.evaluate import Score, Validation, eval_line, unigram_bits_per_byte
 
 NAN = math.nan
 

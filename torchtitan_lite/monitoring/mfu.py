@@ -9,8 +9,11 @@ import argparse
 import re
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
@@ -110,6 +113,14 @@ def named(reported: str) -> Device | None:
     """The device whose name a driver reports, e.g. "NVIDIA H100 80GB HBM3"; None where it is another or uncertain."""
     text = re.sub(r"^(nvidia |amd )?(geforce |instinct )?", "", " ".join(reported.lower().split()))
     return next((DEVICES[name] for name, pattern in _NAMES.items() if re.fullmatch(pattern, text)), None)
+
+
+def peak_flops(config: Config, world: World) -> float:
+    """Nominal FLOPs per second of all devices of a run in its dtype; 0 if unknown."""
+    device = named(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    if device is None:
+        return 0.0
+    return world.world_size * (device.fp32_flops if config.fsdp.param_dtype == "float32" else device.bf16_flops)
 
 
 # by option: field, unit, help

@@ -91,6 +91,21 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     return Score(loss, loss_stderr, bits_per_byte(nats, 1), bits_per_byte(nats_stderr, 1), validation.unigram)
 
 
+def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
+    """The log line of a validation. Undefined values (see Score) are left out."""
+    loss, stderr = score.loss, score.loss_stderr
+    parts = [f"eval    step {step}", f"loss {loss:.4f}" + (f" +- {stderr:.4f}" if math.isfinite(stderr) else "")]
+    of = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
+    bits, stderr, unigram = score.bits_per_byte, score.bits_per_byte_stderr, score.unigram_bits_per_byte
+    if not math.isnan(unigram):
+        parts.append(f"bits/byte {bits:.3f}" + (f" +- {stderr:.3f}" if math.isfinite(stderr) else ""))
+        of = f"unigram {unigram:.3f}; {of}"
+    if unigram > 0 and math.isfinite(bits):
+        gain = 100 * (1 - bits / unigram)
+        of = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {of}"
+    return "  ".join([*parts, f"({of})"])
+
+
 def unigram_bits_per_byte(counts: Tensor, lengths: Tensor) -> float:
     """The entropy of targets that occur so often, in bits per byte of their text; NaN if they stand for no text.
 
