@@ -22,7 +22,7 @@ IMPORTS = "import torch, torch.distributed.fsdp, torch.distributed.tensor"
 SCRIPT = f"{IMPORTS}\nimport os, time\nif os.environ.get('RANK', '0') == '0': print('NOW', time.time(), flush=True)\n"
 RECORDS = {
     "train": ("log_step", "report_save", "source_lines"),
-    "torchtitan_lite.monitoring.metrics.Log": ("say", "record", "start_bar", "advance_bar", "close"),
+    "torchtitan_lite.monitoring.metrics.Log": ("info", "record", "start_bar", "advance_bar", "close"),
     "torchtitan_lite.monitoring.watchdog.Watchdog": ("step", "computing"),
     "torchtitan_lite.monitoring.profiler.Profile": ("begin", "end"),
     "torchtitan_lite.monitoring.metrics.Clock": ("lap",),

@@ -154,7 +154,7 @@ def test_a_restart_by_torchrun_goes_on_from_what_the_attempt_before_has_saved(
     assert first.returncode != 0
     assert set_aside(run) == expected
     output = succeeded(ranks(n, *same, env=torchrun_attempt(1)))
-    assert f'checkpoint.resume = "{resume}" was carried out by an earlier attempt' in output
+    assert f'checkpoint.resume = "{resume}" was applied by an earlier attempt' in output
     assert "resumed after step 4" in output
     assert set_aside(run) == expected
     assert losses(run).keys() == set(range(1, 9))

@@ -460,13 +460,13 @@ def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_verify_names_what_is_damaged(finished: Path, sharded: Path, tmp_path: Path) -> None:
     result = python("verify", str(finished), str(sharded), script="checkpoint.py")
-    assert succeeded(result).count("whole   ") == 4
+    assert succeeded(result).count("complete ") == 4
     shutil.copytree(sharded, tmp_path / "run")
     flip_a_bit(checkpoint(tmp_path / "run", 2) / "shard-00001-of-00002.safetensors")
     result = python("verify", str(tmp_path / "run"), script="checkpoint.py")
     assert result.returncode == 1
     assert "shard-00001-of-00002.safetensors: its SHA-256" in result.stdout
-    assert result.stdout.count("whole   ") == 1
+    assert result.stdout.count("complete ") == 1
     assert python("verify", str(tmp_path), script="checkpoint.py").returncode == 2
 
 
@@ -501,7 +501,7 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
     assert all(found[name].equal(expected[name]) for name in expected)
     again = python("convert", str(sharded), str(tmp_path / "run/checkpoints"), script="checkpoint.py")
     assert again.returncode == 2
-    assert "step-00000004 is there already" in again.stderr
+    assert "step-00000004 exists already" in again.stderr
 
 
 @pytest.mark.slow

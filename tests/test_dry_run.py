@@ -28,7 +28,7 @@ def test_the_plan_is_what_is_measured(world_size: int, text: Path, tmp_path: Pat
     more = {"train__global_batch_size": 8, "run__name": "run", "checkpoint__resume": "step-7"} | large
     output = succeeded(ranks(world_size, "--dry-run", *tiny(text, tmp_path, **more)))
     found = rows(output)
-    for kind in ("parameters", "optimizer state", "gradients", "all, at the fullest moment"):
+    for kind in ("parameters", "optimizer state", "gradients", "total at the peak"):
         planned, measured, ratio = found[kind]
         assert mib(planned) == pytest.approx(mib(measured), rel=0.05)
         assert float(ratio) == pytest.approx(1, abs=0.05)

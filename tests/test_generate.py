@@ -143,7 +143,7 @@ def test_damaged_checkpoints_are_passed_over(run: Path, tmp_path: Path, capsys: 
         if step == 20:
             assert text_of(capsys, copy) == older
     assert generate.main([str(copy), "--prompt", "x"]) == 2
-    assert "no checkpoint is whole" in capsys.readouterr().err
+    assert "no checkpoint is complete" in capsys.readouterr().err
 
 
 def test_interactive(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +180,7 @@ def test_text_arrives_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyPatc
         (["--prompt", "word " * 60], "a prompt of at most 36 works"),
         ([], "nothing to continue"),
         (["--prompt", "x", "--temperature=-1", "--top-p=0"], "--top-p=0.0 should be above 0"),
-        (["--prompt", "x", "--tokenizer=none.json"], "none.json is not there"),
+        (["--prompt", "x", "--tokenizer=none.json"], "none.json does not exist"),
         (["--prompt", "x", "--temperature=nan"], "--temperature=nan should be 0 (always the likeliest token)"),
         (["--prompt", "x", "--temperature=inf"], "--temperature=inf should be 0 (always the likeliest token)"),
         (["--prompt", "x", "--top-p=nan"], "--top-p=nan should be above 0"),
@@ -197,10 +197,10 @@ def test_mistakes(arguments: list[str], said: str, run: Path, capsys: pytest.Cap
 
 def test_folders_that_are_no_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(run.parent / "rnu"), "--prompt", "x"]) == 2
-    assert f"is not there; runs beside it: {run}" in capsys.readouterr().err
+    assert f"does not exist; other runs there: {run}" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert generate.main([str(tmp_path / "empty"), "--prompt", "x"]) == 2
-    assert "is no run with a checkpoint" in capsys.readouterr().err
+    assert "is not a run with a checkpoint" in capsys.readouterr().err
     (tmp_path / "empty/config.json").write_text(json.dumps({"model_type": "t5"}))
     assert generate.main([str(tmp_path / "empty"), "--prompt", "x"]) == 2
     assert 'model_type "t5"' in capsys.readouterr().err

@@ -62,14 +62,14 @@ def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
     if "runs/default" in command or ".plan " in command:
         words = shlex.split(command.replace("runs/default", str(done(PLAIN)[1] / "default")))
         said = succeeded(run_python(words[1:]))
-        assert any(text in said for text in ("whole   ", "def ", "report  ", "a step takes at least"))
+        assert any(text in said for text in ("complete ", "def ", "report  ", "a step takes at least"))
         return
     output, out_dir = done(command)
     if "--print-config" in command or "--help" in command:
         assert "train" in output
         return
     if "--dry-run" in command:
-        assert "all, at the fullest moment" in output
+        assert "total at the peak" in output
         assert not list(out_dir.iterdir())
         return
     if "--inspect" in command:

@@ -108,7 +108,7 @@ def test_verify_says_which_it_could_not_read_and_looks_at_the_others(
     assert checkpoint_tools.main(["verify", str(run)]) == 1
     said = capsys.readouterr().out
     assert f"UNREADABLE {first / 'state.json'}" in said
-    assert f"whole   {second}" in said
+    assert f"complete {second}" in said
 
 
 def test_retention_does_not_delete_what_it_can_t_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
