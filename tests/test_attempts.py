@@ -58,7 +58,7 @@ def set_aside(run: Path) -> list[str]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "another identity": ({"checkpoint__resume": "step-4", "train__seq_len": 16}, "", "train.seq_len is 32 in the"),
-    "no weights": ({"checkpoint__resume": "never", "model__init_from": "EMPTY"}, "", "is no run with a checkpoint"),
+    "no weights": ({"checkpoint__resume": "never", "model__init_from": "EMPTY"}, "", "is not a run with a checkpoint"),
     "a full disk": ({"checkpoint__resume": "never"}, "error:0:0:space", "No space left on device"),
     "files that can't grow": ({"checkpoint__resume": "step-4"}, "full:0:0:lock", "can't be written: File too large"),
 }

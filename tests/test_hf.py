@@ -185,7 +185,7 @@ def test_a_large_export_has_several_files(family: str, text: Path, tmp_path: Pat
     assert not list(tmp_path.glob(".*")), "nothing is left beside"
     one, many = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "many"))
     assert all(many.state_dict()[name].equal(tensor) for name, tensor in one.state_dict().items())
-    with pytest.raises(CheckpointError, match="many is there already"):
+    with pytest.raises(CheckpointError, match="many exists already"):
         hf.export(tmp_path / "run", tmp_path / "many")
 
 
@@ -280,7 +280,7 @@ def test_half_precision_comes_in(theirs: tuple[Any, Path], tmp_path: Path) -> No
 
 
 def test_export_needs_a_checkpoint_and_a_new_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no run with a checkpoint, and no checkpoint"):
+    with pytest.raises(CheckpointError, match="is neither a checkpoint nor a run with one"):
         hf.export(tmp_path, tmp_path / "out")
 
 
@@ -296,7 +296,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(transformers.LlamaConfig(**SHAPE).to_dict()))
     index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"names \.\./outside\.safetensors, which is no file of this folder"):
+    with pytest.raises(CheckpointError, match=r"names \.\./outside\.safetensors, which is not a file of this folder"):
         hf.open_weights(tmp_path, config_of(tmp_path))
 
 

@@ -185,7 +185,7 @@ def test_own_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 x mine" in out
     assert "10.0 GiB on the device" in out
     assert plan.main(["--device=cpu", "--world-size=2"]) == 0
-    assert "not bounded" in capsys.readouterr().out
+    assert "time    unknown" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:
     ]
     assert "the loss was not finite at" in page
     assert "1 steps were skipped, the first is 2" in page
-    assert "metrics.jsonl: 1 damaged line passed over" in page
+    assert "metrics.jsonl: 1 damaged line skipped" in page
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_hostile_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
         run = runs_module.read_run(folder)
         assert [r["step"] for r in run.steps] == [1, 2], line[:50]
         assert len(run.samples) == 1, line[:50]
-        assert run.notes[:2] == [f"{name}: 1 damaged line passed over" for name in good], line[:50]
+        assert run.notes[:2] == [f"{name}: 1 damaged line skipped" for name in good], line[:50]
     for name, lines in good.items():
         (folder / name).write_text(lines + "\n".join(HOSTILE))
     page = made(tmp_path / "page.html", folder)
-    assert all(f"{name}: {len(HOSTILE)} damaged lines passed over" in page for name in good)
+    assert all(f"{name}: {len(HOSTILE)} damaged lines skipped" in page for name in good)
 
 
 def test_binary_files(tmp_path: Path) -> None:

@@ -176,6 +176,6 @@ def test_init_from_nothing_is_an_error(text: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = ranks(1, *tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "empty"))
     assert result.returncode == 2
-    assert "is no run with a checkpoint, no checkpoint and no Hugging Face folder" in result.stderr
+    assert "is not a run with a checkpoint, a checkpoint or a Hugging Face folder" in result.stderr
     result = python("--check-config", *tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "none"))
     assert f"model.init_from: nothing at {tmp_path / 'none'}" in result.stderr
