@@ -118,7 +118,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_full_when_a_run_is_continued_is_said(finished: Path, text: Path, disk: Path) -> None:
+def test_a_full_disk_at_a_resume_is_reported(finished: Path, text: Path, disk: Path) -> None:
     run = disk / "run"
     shutil.copytree(finished, run)
     (run / ".lock-holder").unlink()
@@ -144,7 +144,7 @@ def torchrun_attempt(number: int, run_id: str = "x") -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("resume", "aside"), [("never", [2, 4, 6, 8]), ("step-2", [4, 6, 8])])
-def test_a_restart_by_torchrun_goes_on_from_what_the_attempt_before_has_saved(
+def test_a_restart_by_torchrun_resumes_from_the_previous_attempt(
     resume: str, aside: list[int], run: Path, text: Path, tmp_path: Path
 ) -> None:
     same = command(text, tmp_path, checkpoint__resume=resume)
@@ -164,7 +164,7 @@ def test_a_restart_by_torchrun_goes_on_from_what_the_attempt_before_has_saved(
     assert len(set_aside(run)) > len(expected)
 
 
-def test_an_attempt_that_dies_before_it_obeys_leaves_it_to_the_next(run: Path, text: Path, tmp_path: Path) -> None:
+def test_an_attempt_that_dies_early_leaves_resume_to_the_next(run: Path, text: Path, tmp_path: Path) -> None:
     """Also where an earlier launch of the same name has obeyed: torchrun's own name is "none" unless one is given."""
     same = command(text, tmp_path, checkpoint__resume="never")
     succeeded(ranks(1, *same, env=torchrun_attempt(0, "none")))
@@ -181,7 +181,7 @@ def test_another_launch_is_no_restart(run: Path, text: Path, tmp_path: Path) -> 
     assert "new; the same" in succeeded(ranks(1, *same, env=torchrun_attempt(1, "y")))
 
 
-def test_a_requeued_job_goes_on_from_what_it_has_saved(run: Path, text: Path, tmp_path: Path) -> None:
+def test_a_requeued_job_resumes_from_its_checkpoint(run: Path, text: Path, tmp_path: Path) -> None:
     longer = {"train__steps": 14}
     same = command(text, tmp_path, checkpoint__resume="step-2", **longer)
     job = {"SLURM_JOB_ID": "7"}
@@ -235,7 +235,7 @@ def test_a_command_that_finds_the_folder_in_use_leaves_the_status_alone(run: Pat
     assert (run / "run.json").read_bytes() == before
 
 
-def test_stacks_of_an_earlier_attempt_stay(run: Path, text: Path, tmp_path: Path) -> None:
+def test_stacks_of_an_earlier_attempt_are_kept(run: Path, text: Path, tmp_path: Path) -> None:
     """A restart must not remove what the error of the attempt before has pointed to."""
     stacks = run / "stacks"
     stacks.mkdir()

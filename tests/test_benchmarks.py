@@ -52,7 +52,7 @@ def test_flops_are_counted_as_torchtitan_does() -> None:
     assert theirs == sum(p.numel() for p in model.parameters())
 
 
-def test_peaks_are_those_of_the_name() -> None:
+def test_peaks_are_found_by_device_name() -> None:
     assert gpu.peak_flops("NVIDIA H100 80GB HBM3") == gpu.peak_flops("NVIDIA H200") == 989e12
     assert gpu.peak_flops("NVIDIA H100 PCIe") == 756e12
     assert math.isnan(gpu.peak_flops("NVIDIA GeForce GTX 1080"))

@@ -64,7 +64,7 @@ def test_more_steps_continue_a_finished_run(finished: Path, text: Path, tmp_path
         ("model__n_layers", 3, "2", "3"),
     ],
 )
-def test_checkpoint_of_another_run(
+def test_a_checkpoint_of_another_run_is_refused(
     key: str, value: int, saved: str, here: str, finished: Path, text: Path, tmp_path: Path
 ) -> None:
     message = again(finished, text, tmp_path, **{key: value})
@@ -72,7 +72,7 @@ def test_checkpoint_of_another_run(
     assert "--run.name=NAME" in message
 
 
-def test_other_text_or_vocabulary(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_other_text_or_vocabulary_is_refused(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, tokenizer__vocab_size=400)
     assert "tokenizer is " in message
     assert "data is " in message
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert any(file in problem for problem in problems), problems
 
 
-def test_the_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(
+def test_the_run_resumes_from_the_newest_complete_checkpoint_and_logs_it(
     finished: Path, text: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
@@ -125,7 +125,7 @@ def test_the_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
-def test_when_no_checkpoint_is_whole_the_run_does_not_begin_again(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_without_a_complete_checkpoint_the_run_does_not_start_over(finished: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     for step in (2, 4):
         cut_short(checkpoint(tmp_path / "run", step) / "model.safetensors")
@@ -234,7 +234,7 @@ def test_a_damaged_shard_is_found(harm: Callable[[Path], None], sharded: Path, t
     assert any("shard-00000-of-00002.safetensors" in problem for problem in storage.verify(folder))
 
 
-def test_a_copy_elsewhere_with_other_times_is_the_same(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_a_copy_with_other_file_times_is_the_same_checkpoint(finished: Path, text: Path, tmp_path: Path) -> None:
     """The step decides what is newest, not the clock."""
     for step, age in ((2, 0), (4, 10**9)):
         shutil.copytree(checkpoint(finished, step), checkpoint(tmp_path / "run", step))
@@ -266,7 +266,7 @@ NESTED = b"[" * 100_000
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("harm", ["a pickle", "a huge header", "deep JSON", "twice the same key", "other shapes"])
-def test_what_somebody_hands_in_is_refused_and_runs_nothing(
+def test_a_malicious_checkpoint_is_refused_and_executes_nothing(
     harm: str, kind: str, finished: Path, sharded: Path, text: Path, tmp_path: Path
 ) -> None:
     """By somebody who makes the hashes right: it is named, nothing is executed, memory stays small."""
@@ -328,7 +328,7 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_resume_selects_a_checkpoint(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, checkpoint__resume="step-3")
     assert "there is no such checkpoint in " in message
     assert "there are step-2, step-4" in message
@@ -340,7 +340,7 @@ def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_
 
 
 @pytest.mark.slow
-def test_another_run_can_be_gone_on_from(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_a_run_can_resume_from_another_run(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, run__name="other", checkpoint__resume=tmp_path)
     assert "is no checkpoint, and no run with one" in message
     command = tiny(text, tmp_path, run__name="fork", train__steps=6, checkpoint__resume=finished)
@@ -361,7 +361,7 @@ def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) 
     assert all(f"c/{name}: no folder step-N" in said for name in ("step-7", "step-00000009.bak", "step-00000012"))
 
 
-def test_retention(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 2.5, 6: None}
 
     def fill() -> None:
@@ -382,7 +382,7 @@ def test_retention(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path)
 
 
-def test_old_checkpoints_go_and_the_best_stays(text: Path, tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted_and_the_best_is_kept(text: Path, tmp_path: Path) -> None:
     more = {"checkpoint__keep_latest": 1, "checkpoint__keep_best": True, "checkpoint__keep_every": 4}
     command = tiny(text, tmp_path, run__name="run", train__steps=7, checkpoint__every=1, eval__every=1, **more)
     succeeded(ranks(1, *command))
@@ -391,7 +391,7 @@ def test_old_checkpoints_go_and_the_best_stays(text: Path, tmp_path: Path) -> No
     assert storage.find_steps(tmp_path / "run/checkpoints") == sorted({4, 7, best})
 
 
-def test_the_one_that_was_loaded_stays(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_the_loaded_checkpoint_is_kept(finished: Path, text: Path, tmp_path: Path) -> None:
     """Until somebody has seen that the run goes well from there."""
     shutil.copytree(finished, tmp_path / "run")
     more = {"checkpoint__every": 1, "checkpoint__keep_latest": 1}
@@ -399,7 +399,7 @@ def test_the_one_that_was_loaded_stays(finished: Path, text: Path, tmp_path: Pat
     assert storage.find_steps(tmp_path / "run/checkpoints") == [4, 7]
 
 
-def test_what_killed_processes_left_goes_away(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     for name in (".tmp-step-00000001-abc", ".trash-step-00000002-abc"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("")
@@ -423,13 +423,13 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     assert storage.find_steps(tmp_path / "run/checkpoints")[-1] == 8
 
 
-def test_too_little_space_is_said_with_both_numbers(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_with_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"a checkpoint takes 1000000000000000000.00 GB, and .* GB left"):
         storage.require_space(tmp_path / "not" / "there", 10**27)
     storage.require_space(tmp_path, 1)
 
 
-def test_tensor_files_are_those_of_the_library(tmp_path: Path) -> None:
+def test_tensor_files_equal_those_of_the_safetensors_library(tmp_path: Path) -> None:
     tensors = {
         "matrix": torch.randn(7, 5),
         "scalar": torch.tensor(3.0),
@@ -505,7 +505,7 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
 
 
 @pytest.mark.slow
-def test_a_sharded_run_can_be_started_from_and_exported(sharded: Path, text: Path, tmp_path: Path) -> None:
+def test_a_sharded_run_can_be_exported_and_used_as_init_from(sharded: Path, text: Path, tmp_path: Path) -> None:
     more = {"model__init_from": sharded, "model__tie_embeddings": True, "train__steps": 3}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="next", **more)))
     succeeded(python("export", str(sharded), str(tmp_path / "hf"), script="checkpoint.py"))

@@ -166,7 +166,7 @@ else:
     ("failed", "preempted", 1, 0, True),
     ("failed", "complete", 1, 0, False),
 ])  # fmt: skip
-def test_the_slurm_script_believes_only_the_status_of_this_attempt(
+def test_the_slurm_script_uses_only_the_status_of_this_attempt(
     before: str, status: str, code: int, expected: int, requeued: bool, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     python = tmp_path / "bin/played-python"

@@ -105,7 +105,7 @@ def test_copies_of_the_70b_fit_as_its_comment_says() -> None:
     assert sum(found.device_bytes.values()) <= ROOM * found.device.memory_gib * GIB
 
 
-def test_counts_are_the_published_ones() -> None:
+def test_expected_parameter_counts_are_the_published_ones() -> None:
     """What the test above compares with; of https://huggingface.co/meta-llama and openai-community."""
     assert PARAMETERS["llama", "8B"] == (128256, 8_030_261_248)
     assert PARAMETERS["llama", "70B"] == (128256, 70_553_706_496)

@@ -23,7 +23,7 @@ def mib(cell: str) -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_plan_is_what_is_measured(world_size: int, text: Path, tmp_path: Path) -> None:
+def test_planned_memory_matches_measured_memory(world_size: int, text: Path, tmp_path: Path) -> None:
     large = {"model__dim": 192, "model__max_seq_len": 256, "train__seq_len": 256, "train__micro_batch_size": 2}
     more = {"train__global_batch_size": 8, "run__name": "run", "checkpoint__resume": "step-7"} | large
     output = succeeded(ranks(world_size, "--dry-run", *tiny(text, tmp_path, **more)))
@@ -39,7 +39,7 @@ def test_the_plan_is_what_is_measured(world_size: int, text: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_in_progress_is_left_alone(text: Path, tmp_path: Path) -> None:
+def test_a_run_in_progress_is_not_changed(text: Path, tmp_path: Path) -> None:
     options = tiny(text, tmp_path, run__name="run", train__steps=4, checkpoint__every=4, eval__every=0)
     succeeded(ranks(1, *options))
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -51,7 +51,7 @@ def test_a_run_in_progress_is_left_alone(text: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == straight
 
 
-def test_what_does_not_work_is_said_as_in_a_run(text: Path, tmp_path: Path) -> None:
+def test_errors_are_those_of_a_run(text: Path, tmp_path: Path) -> None:
     result = ranks(1, "--dry-run", *tiny(text, tmp_path, optim__lr=1e30, optim__warmup_steps=0))
     assert result.returncode == 1
     assert "not finite" in result.stderr

@@ -87,7 +87,7 @@ def assert_same_end(run: Path, straight: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
-def test_asked_to_leave_it_saves_and_goes_on_later(number: signal.Signals, text: Path, tmp_path: Path) -> None:
+def test_a_preempted_run_saves_and_resumes(number: signal.Signals, text: Path, tmp_path: Path) -> None:
     """torchrun itself ends with an error after a signal; the workers have saved and left by then."""
     long = {**RUN, "train__steps": 2000, "optim__schedule": "constant", "checkpoint__every": 0}
     process = started(*tiny(text, tmp_path, **long))
@@ -132,7 +132,7 @@ def test_a_signal_at_any_moment_leaves_one_checkpoint_at_the_end_of_a_step(
 
 
 @slow
-def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_preempts_all(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=2000))
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     workers = [pid for pid in children if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -144,7 +144,7 @@ def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) ->
     assert "left    after step " in output
 
 
-def test_a_time_limit_saves_and_leaves(text: Path, tmp_path: Path) -> None:
+def test_a_time_limit_saves_and_exits(text: Path, tmp_path: Path) -> None:
     output = succeeded(ranks(1, *tiny(text, tmp_path, **RUN, train__steps=100_000, run__max_minutes=0.02)))
     assert "(run.max_minutes = 0.02); the same command resumes" in output
     left = status(tmp_path / "run")
@@ -165,7 +165,9 @@ def test_a_time_limit_saves_and_leaves(text: Path, tmp_path: Path) -> None:
     pytest.param("kill:0:10:purge", marks=slow),
     "halve:0:10:delete",
 ])  # fmt: skip
-def test_killed_at_each_moment_of_a_save(fault: str, straight: Path, text: Path, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_of_a_save_loses_no_committed_checkpoint(
+    fault: str, straight: Path, text: Path, tmp_path: Path
+) -> None:
     command = tiny(text, tmp_path, **RUN, **SHARDED, **{"checkpoint__keep_latest": 1})
     result = ranks(2, *command, fault=fault)
     assert result.returncode != 0
@@ -178,7 +180,9 @@ def test_killed_at_each_moment_of_a_save(fault: str, straight: Path, text: Path,
 
 
 @slow
-def test_asked_to_leave_and_killed_while_it_saves(straight: Path, text: Path, tmp_path: Path) -> None:
+def test_a_kill_during_the_save_of_a_preemption_keeps_older_checkpoints(
+    straight: Path, text: Path, tmp_path: Path
+) -> None:
     """A grace period that is too short: the save that was begun does not count, and the ones before do."""
     command = tiny(text, tmp_path, **RUN)
     result = ranks(2, *command, fault="term:0:7:batch,kill:0:7:sync")
@@ -246,7 +250,7 @@ def test_a_rank_that_hangs_is_named_and_leaves_its_stack(text: Path, tmp_path: P
     assert saved_steps(tmp_path / "run") == [2]
 
 
-def test_a_rank_that_stands_still_for_a_while_changes_nothing(
+def test_a_rank_that_pauses_changes_nothing(
     straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT_SECONDS", "2")
@@ -258,9 +262,7 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(
     pytest.param("exit", "rank 0, step 4: lost the other ranks", marks=slow),
     ("raise", "ZeroDivisionError: a bug in somebody's loader"),
 ])  # fmt: skip
-def test_a_rank_that_leaves_by_itself_takes_the_others_with_it(
-    action: str, said: str, straight: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_exits_ends_the_others(action: str, said: str, straight: Path, text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, **{**RUN, "checkpoint__every": 2})
     result = ranks(2, *command, fault=f"{action}:1:4:batch")
     assert result.returncode != 0
@@ -293,7 +295,7 @@ def test_copies_that_differ_are_not_saved(text: Path, tmp_path: Path) -> None:
     ("error:0:5:manifest:3", {}),
     pytest.param("error:0:5:before rename:3", {}, marks=slow),
 ])  # fmt: skip
-def test_a_save_that_fails_is_said_and_tried_again(
+def test_a_failed_save_is_reported_and_retried(
     fault: str, more: dict[str, Any], straight: Path, text: Path, tmp_path: Path
 ) -> None:
     output = succeeded(ranks(2, *tiny(text, tmp_path, **RUN, **more), fault=fault))
@@ -324,7 +326,7 @@ def test_a_folder_that_vanishes_is_not_replaced(
 
 
 @slow
-def test_a_file_system_that_is_full(straight: Path, text: Path, tmp_path: Path) -> None:
+def test_a_full_file_system_fails_only_the_save(straight: Path, text: Path, tmp_path: Path) -> None:
     """A real one, with room for one checkpoint and some more."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -347,7 +349,9 @@ def test_a_file_system_that_is_full(straight: Path, text: Path, tmp_path: Path) 
 
 
 @slow
-def test_a_slow_disk_is_waited_for(straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_does_not_end_the_run(
+    straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Longer than a step may take, as long as bytes move."""
     monkeypatch.setenv("FAULT_SECONDS", "1")
     command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.1)
@@ -355,7 +359,7 @@ def test_a_slow_disk_is_waited_for(straight: Path, text: Path, tmp_path: Path, m
     assert_same_end(tmp_path / "run", straight)
 
 
-def test_saves_beside_training_wait_for_each_other(
+def test_background_saves_wait_for_each_other(
     straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT_SECONDS", "0.05")
@@ -389,7 +393,7 @@ def test_too_many_poisoned_steps_stop_the_run(text: Path, tmp_path: Path) -> Non
     assert saved_steps(tmp_path / "run") == [5]
 
 
-def test_steps_skipped_before_a_resume_are_in_the_same_row(text: Path, tmp_path: Path) -> None:
+def test_steps_skipped_before_a_resume_count_towards_max_skipped(text: Path, tmp_path: Path) -> None:
     """Steps 9 and 10 are skipped, 10 is saved, and with max_skipped = 3 the second of the next ones is too many."""
     one_forward = {"train__micro_batch_size": 6}
     command = tiny(text, tmp_path, **RUN, **one_forward, train__on_nonfinite="skip", train__max_skipped=3)
@@ -406,7 +410,7 @@ def test_steps_skipped_before_a_resume_are_in_the_same_row(text: Path, tmp_path:
 
 
 @slow
-def test_the_second_run_in_a_folder_is_told_who_has_it(text: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_is_refused_with_the_holder(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=100_000), n=1)
     try:
         result = ranks(1, *tiny(text, tmp_path, **RUN))
@@ -426,7 +430,7 @@ def test_50_runs_that_finish_exit_with_0(text: Path, tmp_path: Path) -> None:
         succeeded(ranks(4, *tiny(text, tmp_path, **{**RUN, **more, "run__name": f"run{number}"})))
 
 
-def test_paths_and_locales_do_not_matter(straight: Path, text: Path, tmp_path: Path) -> None:
+def test_any_path_and_locale_works(straight: Path, text: Path, tmp_path: Path) -> None:
     folder = tmp_path / ("a b\u00fc" + "x" * 150)
     folder.mkdir()
     before = os.umask(0o077)

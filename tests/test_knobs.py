@@ -84,7 +84,9 @@ ROWS = [pytest.param(name, marks=[pytest.mark.extended] if name in EXTENDED else
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_computes_the_same(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
+def test_each_row_computes_the_losses_of_the_reference(
+    name: str, results: dict[int, tuple[dict[str, Any], str]]
+) -> None:
     case = CASES[name]
     measured, said = results[case.ranks]
     if name in NEEDS_COMPILER:
@@ -127,6 +129,6 @@ def test_names_stay_as_they_are_and_frozen_tensors_too(
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_has_its_effect(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
+def test_each_knob_has_its_effect(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
     measured, said = results[EFFECTS[name].ranks]
     assert measured.get(name) == "passed", said

@@ -54,7 +54,7 @@ def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
     assert not codes
 
 
-def test_a_file_system_that_does_not_answer_keeps_nobody() -> None:
+def test_a_hanging_file_system_does_not_delay_the_exit() -> None:
     codes: list[int] = []
     leaving = Preemption(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
     leaving.on_abort = lambda _: threading.Event().wait()
@@ -72,7 +72,7 @@ def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -
     assert signal.getsignal(number) is before
 
 
-def test_what_a_child_is_sent_is_not_for_its_parent() -> None:
+def test_a_signal_to_a_child_does_not_reach_its_parent() -> None:
     """Such as the workers of a pool that is ended."""
     with Preemption(0) as leaving:
         if not (pid := os.fork()):

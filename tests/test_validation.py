@@ -147,7 +147,7 @@ def test_a_run_that_validated_other_sequences_is_told_when_it_is_resumed(text: P
     assert json.loads((checkpoint(tmp_path / "run", 4) / "state.json").read_text())["validation"]["samples"] == 5
 
 
-def test_which_validations_compare() -> None:
+def test_validations_are_comparable_on_equal_subsets_only() -> None:
     def change(before: dict[str, int], now: dict[str, int], samples: int = 128) -> str:
         config = {"eval.samples": samples}
         return validation_change(TrainState(validation=before, config=config), TrainState(validation=now))
