@@ -1,4 +1,4 @@
-"""The structure of the package: its rooms, which way imports point, and how much a run loads and a reader reads."""
+"""The structure of the package: rooms, directions of imports, and limits on lines."""
 
 import ast
 import json
@@ -279,7 +279,7 @@ def test_families_are_named_in_one_place() -> None:
 
 
 def test_each_shared_function_has_one_definition() -> None:
-    """Functions of general use have one definition, and nobody else looks for what they find."""
+    """Functions of general use have one definition, and no other code does their work."""
     defined: dict[str, list[str]] = {}
     for path in [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""A command that is refused changes nothing, a restart obeys no command twice, and a status belongs to its attempt."""
+"""A refused command changes nothing, a restart does not apply `resume` twice, and a status belongs to its attempt."""
 
 import contextlib
 import json
@@ -139,7 +139,7 @@ def test_a_full_disk_at_a_resume_is_reported(finished: Path, text: Path, disk: P
 
 
 def torchrun_attempt(number: int, run_id: str = "x") -> dict[str, str]:
-    """What torchrun tells the workers of an attempt."""
+    """The environment that torchrun gives the workers of an attempt."""
     return {"TORCHELASTIC_RESTART_COUNT": str(number), "TORCHELASTIC_RUN_ID": run_id}
 
 
@@ -165,7 +165,7 @@ def test_a_restart_by_torchrun_resumes_from_the_previous_attempt(
 
 
 def test_an_attempt_that_dies_early_leaves_resume_to_the_next(run: Path, text: Path, tmp_path: Path) -> None:
-    """Also where an earlier launch of the same name has obeyed: torchrun's own name is "none" unless one is given."""
+    """Even if an earlier launch had the same id: torchrun's default id is "none"."""
     same = command(text, tmp_path, checkpoint__resume="never")
     succeeded(ranks(1, *same, env=torchrun_attempt(0, "none")))
     assert ranks(1, *same, env=torchrun_attempt(0, "none"), fault="kill:0:0:space").returncode != 0
@@ -236,7 +236,7 @@ def test_a_command_that_finds_the_folder_in_use_leaves_the_status_alone(run: Pat
 
 
 def test_stacks_of_an_earlier_attempt_are_kept(run: Path, text: Path, tmp_path: Path) -> None:
-    """A restart must not remove what the error of the attempt before has pointed to."""
+    """A restart must not remove files that the previous attempt's error names."""
     stacks = run / "stacks"
     stacks.mkdir()
     (stacks / "rank-0.txt").write_text("Timeout (0:00:08)!\nwhere it hung\n")
@@ -274,7 +274,7 @@ def test_a_file_that_can_t_be_replaced_leaves_the_checkpoints_alone(run: Path, t
 
 
 def test_a_run_json_that_can_t_be_read_refuses_the_attempt(run: Path, text: Path, tmp_path: Path) -> None:
-    """What it says of earlier attempts decides what may be set aside: unreadable is not empty."""
+    """run.json decides whether checkpoints may be set aside, so an unreadable one is not treated as empty."""
     (run / "run.json").unlink()
     (run / "run.json").mkdir()
     result = ranks(1, *command(text, tmp_path, checkpoint__resume="never"))

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said before anything is overwritten."""
+"""Problems of a checkpoint are reported before anything is overwritten."""
 
 import hashlib
 import json
@@ -141,7 +141,7 @@ def test_without_a_complete_checkpoint_the_run_does_not_start_over(finished: Pat
 
 
 def test_verification_can_be_cheaper(finished: Path, text: Path, tmp_path: Path) -> None:
-    """A choice that shows in what is found: a changed byte needs hashes, a missing one the size."""
+    """Hashes find a changed byte; sizes find a missing one."""
     shutil.copytree(finished, tmp_path / "run")
     folder = checkpoint(tmp_path / "run", 4)
     record = storage.read_manifest(folder).files["model.safetensors"]
@@ -173,7 +173,7 @@ def test_100_flipped_bits_and_100_cuts_are_all_found(finished: Path, tmp_path: P
 
 
 def edit(file: Path, change: Callable[[Any], None]) -> None:
-    """By somebody who knows how to make it look right."""
+    """Change a file as an attacker would, with a matching manifest."""
     content = json.loads(file.read_text())
     del content["sha256"]
     change(content)
@@ -235,7 +235,7 @@ def test_a_damaged_shard_is_found(harm: Callable[[Path], None], sharded: Path, t
 
 
 def test_a_copy_with_other_file_times_is_the_same_checkpoint(finished: Path, text: Path, tmp_path: Path) -> None:
-    """The step decides what is newest, not the clock."""
+    """The step decides which checkpoint is newest, not the file times."""
     for step, age in ((2, 0), (4, 10**9)):
         shutil.copytree(checkpoint(finished, step), checkpoint(tmp_path / "run", step))
         os.utime(checkpoint(tmp_path / "run", step), (10**9 - age, 10**9 - age))
@@ -244,7 +244,7 @@ def test_a_copy_with_other_file_times_is_the_same_checkpoint(finished: Path, tex
 
 
 class Bomb:
-    """What a pickle may do when it is opened."""
+    """A pickle that executes code when it is loaded."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -254,7 +254,7 @@ class Bomb:
 
 
 def replace_by(content: bytes, folder: Path, name: str) -> None:
-    """Put other bytes into a checkpoint, with a manifest that agrees."""
+    """Replace a file of a checkpoint and update the manifest."""
     (folder / name).write_bytes(content)
     record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
@@ -269,7 +269,7 @@ NESTED = b"[" * 100_000
 def test_a_malicious_checkpoint_is_refused_and_executes_nothing(
     harm: str, kind: str, finished: Path, sharded: Path, text: Path, tmp_path: Path
 ) -> None:
-    """By somebody who makes the hashes right: it is named, nothing is executed, memory stays small."""
+    """The hashes match, yet the file is named in an error, nothing is executed, and memory stays small."""
     source = finished if kind == "full" else sharded
     shutil.copytree(source, tmp_path / "run")
     folder = checkpoint(tmp_path / "run", 4)
@@ -297,7 +297,7 @@ def test_a_malicious_checkpoint_is_refused_and_executes_nothing(
 
 
 def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is synced before the manifest, the manifest and the folder before the rename, and that at the end."""
+    """Files are synced before the manifest, manifest and folder before the rename, and the parent folder last."""
     happened: list[str] = []
     sync, rename = os.fsync, Path.rename
 
@@ -392,7 +392,7 @@ def test_old_checkpoints_are_deleted_and_the_best_is_kept(text: Path, tmp_path: 
 
 
 def test_the_loaded_checkpoint_is_kept(finished: Path, text: Path, tmp_path: Path) -> None:
-    """Until somebody has seen that the run goes well from there."""
+    """Until a person has seen that the run continues well from it."""
     shutil.copytree(finished, tmp_path / "run")
     more = {"checkpoint__every": 1, "checkpoint__keep_latest": 1}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=7, **more)))
@@ -408,7 +408,7 @@ def test_leftovers_of_killed_processes_are_deleted(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_path: Path) -> None:
-    """No file may grow beyond 64 KiB: the weights don't fit. The run goes on, and fails at its end."""
+    """Files are limited to 64 KiB, so the weights do not fit. The run continues, and fails at its end."""
     shutil.copytree(finished, tmp_path / "run")
     arguments = tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=2, log__every=1)
     result = limited("FSIZE", 64 << 10, arguments, tmp_path)

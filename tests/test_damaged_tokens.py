@@ -1,4 +1,4 @@
-"""Prepared data that was damaged where the quick look at the start does not look: found where it is read."""
+"""Damage in prepared data that the quick check at the start does not cover is found when the data is read."""
 
 from pathlib import Path
 

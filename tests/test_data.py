@@ -1,4 +1,4 @@
-"""Text, tokens, order and batches; and text that can't be used."""
+"""Text, tokens, order and batches; errors of unusable text."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_epochs_are_whole_and_differ() -> None:
 
 
 def test_the_order_of_samples_never_changes() -> None:
-    """These numbers must never change: a run that is resumed by a later version goes on with the same data."""
+    """These numbers must never change: a later version must resume a run with the same data."""
     assert [sample_index(i, 1000, seed=0) for i in (0, 1, 2, 999, 1000, 10**15)] == [
         745, 495, 429, 330, 84, 80,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`train.py --dry-run`: what is planned beside what is measured, and nothing left behind."""
+"""`train.py --dry-run`: planned and measured values agree, and no files remain."""
 
 import re
 import shutil

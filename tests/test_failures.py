@@ -1,4 +1,4 @@
-"""A run that fails says why, exits with an error, and keeps what it had."""
+"""A failing run prints the reason, exits with an error, and keeps its files."""
 
 import signal
 import socket

@@ -1,4 +1,4 @@
-"""What clusters do to a run: signals, limits, lost and hanging ranks, full disks, NaN. Each fault is seen to happen."""
+"""Faults of a cluster: signals, time limits, lost and hanging ranks, full disks, NaN. Tests check that they fired."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def status(run: Path) -> dict[str, Any]:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """The steps of a run's checkpoints, each of which must be whole."""
+    """The steps of a run's checkpoints, all of which must be complete."""
     steps = storage.find_steps(run / "checkpoints")
     for step in steps:
         assert storage.verify(checkpoint(run, step)) == []
@@ -36,7 +36,7 @@ def saved_steps(run: Path) -> list[int]:
 def launched(
     *arguments: str, script: str = "train.py", n: int = 2, restarts: int = 0, env: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """torchrun in the background, in a session of its own."""
+    """torchrun in the background, in its own session."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
     return subprocess.Popen(
         [*launcher, "--max-restarts", str(restarts), script, *arguments],
@@ -69,8 +69,8 @@ def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def goes_on_to_the_same_end(command: list[str], run: Path, straight: Path) -> str:
-    """Start it again; in the end it has to be the undisturbed run, bit for bit."""
+def resumes_to_the_same_end(command: list[str], run: Path, straight: Path) -> str:
+    """Start the run again: its end must equal the undisturbed run, bit for bit."""
     output = succeeded(ranks(2, *command))
     assert_same_end(run, straight)
     return output
@@ -88,7 +88,7 @@ def assert_same_end(run: Path, straight: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
 def test_a_preempted_run_saves_and_resumes(number: signal.Signals, text: Path, tmp_path: Path) -> None:
-    """torchrun itself ends with an error after a signal; the workers have saved and left by then."""
+    """After a signal torchrun exits with an error; the workers have saved and exited by then."""
     long = {**RUN, "train__steps": 2000, "optim__schedule": "constant", "checkpoint__every": 0}
     process = started(*tiny(text, tmp_path, **long))
     process.send_signal(number)
@@ -128,7 +128,7 @@ def test_a_signal_at_any_moment_leaves_one_checkpoint_at_the_end_of_a_step(
         assert left["status"] == "preempted"
         assert last <= left["step"] <= last + 2, "it left at once"
     assert saved_steps(run)[-1] == left["step"]
-    goes_on_to_the_same_end(command, run, straight)
+    resumes_to_the_same_end(command, run, straight)
 
 
 @slow
@@ -175,7 +175,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_committed_checkpoint(
     committed = fault.split(":")[-1] in ("after rename", "purge", "delete")
     newest = 10 if committed else 5
     assert saved_steps(run)[-1] == newest
-    assert f"resumed after step {newest}" in goes_on_to_the_same_end(command, run, straight)
+    assert f"resumed after step {newest}" in resumes_to_the_same_end(command, run, straight)
     assert not list((run / "checkpoints").glob(".*")), "what the killed one left went away"
 
 
@@ -183,12 +183,12 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_committed_checkpoint(
 def test_a_kill_during_the_save_of_a_preemption_keeps_older_checkpoints(
     straight: Path, text: Path, tmp_path: Path
 ) -> None:
-    """A grace period that is too short: the save that was begun does not count, and the ones before do."""
+    """The grace period is too short: the interrupted save is discarded."""
     command = tiny(text, tmp_path, **RUN)
     result = ranks(2, *command, fault="term:0:7:batch,kill:0:7:sync")
     assert result.returncode != 0
     assert saved_steps(tmp_path / "run") == [5]
-    goes_on_to_the_same_end(command, tmp_path / "run", straight)
+    resumes_to_the_same_end(command, tmp_path / "run", straight)
 
 
 @slow
@@ -216,7 +216,7 @@ def test_a_killed_rank_is_restarted_by_torchrun(straight: Path, text: Path, tmp_
 
 @slow
 def test_20_kills_in_a_row_are_20_restarts(straight: Path, text: Path, tmp_path: Path) -> None:
-    """Another rank each time, at another step each time."""
+    """Each kill hits a different rank at a different step."""
     command = tiny(text, tmp_path, **{**RUN, "checkpoint__every": 1})
     faults = {"FAULT": "rotate:0:1", "FAULT_TIMES": "20"}
     process = launched(*command, script="tests/faults/worker.py", restarts=20, env=faults)
@@ -310,7 +310,7 @@ def test_a_failed_save_is_reported_and_retried(
 def test_a_folder_that_vanishes_is_not_replaced(
     straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mount that goes away must not be written to where it was."""
+    """After a mount disappears, nothing may be written to the mount point."""
     run = tmp_path / "run"
     monkeypatch.setenv("FAULT_FOLDER", str(run))
     command = tiny(text, tmp_path, **RUN)
@@ -322,12 +322,12 @@ def test_a_folder_that_vanishes_is_not_replaced(
     assert "the last checkpoint was not saved: " in result.stderr
     assert not run.exists()
     (tmp_path / "gone").rename(run)
-    assert "resumed after step 5" in goes_on_to_the_same_end(command, run, straight)
+    assert "resumed after step 5" in resumes_to_the_same_end(command, run, straight)
 
 
 @slow
 def test_a_full_file_system_fails_only_the_save(straight: Path, text: Path, tmp_path: Path) -> None:
-    """A real one, with room for one checkpoint and some more."""
+    """On a real file system with space for little more than one checkpoint."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(disk)]).returncode:
@@ -343,7 +343,7 @@ def test_a_full_file_system_fails_only_the_save(straight: Path, text: Path, tmp_
         assert "the last checkpoint was not saved: " in result.stderr
         assert saved_steps(disk / "run") == [5]
         ballast.unlink()
-        assert "resumed after step 5" in goes_on_to_the_same_end(command, disk / "run", straight)
+        assert "resumed after step 5" in resumes_to_the_same_end(command, disk / "run", straight)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -352,7 +352,7 @@ def test_a_full_file_system_fails_only_the_save(straight: Path, text: Path, tmp_
 def test_a_slow_disk_does_not_end_the_run(
     straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than a step may take, as long as bytes move."""
+    """A save may take longer than a step as long as bytes are written."""
     monkeypatch.setenv("FAULT_SECONDS", "1")
     command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.1)
     succeeded(ranks(2, *command, fault="slow:1:5:write:9"))
@@ -424,7 +424,7 @@ def test_a_second_run_in_a_folder_is_refused_with_the_holder(text: Path, tmp_pat
 
 @slow
 def test_50_runs_that_finish_exit_with_0(text: Path, tmp_path: Path) -> None:
-    """On twice as many ranks as cores, with the threads of gloo and of a save beside training to take down."""
+    """On twice as many ranks as cores, with threads of gloo and of a background save to shut down."""
     more = {"train__steps": 2, "optim__warmup_steps": 1, "checkpoint__async_save": True, **SHARDED}
     for number in range(50):
         succeeded(ranks(4, *tiny(text, tmp_path, **{**RUN, **more, "run__name": f"run{number}"})))

@@ -1,4 +1,4 @@
-"""Which files `[data] path` means: links, globs, names and permissions. Nothing is left out without a word."""
+"""Which files `[data] path` selects: links, globs, names and permissions. Skipped files are reported."""
 
 import glob
 import os
@@ -160,7 +160,7 @@ for path in sys.argv[1:]:
 
 
 def test_unreadable_folders_are_errors(tmp_path: Path) -> None:
-    """A folder that can't be listed may hold text: it is not passed over."""
+    """A folder that can't be listed may hold text, so it is not skipped."""
     tree(tmp_path, "in/a.txt", "in/secret/b.txt", "in/secret/deep/c.txt")
     places = [tmp_path / "in", tmp_path / "in/secret", tmp_path / "in/secret/deep"]
     globs = [tmp_path / "in" / name for name in ("**/*.txt", "secret/*.txt", "*/*.txt", "secret/b.txt")]

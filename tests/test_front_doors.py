@@ -1,4 +1,4 @@
-"""What each front door says about input that can't be read; keys that nothing reads; what is printed loads again."""
+"""Front doors: messages about unreadable input, unused keys, and printed configs that load again."""
 
 import os
 import sys
@@ -87,7 +87,7 @@ def test_the_line_that_met_the_error_is_named(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_full_disks_and_closed_pipes_end_a_command_with_a_message(tmp_path: Path) -> None:
+def test_full_disks_and_closed_pipes_end_a_command_without_a_traceback(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     lines = [
         "import sys",
@@ -126,7 +126,7 @@ def test_a_folder_of_another_user_is_an_error(key: str, tmp_path: Path) -> None:
         assert "ermission denied" in result.stderr
 
 
-def test_a_user_without_a_name_and_a_home_can_train(tmp_path: Path) -> None:
+def test_a_user_without_a_name_and_a_home_is_told_what_to_set(tmp_path: Path) -> None:
     given = [f"--run.out_dir={tmp_path}", "--run.device=cpu"]
     result = ranks(1, "--inspect", *given, entry="tests.door_worker", env={"DOOR": "homeless"})
     assert result.returncode == 2, result.stderr

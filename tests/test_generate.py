@@ -1,4 +1,4 @@
-"""Text from a model: the cache changes nothing, and every kind of folder gives the same text."""
+"""Generation: the cache does not change the text, and every kind of folder gives the same text."""
 
 import io
 import json
@@ -30,7 +30,7 @@ CONFIGS = {
 
 @pytest.fixture(params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> Transformer:
-    """Every parameter is away from its initial value, so that attention matters."""
+    """No parameter has its initial value, so attention matters."""
     with torch.device("meta"):
         made = build(CONFIGS[request.param], 97)
     initialize.materialise(made, torch.device("cpu"), 0)
@@ -227,7 +227,7 @@ def test_a_temperature_near_zero_is_zero(temperature: float) -> None:
 @pytest.mark.parametrize(
     "more", [["--temperature=1e-6"], ["--temperature=1e300"], ["--top-k=" + "9" * 30], ["--max-tokens=" + "9" * 30]]
 )
-def test_limits_of_the_options_are_accepted(more: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extreme_values_are_accepted(more: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(run), "--prompt", "a\0b", "--device=cpu", *more]) == 0
     assert capsys.readouterr().out.startswith("a\0b")
 

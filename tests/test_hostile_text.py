@@ -1,4 +1,4 @@
-"""Files that are not what they say, and values that make no sense: a sentence with the place, and exit code 2."""
+"""Malformed files and invalid values give a message with the place, and exit code 2."""
 
 import contextlib
 import gzip

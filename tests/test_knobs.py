@@ -1,4 +1,4 @@
-"""Every row of knob_table.py against one plain model in one process, and every effect of knob_effects.py.
+"""Compares every row of knob_table.py with an unsharded reference, and checks every effect of knob_effects.py.
 
 Two launches, on 2 and on 4 ranks, run them all.
 """

@@ -1,4 +1,4 @@
-"""Mixtures, packing, batches made ahead: what a run gets out of prepared data."""
+"""Mixtures, packing and prefetching of prepared data."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def test_each_epoch_has_every_sample_once(n: int, seed: int, epoch: int) -> None
     assert sorted(sample_indices(np.arange(epoch * n, (epoch + 1) * n), n, seed).tolist()) == list(range(n))
 
 
-def test_a_permutation_of_a_trillion_needs_no_memory() -> None:
+def test_a_sample_of_a_trillion_is_computed_directly() -> None:
     assert 0 <= sample_index(10**12 - 1, 10**12, seed=7) < 10**12
 
 

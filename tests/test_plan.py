@@ -1,4 +1,4 @@
-"""What `plan` says of memory, communication and time, against measurements, against counting, and by hand."""
+"""Compares `plan`'s memory, communication and time with measurements and manual counts."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""The command that makes a data set: what it reads, what it refuses, and what a kill leaves."""
+"""The command that prepares a data set: formats, errors, and kills."""
 
 import csv
 import gzip
@@ -254,7 +254,7 @@ def test_bad_input_is_named_or_skipped_and_listed(
     assert not verify(tmp_path / "out")
 
 
-def test_parquet_nulls_are_skipped_and_numbers_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parquet_nulls_and_numbers_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": [*TEXTS, None], "n": [1] * 401}), tmp_path / "a.parquet")
     command = [str(tmp_path / "a.parquet"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert main(command) == 2

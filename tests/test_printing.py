@@ -1,4 +1,4 @@
-"""What can't be printed or written down must not end a run: full disks, closed streams, other encodings, odd files."""
+"""Failures to print or log do not end a run: full disks, closed streams, other encodings, odd files."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The commands of the README are run as they stand there, made short by overrides."""
+"""Runs the commands of the README, shortened by overrides."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""The page of `report`: what is in it, and what a real browser makes of it."""
+"""The page of `report`: its content, and how a real browser renders it."""
 
 import html
 import json
@@ -224,7 +224,7 @@ def test_hostile_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     assert all(f"{name}: {len(HOSTILE)} damaged lines skipped" in page for name in good)
 
 
-def test_binary_files_are_errors_or_notes(tmp_path: Path) -> None:
+def test_binary_noise_is_reported_in_notes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1)])
     noise = bytes(range(256)) * 20
     for file in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
@@ -235,7 +235,7 @@ def test_binary_files_are_errors_or_notes(tmp_path: Path) -> None:
         assert f"{file}: " in page
 
 
-def test_null_and_nonfinite_numbers_are_gaps(tmp_path: Path) -> None:
+def test_null_and_nonfinite_numbers_are_accepted(tmp_path: Path) -> None:
     nothing = dict.fromkeys(runs_module.NUMBERS)
     folder = write_run(
         tmp_path / "run", [step(1), step(2, time=float("nan"), seconds=float("inf")), step(3, **nothing)]
@@ -258,7 +258,7 @@ def test_lone_surrogates_are_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "3", '{"status": 3, "reason": {}}', "{", "[" * 100_000, '{"status": ' + "9" * 5000 + "}"]
 )
-def test_a_malformed_run_json_is_a_note(content: str, tmp_path: Path) -> None:
+def test_a_malformed_run_json_gives_an_unknown_status(content: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1)])
     (folder / "run.json").write_text(content)
     assert "<b>unknown</b>" in made(tmp_path / "page.html", folder)
@@ -277,7 +277,7 @@ def test_a_malformed_run_json_is_a_note(content: str, tmp_path: Path) -> None:
     ],
     ids=lambda content: content[:30],
 )
-def test_a_malformed_config_toml_is_a_note(content: str, tmp_path: Path) -> None:
+def test_a_malformed_config_toml_does_not_stop_the_report(content: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1)])
     (folder / "config.toml").write_text(content)
     made(tmp_path / "page.html", folder)

@@ -1,4 +1,4 @@
-"""The table of docs/resume.md, held against what happens."""
+"""Compares the table of docs/resume.md with the behaviour."""
 
 import fnmatch
 import json

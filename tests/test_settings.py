@@ -292,7 +292,7 @@ def test_broken_toml_is_an_error_with_its_line(tmp_path: Path) -> None:
     assert "line 2" in mistakes("--config", str(file))
 
 
-def test_derived_batch_sizes() -> None:
+def test_batch_and_mesh_sizes_are_derived() -> None:
     config = parse("--train.micro_batch_size=4", "--train.global_batch_size=30", "--fsdp.dp_replicate=2", world_size=4)
     layout = derive(config.config, 4)
     assert (layout.dp_replicate, layout.dp_shard) == (2, 2)

@@ -1,4 +1,4 @@
-"""The fast paths against the plain computation: values, gradients, memory, and how each is switched off."""
+"""Compares the fast paths with the plain computation: values, gradients, memory, and their switches."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""What was prepared is what is used: text that changed, files that were cut or overwritten, others' folders."""
+"""Stale or damaged prepared data is noticed: changed text, cut or overwritten files, foreign folders."""
 
 import json
 import os

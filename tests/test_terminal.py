@@ -1,4 +1,4 @@
-"""What a person sees: a bar and lines that fit on a terminal, plain whole lines in a pipe, no colours."""
+"""Output: a bar and fitted lines on a terminal, plain full lines in a pipe, no colours."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Profiles, trackers, and what the line of a step says of the device."""
+"""Profiles, trackers, and MFU in the step line."""
 
 import gzip
 import json

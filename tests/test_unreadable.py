@@ -1,4 +1,4 @@
-"""A checkpoint that can't be read at the moment is not damaged: nothing is set aside, and nothing is deleted."""
+"""A checkpoint that is temporarily unreadable is not damaged: nothing is set aside or deleted."""
 
 import errno
 import os

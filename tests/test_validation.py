@@ -1,4 +1,4 @@
-"""Validation: which sequences, how sure its number is, and texts for which some of it is not defined."""
+"""Validation: the subset, standard errors, and texts with undefined values."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a slow disk may take, what a hanging one is called, and how all ranks get out."""
+"""Watchdog: slow disks are tolerated, hanging ranks are named, and all ranks exit."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""The number of processes changes how fast a run is, and nothing else."""
+"""The number of processes changes only the speed of a run."""
 
 import shutil
 from pathlib import Path
