@@ -1,11 +1,11 @@
-# make train    set up, train the default experiment, or continue it; then write its report.html
-# make test     set up, run the tests: every promise has its test here
-# make test-all the same, then more cases of what they hold (make test-extended)
-# make check    set up, ruff and mypy
-# make bench    set up, compare the speed with others' on this machine
+# make train    set up, train or resume the default experiment, and write its report.html
+# make test     set up, run the tests
+# make test-all the same, then additional cases (make test-extended)
+# make check    set up, run ruff and mypy
+# make bench    set up, compare the speed with other frameworks on this machine
 #
 #   make train CONFIG=configs/debug.toml ARGS="--train.steps=50"    another experiment, other values
-#   make train NPROC=4                                              other than one process per GPU, or 2 on a CPU
+#   make train NPROC=4                                              default: one process per GPU, or 2 on a CPU
 #   make PYTHON=python3.12 train                                    another interpreter (3.11 or newer)
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ CONFIG ?=
 ARGS ?=
 NPROC ?=
 
-# tests wait now and then: one worker more than cores
+# tests wait at times, so use one more worker than cores
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 5)))
 
 VENV := .venv
@@ -25,12 +25,12 @@ PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_cou
 .PHONY: train test test-extended test-all check bench clean
 .DEFAULT_GOAL := train
 
-# torchrun gives each process one thread unless told otherwise, and warns; train.py then sets [run] threads
+# OMP_NUM_THREADS=1 is torchrun's default, without its warning; train.py then applies [run] threads
 train: $(VENV)/.installed
 	@n=$(PROCESSES); \
 	WORLD_SIZE=$$n LOCAL_WORLD_SIZE=$$n $(PY) train.py --check-config $(OPTIONS) >/dev/null && \
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $$n train.py $(OPTIONS) && \
-	{ WORLD_SIZE=$$n $(PY) -m torchtitan_lite.report $(OPTIONS) || echo "the training is done, only its report is missing"; }
+	{ WORLD_SIZE=$$n $(PY) -m torchtitan_lite.report $(OPTIONS) || echo "training is complete, but the report failed"; }
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow and not extended"

@@ -1,13 +1,11 @@
-"""Train a Transformer with FSDP2: the whole way, from the command line to the last checkpoint.
+"""Train a Transformer with FSDP2, from the command line to the last checkpoint. Start reading at `run`.
 
     torchrun --nproc-per-node 2 train.py                         # two processes, on GPUs or on the CPU
-    torchrun --nproc-per-node 2 train.py --explicit-prefetching
-    torchrun --nproc-per-node 2 train.py --mixed-precision
-    torchrun --nproc-per-node 2 train.py --dcp-api
+    torchrun --nproc-per-node 2 train.py --explicit-prefetching  # or --mixed-precision, --dcp-api
     torchrun --nproc-per-node 2 train.py --config configs/debug.toml --train.steps=50
-    python train.py                                              # a world of one
+    python train.py                                              # one process
 
-The same command again resumes the run. Read on from `run`.
+The same command again resumes the run.
 """
 
 import gc
@@ -34,15 +32,8 @@ from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.samples import open_samples
+from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.parallelize import (
-    apply_activation_checkpointing,
-    apply_compile,
-    apply_fast_paths,
-    apply_fsdp,
-    before_micro_batch,
-    unshard_first,
-)
 from torchtitan_lite.distributed.process_group import (
     World,
     build_mesh,
@@ -56,7 +47,7 @@ from torchtitan_lite.distributed.process_group import (
 from torchtitan_lite.errors import StuckError, UserError, run_cli
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import duration, what_next
-from torchtitan_lite.monitoring.metrics import Clock, Log
+from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -82,32 +73,31 @@ from torchtitan_lite.training.session import (
 
 
 def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "") -> Session:
-    """Everything that a run works with, and the state that it starts from. Nothing in the run's folder changes.
+    """Build everything that a run works with, and load the state it starts from. The run's folder is not changed.
 
     Args:
-        resume: replaces `checkpoint.resume`, which is carried out once for each launch.
+        resume: overrides `checkpoint.resume`, which is obeyed once per launch.
     """
     layout = derive(config, world.world_size)
 
-    # 1. The mesh: which ranks share the shards of one model, and which hold copies.
+    # 1. The mesh: which ranks shard one copy of the model, and which hold further copies.
     mesh = build_mesh(layout, world.device)
 
-    # 2. The model. On the meta device it has shapes and no storage, so that any size can be cut up before a byte is
-    #    allocated; then each rank gets the storage of its own shards, and fills it.
+    # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
     model = sharded_model(config, data.vocab_size, mesh)
     materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: it holds the DTensors.
     optimizer = build_optimizer(model, config.optim)
 
-    # 4. The data: which sequences come when is a function of the seed and one integer.
+    # 4. The data: the order of sequences is a function of the seed and one integer.
     samples = open_samples(data, "train", config.train.seq_len, config.data.packing)
-    cut = config.train.micro_batch_size, world.rank, world.world_size
-    loader = Loader(samples, *cut, config.run.seed, config.data.document_mask, pin=world.device.type == "cuda")
+    per_rank = config.train.micro_batch_size, world.rank, world.world_size
+    loader = Loader(samples, *per_rank, config.run.seed, config.data.document_mask, pin=world.device.type == "cuda")
     prefetching = PrefetchingLoader(loader, world.device)
-    validation, prompts = Validation.of(config, data, *cut), Prompts.of(config, data)
+    validation, prompts = Validation.of(config, data, *per_rank), Prompts.of(config, data)
 
-    # 5. The newest checkpoint, if the run's folder has one; else somebody else's weights, if the config names any.
+    # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes)
     watchdog = Watchdog(config.folder, world, config.run.timeout_minutes)
     saving = config.checkpoint.model_copy(update={"resume": resume or config.checkpoint.resume})
@@ -134,7 +124,6 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         checkpointer=checkpointer,
         state=state,
         log=log,
-        clock=Clock(),
         samples=samples,
         profile=profile(config, world),
         peak_tokens_per_second=peak_tokens_per_second(config, model, world),
@@ -152,7 +141,7 @@ def profile(config: Config, world: World) -> Any:
 
 
 def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, log: Log) -> TrainState | None:
-    """Load the checkpoint that the run resumes from, or the weights that it starts from. Returns the saved state."""
+    """Load the checkpoint to resume from, or the weights to start from. Returns the saved state, if any."""
     try:
         loaded = checkpointer.load(fresh.identity)
     finally:
@@ -167,7 +156,7 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
 
 
 def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
-    """Build, say what it is, train, and leave behind how it ended."""
+    """Build the session, train, and write the final status to run.json."""
     config = loaded_config.config
     try:
         s = starting.start(loaded_config, data, world, log, build)
@@ -186,7 +175,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         with s.preemption, s.watchdog.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
             train(s)
     except Exception as error:
-        # an error that all ranks have: a save in the background can still end well
+        # every rank has raised this error, so a background save can still complete
         if isinstance(error, UserError) and not isinstance(error, StuckError):
             report_save(s, wait=True)
         run_folder.write_status(config.folder, world, "failed", s.state.step, str(error) or repr(error))
@@ -198,14 +187,14 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
 
 
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.Transformer:
-    """The model on the meta device, cut up: every parameter is a DTensor that knows its rows, and has no storage."""
+    """Build the model on the meta device and shard it: every parameter is a DTensor without storage."""
     with torch.device("meta"):
         model = models.build(config.model, vocab_size)
     freeze(model, config.optim.freeze)
-    apply_fast_paths(model, config.speed)
-    apply_activation_checkpointing(model, config.activation_checkpointing)
-    apply_compile(model, config.compile)
-    apply_fsdp(model, mesh, config.fsdp)
+    parallelize.apply_fast_paths(model, config.speed)
+    parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
+    parallelize.apply_compile(model, config.compile)
+    parallelize.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.shared_memory and mesh.size() > 1:
         from torchtitan_lite.distributed.shared_memory import apply_shared_memory
 
@@ -243,37 +232,41 @@ def train(s: Session) -> None:
         report_save(s, wait=False)
         if s.profile is not None:
             with s.clock.paused():
-                if said := s.profile.end(step, last=last):
-                    log.info(said)
+                if line := s.profile.end(step, last=last):
+                    log.info(line)
         if due(step, config.speed.gc_every):
             gc.collect()
         log.advance_bar()
         if last:
             break
     log.close()
-    seconds = time.perf_counter() - s.clock.started
-    if s.state.step < config.train.steps:
+    report_end(s, first)
+
+
+def report_end(s: Session, first: int) -> None:
+    """Log whether the run completed or was preempted, and write it to run.json."""
+    config, step = s.config, s.state.step
+    if step < config.train.steps:
         why = s.preemption.reason or "another rank was asked to"
-        log.info(
-            f"left    after step {s.state.step} of {config.train.steps} ({why}); the same command goes on from there"
-        )
-        run_folder.write_status(config.folder, s.world, "preempted", s.state.step, why)
+        s.log.info(f"left    after step {step} of {config.train.steps} ({why}); the same command resumes from there")
+        run_folder.write_status(config.folder, s.world, "preempted", step, why)
         return
-    run_folder.write_status(config.folder, s.world, "complete", s.state.step)
+    run_folder.write_status(config.folder, s.world, "complete", step)
     for line in source_lines(s):
-        log.info(line)
-    log.info(f"done    {s.state.step - first} steps in {duration(seconds)}; {what_next(config, s.state.step)}")
+        s.log.info(line)
+    seconds = time.perf_counter() - s.clock.started
+    s.log.info(f"done    {step - first} steps in {duration(seconds)}; {what_next(config, step)}")
 
 
 def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimizer step.
 
     Returns:
-        the mean loss per token of the global batch, and the norm of its gradient before clipping, both () and still on
-        the device: reading them would make the host wait.
+        the mean loss per token of the global batch, and the gradient norm before clipping. Both are () tensors on the
+        device: reading them would synchronise the host.
     """
     if s.config.fsdp.explicit_prefetching:
-        unshard_first(s.model)  # this all-gather is issued before the batch is fetched, to overlap with that
+        parallelize.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
     with s.clock.timing("data_s"):
         batch = s.loader.batch(s.state.samples_consumed, s.config.train.global_batch_size)
     s.watchdog.computing()
@@ -281,11 +274,11 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     device, world = s.world.device, s.world
     loss_sum = torch.zeros((), device=device)
     for i, micro in enumerate(batch.micro_batches):
-        # Dropout is a function of this, so that there is no random state to save.
+        # Seeds dropout from the step, so no random state has to be saved.
         torch.manual_seed(stream(s.config.run.seed, step, i, world.rank))
-        before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
+        parallelize.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = s.model(*micro.on(device))
-        # FSDP averages gradients over the ranks; the loss is a sum over all of them, divided once by all tokens.
+        # FSDP averages gradients over ranks. We want the sum over ranks divided by the tokens of the global batch.
         s.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
 
@@ -297,7 +290,7 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     totals[2 + world.rank] = (~loss_sum.isfinite()).float()
     sum_over_ranks(totals)
 
-    check_previous_step(s)  # the step before: by now the device is done with it
+    check_previous_step(s)  # the device has finished that step by now, so this does not wait
     set_learning_rate(s.optimizer, learning_rate(s.config.optim, step, s.config.train.steps))
     with s.clock.timing("optimizer_s"):
         s.guard.update(step, totals[2:], grad_norm)
@@ -314,51 +307,51 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps happens now; 0 is never."""
+    """Whether a step is a multiple of `every`; 0 means never."""
     return every > 0 and step % every == 0
 
 
 def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
-    """A seed of its own for each forward of a run."""
+    """A distinct seed for each forward pass of a run."""
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}/{rank}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code; what a person can act on is printed once per machine."""
+    """The command line. Returns the exit code. User errors are printed once per machine."""
     return run_cli("train.py", lambda: start(argv), info=lambda text: print_once(text, local_rank()))
 
 
 def start(argv: Sequence[str]) -> int:
-    """Parse, check and prepare, before there is a process group; then train. Returns the exit code."""
+    """Parse and check the config, then prepare the data and train. Returns the exit code."""
     prepare_process()
-    speaks = local_rank() == 0
+    prints = local_rank() == 0
     try:
         sizes = {"world_size": env_int("WORLD_SIZE", 1), "local_world_size": env_int("LOCAL_WORLD_SIZE", 1)}
         model_checks = [checks.check_patterns, checks.check_prompts]
         command = cli.parse(argv, n_gpus=torch.cuda.device_count(), checks=model_checks, **sizes)
         config = command.loaded.config
         if command.print_config or command.check_config:
-            fine = [f"note    {note}" for note in command.loaded.notes]
-            fine.append(f"the configuration is fine; its run is in {config.folder}")
-            if speaks:
-                print(to_toml_with_origins(command.loaded) if command.print_config else "\n".join(fine))
+            lines = [f"note    {note}" for note in command.loaded.notes]
+            lines.append(f"the configuration is fine; its run is in {config.folder}")
+            if prints:
+                print(to_toml_with_origins(command.loaded) if command.print_config else "\n".join(lines))
             return 0
-        for note in command.loaded.notes if speaks else ():
+        for note in command.loaded.notes if prints else ():
             print_line(f"note    {note}")
         if not command.inspect and not command.dry_run:
             run_folder.make(config.folder)
         with out_of_memory.explained(config):
             prepare_and_run(command)
     except KeyboardInterrupt:
-        if speaks:
-            print_error("train.py: stopped; the same command goes on from the newest checkpoint")
+        if prints:
+            print_error("train.py: stopped; the same command resumes from the newest checkpoint")
         return 130
     return 0
 
 
 def prepare_and_run(command: cli.Command) -> None:
-    """Prepare the data, and do what the command asks for."""
+    """Prepare the data, then train, inspect or make a dry run."""
     config = command.loaded.config
     data = prepare_all(config.data, config.tokenizer, print_line)
     if config.data.packing == "best_fit":

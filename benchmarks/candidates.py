@@ -1,7 +1,7 @@
-"""What was tried for a faster step on a CPU, kept or not: `python -m benchmarks.candidates`.
+"""Optimizations that were tried for a CPU step, kept or not: `python -m benchmarks.candidates`.
 
-Milliseconds of time on one core for forward and backward, the least of several, which a busy machine disturbs least;
-then where the time of a whole step goes, by operator, in a world of one.
+Prints the least of several CPU times of forward and backward on one core, in milliseconds, and a profile of a step by
+operator on one rank.
 """
 
 import os
@@ -34,7 +34,7 @@ BF16, TIMES = torch.bfloat16, 7
 
 
 def core_ms(compute: Callable[[], Tensor]) -> float:
-    """The least milliseconds on the cores of a forward and backward."""
+    """The least CPU time of a forward and backward, in milliseconds."""
     out = compute()
     gradient = torch.ones_like(out)
     spent = []
@@ -46,18 +46,18 @@ def core_ms(compute: Callable[[], Tensor]) -> float:
 
 
 def leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Small normal values that want a gradient."""
+    """Small normal values that require a gradient."""
     return (torch.randn(*shape) * 0.05).to(dtype).requires_grad_()
 
 
 def show(name: str, plain: float, others: dict[str, float]) -> None:
-    """A row: the plain way, and the others with their ratio to it."""
+    """Print a row: the plain variant, and the others with their ratio to it."""
     cells = "; ".join(f"{other} {ms:.1f} ({plain / ms:.2f})" for other, ms in others.items())
     print(f"| {name} | {plain:.1f} | {cells} |", flush=True)
 
 
 def attention() -> None:
-    """PyTorch's kernel against blocks of several sizes."""
+    """PyTorch's kernel and block_attention with several block sizes."""
     for dtype in (BF16, torch.float32):
         for length in (256, 512, 1024, 2048):
             q, k, v = (leaf(4, length, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads, dtype=dtype) for _ in range(3))
@@ -72,7 +72,7 @@ def attention() -> None:
 
 
 def loss() -> None:
-    """Whole logits against chunks of several sizes."""
+    """Full logits and chunks of several sizes."""
     x, weight = leaf(4, SHAPE.seq_len, SHAPE.dim), leaf(SHAPE.vocab_size, SHAPE.dim)
     targets = torch.randint(SHAPE.vocab_size, (4, SHAPE.seq_len))
     found = {}
@@ -84,7 +84,7 @@ def loss() -> None:
 
 
 def fused_matrices() -> None:
-    """Products with the same input, as one with a concatenated matrix; not kept."""
+    """Products with the same input, merged into one (not adopted)."""
     x = leaf(4 * SHAPE.seq_len, SHAPE.dim)
     qkv = [leaf(SHAPE.dim, SHAPE.dim) for _ in range(3)]
     plain = core_ms(lambda: torch.stack([F.linear(x, w) for w in qkv], 1))
@@ -103,7 +103,7 @@ def fused_matrices() -> None:
 
 
 def small_operators() -> None:
-    """Rotary positions and RMSNorm out of PyTorch's operators, and in few passes over memory."""
+    """Rotary positions and RMSNorm from PyTorch's operators, and fused."""
     x = leaf(4, SHAPE.seq_len, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads)
     angles = torch.rand(SHAPE.seq_len, SHAPE.dim // SHAPE.n_heads // 2).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
@@ -116,7 +116,7 @@ def small_operators() -> None:
 
 
 def collectives() -> None:
-    """On two ranks: one block's parameters gathered and its gradients summed, through TCP and through shared memory."""
+    """All-gather and reduce-scatter of one block on two ranks, by TCP and by shared memory."""
     with process_group(RunConfig(device="cpu", threads=1)) as world:
         group: Any = dist.group.WORLD
         shared = shared_memory.SharedMemory(group)
@@ -151,7 +151,7 @@ def collectives() -> None:
 
 
 def step() -> None:
-    """Operators of a step of the whole model, by their own time."""
+    """A step's operators by self time."""
     with process_group(RunConfig(device="cpu", threads=1)) as world:
         t = training_of(SHAPE, world, {})
         for number in (1, 2):

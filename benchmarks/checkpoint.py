@@ -1,8 +1,8 @@
 """Saving and loading a state of about 1 GB: `python -m benchmarks.checkpoint [rounds [processes [full | sharded]]]`.
 
-Each way of saving next to a plain write of the same bytes with fsync (each rank its half), and to a bare `dcp.save`,
-which syncs, but neither hashes nor commits; for saves beside training, how long training stands still, against one copy
-of this rank's part in memory. Memory is measured by tests/memory_worker.py.
+Compares each way of saving with a plain write and fsync of the same bytes, and with a bare `dcp.save`, which syncs but
+neither hashes nor commits. For background saves it compares the pause of training with one in-memory copy of this
+rank's shards. Memory is measured by tests/memory_worker.py.
 """
 
 import os
@@ -77,7 +77,7 @@ class Bench:
         return [t.to_local() if isinstance(t, DTensor) else t for t in self.state().values()]
 
     def plain(self) -> None:
-        """Write this rank's bytes, and sync."""
+        """Write and sync this rank's bytes."""
         with (self.folder / "plain" / f"rank-{self.world.rank}").open("wb") as stream:
             for part in self.parts():
                 stream.write(memoryview(part.detach().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
@@ -85,11 +85,11 @@ class Bench:
             os.fsync(stream.fileno())
 
     def bare_dcp(self) -> None:
-        """What torch does by itself: no hashes, no commit."""
+        """Plain torch: no hashes, no commit."""
         dcp.save(self.state(), storage_writer=dcp.FileSystemWriter(self.folder / "dcp"))
 
     def save(self, kind: str, api: str, beside: bool) -> float:
-        """Save, and return how long training stood still."""
+        """Save, and return how long training was paused."""
         checkpointer = self.checkpointers[kind, api, beside]
         self.step += 1
         checkpointer.save(TrainState(step=self.step))
@@ -102,12 +102,12 @@ class Bench:
         assert self.checkpointers[kind, api, False].load({}) is not None
 
     def copy(self) -> None:
-        """One copy of this rank's part in memory, into buffers that are there."""
+        """Copy this rank's shards into existing buffers."""
         for buffer, part in zip(self.buffers, self.parts(), strict=True):
             buffer.copy_(part)
 
     def make_room(self) -> None:
-        """What was written before goes away, outside of what is timed."""
+        """Delete earlier files, outside the timed section."""
         for name in ("plain", "dcp", *(c.folder.name for c in self.checkpointers.values())):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         (self.folder / "plain").mkdir()

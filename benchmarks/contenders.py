@@ -2,8 +2,8 @@
 
     RANK=0 WORLD_SIZE=2 ... python -m benchmarks.contenders NAME SHAPE_AS_JSON
 
-It builds its model, says {"ready": ...}, and then runs as many steps as each line of its standard input says, answering
-with their seconds. All train the same Llama in the same dtype, by the same optimizer, on random tokens.
+It builds its model, prints {"ready": ...}, then runs the number of steps in each line of its standard input and answers
+with their seconds. All train the same Llama in the same dtype with the same optimizer, on random tokens.
 """
 
 import dataclasses
@@ -36,7 +36,6 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
-from torchtitan_lite.monitoring.metrics import Clock
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
@@ -115,7 +114,7 @@ def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str =
 
 
 def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
-    """What train.run builds, on random tokens and without files."""
+    """A session like that of train.build, on random tokens and without files."""
     config = config_of(shape, world.world_size, more, world.device.type)
     layout = derive(config, world.world_size)
     model = train.sharded_model(config, shape.vocab_size, build_mesh(layout, world.device))
@@ -142,7 +141,6 @@ def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
         checkpointer=unused,
         state=TrainState(),
         log=unused,
-        clock=Clock(),
         samples=unused,
         profile=None,
         peak_tokens_per_second=0.0,
@@ -150,7 +148,7 @@ def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
 
 
 def ours(**more: Any) -> Callable[[Shape, World], Step]:
-    """train.train_step itself, with all its checks; `section__key=value` sets more."""
+    """train.train_step with all its checks; `section__key=value` sets config keys."""
 
     def build(shape: Shape, world: World) -> Step:
         t = training_of(shape, world, {key.replace("__", "."): value for key, value in more.items()})
@@ -174,7 +172,7 @@ def batch_of(shape: Shape, world: World) -> tuple[Tensor, Tensor]:
 
 
 def plain_model(shape: Shape, world: World) -> nn.Module:
-    """The Llama of models/llama.py, with PyTorch's attention and whole logits."""
+    """The Llama of models/llama.py, with PyTorch's attention and unchunked logits."""
     config = ModelConfig(
         **{key: getattr(shape, key) for key in ("dim", "hidden_dim", "n_layers", "n_heads")},
         max_seq_len=shape.seq_len,
@@ -196,7 +194,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def bare_fsdp2(shape: Shape, world: World) -> Step:
-    """fully_shard on each block and the root, and the five lines of a training loop."""
+    """fully_shard on each block and the root, and a minimal training loop."""
     model: Any = plain_model(shape, world)
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     for layer in model.layers:
@@ -216,7 +214,7 @@ def bare_fsdp2(shape: Shape, world: World) -> Step:
 
 
 def ddp(shape: Shape, world: World) -> Step:
-    """DistributedDataParallel with autocast: whole parameters on each rank."""
+    """DistributedDataParallel with autocast: all parameters on each rank."""
     model = DistributedDataParallel(plain_model(shape, world))
     optimizer = adamw(model)
     tokens, targets = batch_of(shape, world)
@@ -283,7 +281,7 @@ def fabric(shape: Shape, world: World) -> Step:
 
 
 def accelerate(shape: Shape, world: World) -> Step:
-    """Accelerate, asked for FSDP2. On a CPU it makes DDP of it without a word, and only then is it expected."""
+    """Accelerate with FSDP2. On a CPU it silently uses DDP; that is accepted only there."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -315,7 +313,7 @@ PRODUCTS = 16  # in a step of the roof, so that a turn takes as long as the othe
 
 
 def roof(shape: Shape, world: World) -> Step:
-    """Products of two square matrices, on every rank at the same time: what this machine can do at best."""
+    """Products of two square matrices on all ranks at once: the machine's practical peak."""
     generator = torch.Generator().manual_seed(0)
     size = shape.roof, shape.roof
     one, other = (torch.randn(size, generator=generator).to(world.device, shape.torch_dtype) for _ in range(2))
@@ -348,7 +346,7 @@ NEEDS = {
 
 
 def missing(name: str) -> list[str]:
-    """The packages that a contender needs, and that are not here."""
+    """The packages that a contender needs and that are not installed."""
     installed = {
         (found.metadata["Name"] or "").lower().replace("_", "-") for found in importlib.metadata.distributions()
     }
@@ -363,7 +361,7 @@ def peak_mib(device: torch.device) -> float:
 
 
 def main() -> None:
-    """Build one contender, and run the steps that standard input asks for."""
+    """Build one contender, then run the steps requested on standard input."""
     name, shape = sys.argv[1], Shape(**json.loads(sys.argv[2]))
     device: Any = os.environ.get("BENCHMARK_DEVICE", "cpu")
     with process_group(RunConfig(device=device, threads=int(os.environ["OMP_NUM_THREADS"]))) as world:

@@ -1,10 +1,10 @@
-"""Preparing and loading data, side by side: `python -m benchmarks.data [megabytes]`.
+"""Preparing and loading data: `python -m benchmarks.data [megabytes]`.
 
-1. Tokenising: the command from end to end (reading, tokenising, hashing, writing) against the bare
+1. Tokenising: the whole command (reading, tokenising, hashing, writing) compared with the bare
    `tokenizers.encode_batch_fast` on the same documents and cores, interleaved.
-2. Peak memory of the command, all of its processes together, for a small and a ten times larger input.
-3. The loader on one core: tokens a second for a small and a large corpus, near the start and far behind it; and the
-   time from nothing to the first batch of a run that is resumed at step 1,000,000.
+2. Peak memory of the command with all its processes, for a small and a ten times larger input.
+3. The loader on one core: tokens per second for a small and a large corpus, near the start and far into it; and the
+   time to the first batch of a run that resumes at step 1,000,000.
 """
 
 import json
@@ -35,7 +35,7 @@ SEQ_LEN, BATCH = 1024, 512
 
 
 def library(megabytes: float) -> bytes:
-    """That much source of Python's standard library, as .jsonl lines of 4 KiB; it repeats where it is too short."""
+    """Source of Python's standard library, repeated to a size, as .jsonl lines of 4 KiB."""
     texts, size = [], 0
     while size < megabytes * 1e6:
         for file in corpus.find("").files:
@@ -53,7 +53,7 @@ def command(source: Path, out: Path, *more: str) -> list[str]:
 
 
 def tokenising(folder: Path, megabytes: float) -> None:
-    """The command against the library."""
+    """Compare the command with the library."""
     source = folder / "text.jsonl"
     source.write_bytes(library(megabytes))
     subprocess.run(command(source, folder / "first", "--train-tokenizer", "8192"), cwd=ROOT, check=True, stdout=-3)
@@ -91,7 +91,7 @@ print(time.perf_counter() - before[0], time.process_time() - before[1])
 
 
 def children_s() -> float:
-    """Core-seconds of all processes that have ended, and of theirs."""
+    """CPU seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -101,7 +101,7 @@ def spread(values: list[float]) -> str:
 
 
 def resident(pid: int) -> int:
-    """Bytes that a process and those that it started hold in memory."""
+    """Resident bytes of a process and its children."""
     total = 0
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -116,7 +116,7 @@ def resident(pid: int) -> int:
 
 
 def memory(folder: Path, sizes: tuple[float, float]) -> None:
-    """Peak of the command with the byte tokenizer, which is the fastest and so the hardest to keep up with."""
+    """Peak memory of the command with the byte tokenizer, the fastest and so the hardest to keep up with."""
     print("peak memory of prepare, all processes together")
     for megabytes in sizes:
         source, out = folder / "memory.jsonl", folder / "memory"
@@ -152,7 +152,7 @@ def corpus_of(folder: Path, n_tokens: int) -> Path:
 
 
 def loader_of(folder: Path) -> Loader:
-    """As train.py has it, with one source."""
+    """The loader of train.py, with one source."""
     samples = Mixture([Samples(folder, "train", SEQ_LEN)], [1.0], ["one"])
     return Loader(samples, BATCH // 4, rank=0, world_size=1, seed=0)
 

@@ -1,7 +1,7 @@
 """Which small model learns best in the time of the default experiment: `python -m benchmarks.default_model`.
 
-Each candidate first runs 30 steps to see how fast it is, and then as many as fit into 100 seconds of training on two
-processes, on the default text, with its schedule over just those steps. It prints validation bits per byte on the way.
+Each candidate runs 30 steps to measure its speed, and then as many as fit into 100 seconds on two processes, with a
+schedule over those steps. Prints validation bits per byte.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What `distributed.process.keep_freed_memory` is worth: `python -m benchmarks.freed_memory`.
+"""The effect of `distributed.process.keep_freed_memory`: `python -m benchmarks.freed_memory`.
 
-The default experiment's first 40 steps on two processes, with and without it, in turn. It prints tokens per second of
-each pair and the ratio, and checks that the losses are the same bits.
+Runs the default experiment's first 40 steps on two processes with and without it, in turn. Prints tokens per second and
+their ratio, and checks that the losses are bitwise equal.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""The checks and figures that need a GPU, in one command: `python -m benchmarks.gpu [--skip-tests] [--only WORDS]`.
+"""Checks and figures that need a GPU: `python -m benchmarks.gpu [--skip-tests] [--only WORDS]`.
 
-First the tests that only a GPU can run (bitwise resume, the CPU's initial parameters and losses, the table of FSDP2's
-options). Then train.py itself, on all GPUs of this machine, for a table of settings: MFU, tokens per second, peak
-memory, and the share of the time in which the loop waited for data. The first Llama row is what the field takes for
-granted; each of the others changes one thing, so that what pays is seen, and the last ones go for the most.
+First runs the tests that need a GPU (bitwise resume, the CPU's initial parameters and losses, the table of FSDP2's
+options). Then runs train.py on all GPUs of this machine for a table of settings: MFU, tokens per second, peak memory,
+and the share of time spent waiting for data. The first Llama row is the baseline, the others change one thing each, and
+the last ones aim for the highest throughput.
 """
 
 import argparse

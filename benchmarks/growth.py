@@ -1,8 +1,8 @@
-"""What must stay flat or linear as runs grow: `python -m benchmarks.growth [--steps N] [--plot FILE]`.
+"""What must stay constant or linear as runs grow: `python -m benchmarks.growth [--steps N] [--plot FILE]`.
 
-Runs of train.py with a tiny model on one process: milliseconds per step in the course of a long run, with few and with
-many log lines, and by the size of the corpus; seconds to the first step, by the size of the corpus and by the step that
-a run is resumed at; and milliseconds per step by parameters and by tokens. It prints the figures, and plots each.
+Runs train.py with a tiny model on one process and prints, and plots, milliseconds per step over a long run, with few
+and many log lines, and by size of the corpus; seconds to the first step by size of the corpus and by step of the
+resume; and milliseconds per step by parameters and tokens.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What importing each dependency costs: `python -m benchmarks.imports`. Median of 5 fresh processes, in seconds."""
+"""Import times of the dependencies: `python -m benchmarks.imports`. Median of 5 fresh processes, in seconds."""
 
 import statistics
 import subprocess
@@ -20,7 +20,7 @@ MODULES = (
 
 
 def seconds(module: str) -> float:
-    """One import of a module in a fresh process; torch, where it is not the module, is imported before."""
+    """Time one import in a fresh process. Torch is imported before other modules."""
     before = (
         ""
         if module in ("torch", "numpy", "tomli", "tomli_w", "pydantic", "yaml", "filelock", "tqdm")

@@ -1,7 +1,7 @@
-"""What the options of docs/fsdp.md cost or bring on this machine: `python -m benchmarks.knobs [rounds]`.
+"""The cost or benefit of the options of docs/fsdp.md on this machine: `python -m benchmarks.knobs [rounds]`.
 
-Tokens per second on two processes, as a ratio to the same run without the option, interleaved; and the memory of one
-forward and backward of a model of 10 M parameters by mode of activation checkpointing, from the allocator's events.
+Prints tokens per second on two processes, as a ratio to the same run without the option, interleaved; and the memory of
+a forward and backward of a 10 M parameter model by mode of activation checkpointing.
 """
 
 import json
@@ -49,7 +49,7 @@ def rate(options: list[str]) -> float:
 
 
 def peak_mib(mode: str) -> float:
-    """The most that one forward and backward hold beyond parameters, in MiB: gradients and activations."""
+    """Peak MiB of gradients and activations in one forward and backward."""
     setting = {"activation_checkpointing.mode": load.ConfigValue(mode, ""), "model.size": load.ConfigValue("15M", "")}
     config = load.load(None, setting).config
     with torch.device("meta"):

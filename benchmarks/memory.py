@@ -1,15 +1,14 @@
-"""Peak memory of a rank against what the design promises: `python -m benchmarks.memory`, on 1, 2 and 4 CPU processes.
+"""Compares a rank's peak memory with the design's figures: `python -m benchmarks.memory`, on 1, 2 and 4 CPU processes.
 
-Measured: the most bytes that torch's allocator holds in a step, by its own events. Promised, for N parameters on W
-ranks, V entries, D dim:
+Measured: the peak bytes of torch's allocator in a step. Expected, for N parameters on W ranks, V entries, D dim:
 
     shards         4 N / W for parameters, 8 N / W for AdamW's moments, float32
-    activations    what autograd keeps at the end of forward, by its hooks; with the chunked loss the gradients of the
-                   head's input and matrix are among it, and no logits
+    activations    what autograd saves by the end of forward; the chunked loss adds the gradients of the head's input
+                   and matrix, and no logits
     head           2 V D: the gathered matrix
-    a chunk        logits, softmax in float32, its gradient, and the product that is added to the matrix's gradient
+    a chunk        logits, softmax in float32, its gradient, and the product added to the matrix's gradient
 
-The peak is at the end of forward: gradients come afterwards, and activations go at the same time.
+The peak is at the end of forward: gradients are allocated afterwards, while activations are freed.
 """
 
 import json
@@ -42,13 +41,13 @@ def held(t: Session) -> int:
 
 
 def peak_of_a_step(t: Session) -> int:
-    """The most bytes of one step, with what is held before it."""
+    """Peak bytes of one step, including what is held before it."""
     before = held(t)
     return before + peak_of(lambda: train.train_step(t, t.state.step + 1))
 
 
 def kept_for_backward(t: Session) -> int:
-    """Bytes of the storages that autograd keeps in a step's forward, without parameters."""
+    """Bytes that autograd saves in a step's forward, without parameters."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +76,7 @@ def promised(t: Session, shape: Shape, world_size: int) -> dict[str, int]:
 
 
 def rank() -> None:
-    """One rank: measure, and say it."""
+    """Measure on one rank, and print the result."""
     shape = Shape(**json.loads(sys.argv[2]))
     with process_group(RunConfig(device="cpu", threads=1)) as world:
         t = training_of(shape, world, {})
@@ -90,7 +89,7 @@ def rank() -> None:
 
 
 def measure(n: int, shape: dict[str, Any]) -> dict[str, int]:
-    """What rank 0 of n says."""
+    """The result of rank 0 of n."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

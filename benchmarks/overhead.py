@@ -1,8 +1,8 @@
-"""What is not training: `python -m benchmarks.overhead [rounds]`, with the default experiment on two processes.
+"""Start-up and logging overhead of the default experiment on two processes: `python -m benchmarks.overhead [rounds]`.
 
-Start-up: seconds from the start of `torchrun train.py` to its first step, next to a torchrun of processes that only
-import torch with FSDP and DTensor; the same for `python train.py`. The data is prepared before.
-Recording: the time inside everything that says, records or watches, as a share of the time of the steps.
+Start-up: seconds from `torchrun train.py` to its first step, compared with a torchrun that only imports torch with FSDP
+and DTensor; the same for `python train.py`. The data is prepared beforehand.
+Recording: the time spent in logging, recording and the watchdog, as a share of the time of the steps.
 """
 
 import os
@@ -32,7 +32,7 @@ STEPS = 60
 
 
 def first_step() -> None:
-    """train.py, which says when its first step begins, and ends there."""
+    """Run train.py up to the start of its first step, and print the time."""
     import train  # not by the parent, whose time is not measured
 
     def now(*_: Any) -> Any:
@@ -46,7 +46,7 @@ def first_step() -> None:
 
 
 def recording() -> None:
-    """train.py, which sums what its recording calls take."""
+    """Run train.py and sum the time of its recording calls."""
     import importlib
 
     import train
@@ -86,8 +86,8 @@ def recording() -> None:
     exit_process(code)
 
 
-def said(word: str, command: list[str]) -> float:
-    """The number behind a word in what a command prints."""
+def number_after(word: str, command: list[str]) -> float:
+    """The number after a word in the output of a command."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     found = [line.split()[1] for line in result.stdout.splitlines() if line.startswith(word + " ")]
@@ -98,7 +98,7 @@ def said(word: str, command: list[str]) -> float:
 
 def seconds_to(command: list[str]) -> float:
     before = time.time()
-    return said("NOW", command) - before
+    return number_after("NOW", command) - before
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def main() -> None:
         steps = [f"--train.steps={STEPS}", "--eval.every=0", "--sample.every=0", "--checkpoint.every=0"]
         for every in (10, 1):
             command = [*torchrun, *module, "recording", *options(), *steps, f"--log.every={every}"]
-            shares = [said("SHARE", [*command, f"--run.name=recording-{every}-{i}"]) for i in range(3)]
+            shares = [number_after("SHARE", [*command, f"--run.name=recording-{every}-{i}"]) for i in range(3)]
             print(
                 f"recording, a line every {every} steps of {STEPS}: {statistics.median(shares):.2%} of the time of the "
                 f"steps ({min(shares):.2%} to {max(shares):.2%})",

@@ -1,9 +1,9 @@
-"""Tokens per second against others: `make bench`, or `python -m benchmarks.train [--rounds N] [--smoke]`.
+"""Tokens per second of several frameworks: `make bench`, or `python -m benchmarks.train [--rounds N] [--smoke]`.
 
-Every contender (contenders.py) is built once and stays; then they take turns of a few steps, in another order each
-round, together with a matrix product as the roof. So a ratio compares two turns of the same half a minute, and what
-else the machine does falls on both. Printed: a table for BENCHMARKS.md, medians with their quartiles. On a busy machine
-look at the ratio by time on the cores, which leaves out waiting, also that for the other ranks.
+Every contender (contenders.py) is built once. Then they take turns of a few steps, in a different order each round,
+together with a matrix product as the practical peak. A ratio thus compares turns within the same half minute, and other
+load on the machine affects both. Prints a table for BENCHMARKS.md with medians and quartiles. On a busy machine look at
+the ratio by CPU time, which excludes waiting, including that for other ranks.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SMOKE_CONTENDERS = [OURS, "bare FSDP2 loop", "DDP", "roof"]
 
 
 class Ranks:
-    """The processes of one contender, which wait between their turns."""
+    """The processes of one contender."""
 
     def __init__(self, name: str, shape: Shape, n: int, device: str) -> None:
         with socket.socket() as free:
@@ -89,7 +89,7 @@ class Ranks:
         sys.exit(f"{' '.join(self._processes[0].args[1:4])} ended before its time; what it said is above")  # type: ignore
 
     def close(self) -> None:
-        """End the processes, which leave when there is nothing left to read."""
+        """Close standard input, which ends the processes."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -99,7 +99,7 @@ class Ranks:
 
 @dataclass
 class Measured:
-    """What the turns of one contender took, round by round."""
+    """Timings of one contender by round."""
 
     rates: list[float] = field(default_factory=list)  # tokens/s over all ranks; of the roof, FLOP/s
     core_rates: list[float] = field(default_factory=list)  # the same by the time on the cores, without waiting
@@ -109,7 +109,7 @@ class Measured:
 def measure(
     shape: Shape, names: list[str], n: int, device: str, rounds: int, steps: int
 ) -> tuple[dict[str, Measured], list[float]]:
-    """Interleaved turns of all contenders, and the load of the machine at each round."""
+    """Run all contenders in turns. Also returns the machine's load at each round."""
     ranks = {name: Ranks(name, shape, n, device) for name in names}
     for waiting in ranks.values():
         waiting.wait()
@@ -145,12 +145,12 @@ def over(these: list[float], those: list[float]) -> list[float]:
 
 
 def pairs(these: Measured, those: Measured) -> list[tuple[list[float], list[float]]]:
-    """Rates by the clock, and by the time on the cores."""
+    """Rates by wall-clock time and by CPU time."""
     return [(these.rates, those.rates), (these.core_rates, those.core_rates)]
 
 
 def spread(values: list[float], form: str = ".2f") -> str:
-    """Median, and the quartiles around it."""
+    """The median and quartiles as text."""
     low, middle, high = (format(value, form) for value in quartiles(values))
     return f"{middle} ({low} to {high})"
 
@@ -183,7 +183,7 @@ def rows(shape: Shape, found: dict[str, Measured], *, first: bool) -> list[str]:
 
 
 def about(shape: Shape, n: int, device: str, rounds: int, loads: list[float]) -> list[str]:
-    """What was measured, where, and with which versions."""
+    """The model, the machine and the versions."""
     packages = ("torch", "transformers", "lightning-fabric", "accelerate")
     versions = []
     for package in packages:

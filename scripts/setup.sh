@@ -1,6 +1,6 @@
 #!/bin/sh
-# Make a virtual environment and install torchtitan_lite into it, with pinned versions.
-#   sh scripts/setup.sh VENV EXTRAS          e.g. .venv "[dev]"; $PYTHON names the interpreter, python3 by default
+# Creates a virtual environment and installs torchtitan_lite with pinned versions.
+#   sh scripts/setup.sh VENV EXTRAS          e.g. .venv "[dev]"; $PYTHON is the interpreter (default: python3)
 set -eu
 venv=$1
 extras=$2
@@ -15,7 +15,7 @@ if ! "$python" -c "$new_enough" 2>/dev/null; then
     done
     if [ -z "${found:-}" ]; then
         echo "torchtitan_lite needs Python 3.11 or newer, and $python is $("$python" --version 2>&1 || echo missing)." >&2
-        echo "Install one, or name it: make PYTHON=/path/to/python3.12 train" >&2
+        echo "Install a newer one, or name it: make PYTHON=/path/to/python3.12 train" >&2
         exit 1
     fi
     python=$found
@@ -24,14 +24,14 @@ fi
 site=""
 if [ ! -x "$venv/bin/python" ]; then
     if "$python" -c "$has_torch" 2>/dev/null; then
-        echo "setup   keeping the torch that $python brings"
+        echo "setup   using the torch that is installed for $python"
         site="--system-site-packages"
     fi
     echo "setup   making $venv with $("$python" --version)"
-    # shellcheck disable=SC2086  # no argument at all where $site is empty
+    # shellcheck disable=SC2086  # an empty $site must not become an argument
     "$python" -m venv $site "$venv"
     if [ -n "$site" ] && ! "$venv/bin/python" -c "$has_torch" 2>/dev/null; then
-        # $python is of a virtual environment itself: ours sees the system's packages, not that one's
+        # $python belongs to a virtual environment: system-site-packages does not include its packages
         packages=$("$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent.parent)')
         ours=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
         echo "$packages" >"$ours/parent.pth"

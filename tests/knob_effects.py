@@ -1,4 +1,4 @@
-"""What each knob claims to do, observed: collectives counted and ordered, dtypes and bytes looked at.
+"""Observes the effect of each knob: the number and order of collectives, dtypes, bytes.
 
 Each effect is called on all ranks of a process group, by tests/knob_worker.py, with a function that builds a training
 from [fsdp] keys and the like, on top of a three-layer model.

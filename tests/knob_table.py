@@ -1,4 +1,4 @@
-"""The table of [fsdp] and its neighbours that tests/test_knobs.py holds against one plain model: at most 46 rows.
+"""The table of [fsdp] and related keys that tests/test_knobs.py compares with an unsharded reference: at most 46 rows.
 
 The fast paths of [speed] are on, as by default, with blocks and chunks so small (knob_worker.py) that a sequence has
 several; the plain model has none of them.
@@ -46,7 +46,7 @@ class Case:
     reference: bool = True  # with dropout there is none: masks depend on the ranks
 
     def config(self, device: str = "cpu") -> Config:
-        """As if all of it had been given on the command line."""
+        """The config, as given on the command line."""
         values = {"llama": LLAMA, "gpt": GPT}[self.base] | {"model.size": "1M", "run.device": device} | self.set
         given = {key: load.ConfigValue(value, "command line") for key, value in values.items()}
         n_gpus = int(device == "cuda")

@@ -32,7 +32,6 @@ from torchtitan_lite.distributed.process_group import World, build_mesh, exit_pr
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import attention
 from torchtitan_lite.models import loss as head
-from torchtitan_lite.monitoring.metrics import Clock
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
@@ -66,7 +65,6 @@ def training(config: Config, world: World) -> Session:
         checkpointer=unused,
         state=TrainState(),
         log=unused,
-        clock=Clock(),
         samples=unused,
         profile=unused,
         peak_tokens_per_second=0.0,

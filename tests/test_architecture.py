@@ -1,4 +1,4 @@
-"""The structure of the package: its rooms, which way imports point, and how much a run loads and a reader reads."""
+"""The structure of the package: rooms, directions of imports, and limits on lines."""
 
 import ast
 import json
@@ -135,7 +135,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         visit(module, ())
 
 
-def test_models_know_nothing_of_ranks() -> None:
+def test_models_do_not_use_torch_distributed() -> None:
     for path in (PACKAGE / "models").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -198,7 +198,7 @@ def test_a_plain_run_loads_nothing_that_it_does_not_use(loaded: set[str]) -> Non
     assert not sorted(m for m in loaded for unused in NOT_LOADED if m == unused or m.startswith(f"{unused}."))
 
 
-def test_a_plain_run_loads_few_lines_of_ours(loaded: set[str]) -> None:
+def test_a_plain_run_loads_at_most_8000_lines_of_ours(loaded: set[str]) -> None:
     files = [
         path for path in (*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py") if name_of(path) in loaded
     ]
@@ -230,7 +230,7 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
             yield node.name, (node.end_lineno or 0) - node.lineno + 1
 
 
-def test_functions_are_short() -> None:
+def test_functions_have_fewer_than_60_lines() -> None:
     files = [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py", *(ROOT / "benchmarks").glob("*.py")]
     long = [f"{path}: {name} has {n} lines" for path in files for name, n in functions(path) if n >= FUNCTION_LINES]
     assert not long
@@ -246,7 +246,7 @@ def test_a_long_file_gives_its_reason() -> None:
 # --- rule 5 -----------------------------------------------------------------------------------------------------
 
 
-def test_no_folder_is_crowded() -> None:
+def test_no_folder_has_more_than_12_modules() -> None:
     counts = Counter(path.parent for path in modules())
     assert not {str(folder): n for folder, n in counts.items() if n > FOLDER_MODULES}
 
@@ -288,7 +288,7 @@ ONE_PLACE = {
 }
 
 
-def test_each_thing_is_done_in_one_place() -> None:
+def test_each_shared_function_has_one_definition() -> None:
     """Functions of general use have one definition, and nobody else does what they do."""
     defined: dict[str, list[str]] = {}
     for path in [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]:
@@ -305,7 +305,7 @@ def test_each_thing_is_done_in_one_place() -> None:
         assert len(defined.get(name, [])) == 1, (name, defined.get(name))
 
 
-def test_nothing_is_imported_that_is_not_there() -> None:
+def test_command_modules_exist() -> None:
     """The modules that are started by name, and the files that are read by name."""
     for name in (*COMMANDS, "data.prepare"):
         result = subprocess.run(

@@ -1,4 +1,4 @@
-"""A command that is refused changes nothing, a restart obeys no command twice, and a status belongs to its attempt."""
+"""A refused command changes nothing, a restart does not apply `resume` twice, and a status belongs to its attempt."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def set_aside(run: Path) -> list[str]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "another identity": ({"checkpoint__resume": "step-4", "train__seq_len": 16}, "", "train.seq_len is 32 in the"),
-    "no weights": ({"checkpoint__resume": "never", "model__init_from": "EMPTY"}, "", "is no run with a checkpoint"),
+    "no weights": ({"checkpoint__resume": "never", "model__init_from": "EMPTY"}, "", "is not a run with a checkpoint"),
     "a full disk": ({"checkpoint__resume": "never"}, "error:0:0:space", "No space left on device"),
     "files that can't grow": ({"checkpoint__resume": "step-4"}, "full:0:0:lock", "can't be written: File too large"),
 }
@@ -118,7 +118,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_full_when_a_run_is_continued_is_said(finished: Path, text: Path, disk: Path) -> None:
+def test_a_full_disk_at_a_resume_is_reported(finished: Path, text: Path, disk: Path) -> None:
     run = disk / "run"
     shutil.copytree(finished, run)
     (run / ".lock-holder").unlink()
@@ -139,12 +139,12 @@ def test_a_disk_that_is_full_when_a_run_is_continued_is_said(finished: Path, tex
 
 
 def torchrun_attempt(number: int, run_id: str = "x") -> dict[str, str]:
-    """What torchrun tells the workers of an attempt."""
+    """The environment that torchrun gives the workers of an attempt."""
     return {"TORCHELASTIC_RESTART_COUNT": str(number), "TORCHELASTIC_RUN_ID": run_id}
 
 
 @pytest.mark.parametrize(("resume", "aside"), [("never", [2, 4, 6, 8]), ("step-2", [4, 6, 8])])
-def test_a_restart_by_torchrun_goes_on_from_what_the_attempt_before_has_saved(
+def test_a_restart_by_torchrun_resumes_from_the_previous_attempt(
     resume: str, aside: list[int], run: Path, text: Path, tmp_path: Path
 ) -> None:
     same = command(text, tmp_path, checkpoint__resume=resume)
@@ -154,7 +154,7 @@ def test_a_restart_by_torchrun_goes_on_from_what_the_attempt_before_has_saved(
     assert first.returncode != 0
     assert set_aside(run) == expected
     output = succeeded(ranks(n, *same, env=torchrun_attempt(1)))
-    assert f'checkpoint.resume = "{resume}" was carried out by an earlier attempt' in output
+    assert f'checkpoint.resume = "{resume}" was applied by an earlier attempt' in output
     assert "resumed after step 4" in output
     assert set_aside(run) == expected
     assert losses(run).keys() == set(range(1, 9))
@@ -164,8 +164,8 @@ def test_a_restart_by_torchrun_goes_on_from_what_the_attempt_before_has_saved(
     assert len(set_aside(run)) > len(expected)
 
 
-def test_an_attempt_that_dies_before_it_obeys_leaves_it_to_the_next(run: Path, text: Path, tmp_path: Path) -> None:
-    """Also where an earlier launch of the same name has obeyed: torchrun's own name is "none" unless one is given."""
+def test_an_attempt_that_dies_early_leaves_resume_to_the_next(run: Path, text: Path, tmp_path: Path) -> None:
+    """Even if an earlier launch had the same id: torchrun's default id is "none"."""
     same = command(text, tmp_path, checkpoint__resume="never")
     succeeded(ranks(1, *same, env=torchrun_attempt(0, "none")))
     assert ranks(1, *same, env=torchrun_attempt(0, "none"), fault="kill:0:0:space").returncode != 0
@@ -181,7 +181,7 @@ def test_another_launch_is_no_restart(run: Path, text: Path, tmp_path: Path) -> 
     assert "new; the same" in succeeded(ranks(1, *same, env=torchrun_attempt(1, "y")))
 
 
-def test_a_requeued_job_goes_on_from_what_it_has_saved(run: Path, text: Path, tmp_path: Path) -> None:
+def test_a_requeued_job_resumes_from_its_checkpoint(run: Path, text: Path, tmp_path: Path) -> None:
     longer = {"train__steps": 14}
     same = command(text, tmp_path, checkpoint__resume="step-2", **longer)
     job = {"SLURM_JOB_ID": "7"}
@@ -235,8 +235,8 @@ def test_a_command_that_finds_the_folder_in_use_leaves_the_status_alone(run: Pat
     assert (run / "run.json").read_bytes() == before
 
 
-def test_stacks_of_an_earlier_attempt_stay(run: Path, text: Path, tmp_path: Path) -> None:
-    """A restart must not remove what the error of the attempt before has pointed to."""
+def test_stacks_of_an_earlier_attempt_are_kept(run: Path, text: Path, tmp_path: Path) -> None:
+    """A restart must not remove files that the previous attempt's error names."""
     stacks = run / "stacks"
     stacks.mkdir()
     (stacks / "rank-0.txt").write_text("Timeout (0:00:08)!\nwhere it hung\n")
@@ -274,7 +274,7 @@ def test_a_file_that_can_t_be_replaced_leaves_the_checkpoints_alone(run: Path, t
 
 
 def test_a_run_json_that_can_t_be_read_refuses_the_attempt(run: Path, text: Path, tmp_path: Path) -> None:
-    """What it says of earlier attempts decides what may be set aside: unreadable is not empty."""
+    """run.json decides whether checkpoints may be set aside, so an unreadable one is not treated as empty."""
     (run / "run.json").unlink()
     (run / "run.json").mkdir()
     result = ranks(1, *command(text, tmp_path, checkpoint__resume="never"))

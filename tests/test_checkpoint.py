@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said before anything is overwritten."""
+"""Problems of a checkpoint are reported before anything is overwritten."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ def test_more_steps_continue_a_finished_run(finished: Path, text: Path, tmp_path
         ("model__n_layers", 3, "2", "3"),
     ],
 )
-def test_checkpoint_of_another_run(
+def test_a_checkpoint_of_another_run_is_refused(
     key: str, value: int, saved: str, here: str, finished: Path, text: Path, tmp_path: Path
 ) -> None:
     message = again(finished, text, tmp_path, **{key: value})
@@ -72,7 +72,7 @@ def test_checkpoint_of_another_run(
     assert "--run.name=NAME" in message
 
 
-def test_other_text_or_vocabulary(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_other_text_or_vocabulary_is_refused(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, tokenizer__vocab_size=400)
     assert "tokenizer is " in message
     assert "data is " in message
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert any(file in problem for problem in problems), problems
 
 
-def test_the_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(
+def test_the_run_resumes_from_the_newest_complete_checkpoint_and_logs_it(
     finished: Path, text: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
@@ -125,7 +125,7 @@ def test_the_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
-def test_when_no_checkpoint_is_whole_the_run_does_not_begin_again(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_without_a_complete_checkpoint_the_run_does_not_start_over(finished: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     for step in (2, 4):
         cut_short(checkpoint(tmp_path / "run", step) / "model.safetensors")
@@ -141,7 +141,7 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_begin_again(finished: Path
 
 
 def test_verification_can_be_cheaper(finished: Path, text: Path, tmp_path: Path) -> None:
-    """A choice that shows in what is found: a changed byte needs hashes, a missing one the size."""
+    """Hashes find a changed byte; sizes find a missing one."""
     shutil.copytree(finished, tmp_path / "run")
     folder = checkpoint(tmp_path / "run", 4)
     record = storage.read_manifest(folder).files["model.safetensors"]
@@ -173,7 +173,7 @@ def test_100_flipped_bits_and_100_cuts_are_all_found(finished: Path, tmp_path: P
 
 
 def edit(file: Path, change: Callable[[Any], None]) -> None:
-    """By somebody who knows how to make it look right."""
+    """Change a file as an attacker would, with a matching manifest."""
     content = json.loads(file.read_text())
     del content["sha256"]
     change(content)
@@ -237,8 +237,8 @@ def test_a_damaged_shard_is_found(harm: Callable[[Path], None], sharded: Path, t
     assert any("shard-00000-of-00002.safetensors" in problem for problem in storage.verify(folder))
 
 
-def test_a_copy_elsewhere_with_other_times_is_the_same(finished: Path, text: Path, tmp_path: Path) -> None:
-    """The step decides what is newest, not the clock."""
+def test_a_copy_with_other_file_times_is_the_same_checkpoint(finished: Path, text: Path, tmp_path: Path) -> None:
+    """The step decides which checkpoint is newest, not the file times."""
     for step, age in ((2, 0), (4, 10**9)):
         shutil.copytree(checkpoint(finished, step), checkpoint(tmp_path / "run", step))
         os.utime(checkpoint(tmp_path / "run", step), (10**9 - age, 10**9 - age))
@@ -247,7 +247,7 @@ def test_a_copy_elsewhere_with_other_times_is_the_same(finished: Path, text: Pat
 
 
 class Bomb:
-    """What a pickle may do when it is opened."""
+    """A pickle that executes code when it is loaded."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -257,7 +257,7 @@ class Bomb:
 
 
 def replace_by(content: bytes, folder: Path, name: str) -> None:
-    """Put other bytes into a checkpoint, with a manifest that agrees."""
+    """Replace a file of a checkpoint and update the manifest."""
     (folder / name).write_bytes(content)
     record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
@@ -269,10 +269,10 @@ NESTED = b"[" * 100_000
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("harm", ["a pickle", "a huge header", "deep JSON", "twice the same key", "other shapes"])
-def test_what_somebody_hands_in_is_refused_and_runs_nothing(
+def test_a_malicious_checkpoint_is_refused_and_executes_nothing(
     harm: str, kind: str, finished: Path, sharded: Path, text: Path, tmp_path: Path
 ) -> None:
-    """By somebody who makes the hashes right: it is named, nothing is executed, memory stays small."""
+    """The hashes match, yet the file is named in an error, nothing is executed, and memory stays small."""
     source = finished if kind == "full" else sharded
     shutil.copytree(source, tmp_path / "run")
     folder = checkpoint(tmp_path / "run", 4)
@@ -300,7 +300,7 @@ def test_what_somebody_hands_in_is_refused_and_runs_nothing(
 
 
 def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is synced before the manifest, the manifest and the folder before the rename, and that at the end."""
+    """Files are synced before the manifest, manifest and folder before the rename, and the parent folder last."""
     happened: list[str] = []
     sync, rename = os.fsync, Path.rename
 
@@ -331,7 +331,7 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_resume_selects_a_checkpoint(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, checkpoint__resume="step-3")
     assert 'checkpoint.resume = "step-3" does not exist in ' in message
     assert "found step-2, step-4" in message
@@ -343,7 +343,7 @@ def test_which_checkpoint_is_loaded_can_be_said(finished: Path, text: Path, tmp_
 
 
 @pytest.mark.slow
-def test_another_run_can_be_gone_on_from(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_a_run_can_resume_from_another_run(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, run__name="other", checkpoint__resume=tmp_path)
     assert "is not a checkpoint, or a run with one" in message
     command = tiny(text, tmp_path, run__name="fork", train__steps=6, checkpoint__resume=finished)
@@ -364,7 +364,7 @@ def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) 
     assert all(f"c/{name}: not a folder step-N" in said for name in ("step-7", "step-00000009.bak", "step-00000012"))
 
 
-def test_retention(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 2.5, 6: None}
 
     def fill() -> None:
@@ -385,7 +385,7 @@ def test_retention(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path)
 
 
-def test_old_checkpoints_go_and_the_best_stays(text: Path, tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted_and_the_best_is_kept(text: Path, tmp_path: Path) -> None:
     more = {"checkpoint__keep_latest": 1, "checkpoint__keep_best": True, "checkpoint__keep_every": 4}
     command = tiny(text, tmp_path, run__name="run", train__steps=7, checkpoint__every=1, eval__every=1, **more)
     succeeded(ranks(1, *command))
@@ -394,15 +394,15 @@ def test_old_checkpoints_go_and_the_best_stays(text: Path, tmp_path: Path) -> No
     assert storage.find_steps(tmp_path / "run/checkpoints") == sorted({4, 7, best})
 
 
-def test_the_one_that_was_loaded_stays(finished: Path, text: Path, tmp_path: Path) -> None:
-    """Until somebody has seen that the run goes well from there."""
+def test_the_loaded_checkpoint_is_kept(finished: Path, text: Path, tmp_path: Path) -> None:
+    """Until a person has seen that the run continues well from it."""
     shutil.copytree(finished, tmp_path / "run")
     more = {"checkpoint__every": 1, "checkpoint__keep_latest": 1}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=7, **more)))
     assert storage.find_steps(tmp_path / "run/checkpoints") == [4, 7]
 
 
-def test_what_killed_processes_left_goes_away(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     for name in (".tmp-step-00000001-abc", ".trash-step-00000002-abc"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("")
@@ -411,14 +411,14 @@ def test_what_killed_processes_left_goes_away(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_path: Path) -> None:
-    """No file may grow beyond 64 KiB: the weights don't fit. The run goes on, and fails at its end."""
+    """Files are limited to 64 KiB, so the weights do not fit. The run continues, and fails at its end."""
     shutil.copytree(finished, tmp_path / "run")
     arguments = tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=2, log__every=1)
     result = limited("FSIZE", 64 << 10, arguments, tmp_path)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr, result.stderr
     assert "NOT SAVED  step 6: " in result.stdout
-    assert "File too large; older checkpoints are untouched, training goes on" in result.stdout
+    assert "File too large; older checkpoints are untouched, training continues" in result.stdout
     assert "step    8/8" in result.stdout
     assert "the last checkpoint was not saved: " in result.stderr
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
@@ -426,13 +426,13 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     assert storage.find_steps(tmp_path / "run/checkpoints")[-1] == 8
 
 
-def test_too_little_space_is_said_with_both_numbers(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_with_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"a checkpoint takes 1000000000000000000.00 GB, but .* GB free"):
         storage.require_space(tmp_path / "not" / "there", 10**27)
     storage.require_space(tmp_path, 1)
 
 
-def test_tensor_files_are_those_of_the_library(tmp_path: Path) -> None:
+def test_tensor_files_equal_those_of_the_safetensors_library(tmp_path: Path) -> None:
     tensors = {
         "matrix": torch.randn(7, 5),
         "scalar": torch.tensor(3.0),
@@ -463,13 +463,13 @@ def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_verify_names_what_is_damaged(finished: Path, sharded: Path, tmp_path: Path) -> None:
     result = python("verify", str(finished), str(sharded), script="checkpoint.py")
-    assert succeeded(result).count("whole   ") == 4
+    assert succeeded(result).count("complete ") == 4
     shutil.copytree(sharded, tmp_path / "run")
     flip_a_bit(checkpoint(tmp_path / "run", 2) / "shard-00001-of-00002.safetensors")
     result = python("verify", str(tmp_path / "run"), script="checkpoint.py")
     assert result.returncode == 1
     assert "shard-00001-of-00002.safetensors: its SHA-256" in result.stdout
-    assert result.stdout.count("whole   ") == 1
+    assert result.stdout.count("complete ") == 1
     assert python("verify", str(tmp_path), script="checkpoint.py").returncode == 2
 
 
@@ -504,11 +504,11 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
     assert all(found[name].equal(expected[name]) for name in expected)
     again = python("convert", str(sharded), str(tmp_path / "run/checkpoints"), script="checkpoint.py")
     assert again.returncode == 2
-    assert "step-00000004 is there already" in again.stderr
+    assert "step-00000004 exists already" in again.stderr
 
 
 @pytest.mark.slow
-def test_a_sharded_run_can_be_started_from_and_exported(sharded: Path, text: Path, tmp_path: Path) -> None:
+def test_a_sharded_run_can_be_exported_and_used_as_init_from(sharded: Path, text: Path, tmp_path: Path) -> None:
     more = {"model__init_from": sharded, "model__tie_embeddings": True, "train__steps": 3}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="next", **more)))
     succeeded(python("export", str(sharded), str(tmp_path / "hf"), script="checkpoint.py"))

@@ -1,4 +1,4 @@
-"""Several machines, as two torchruns on one; and the script for Slurm, with its commands played by others."""
+"""Two machines, simulated by two torchruns, and the Slurm script with stand-ins for its commands."""
 
 import json
 import os
@@ -53,9 +53,9 @@ def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_killed_on_one_machine_restarts_both(text: Path, tmp_path: Path) -> None:
-    """torchrun counts a restart only on the machine whose rank died; the ranks still meet.
+    """torchrun counts a restart only on the machine whose rank died; the ranks still rendezvous.
 
-    Rank 0 is slow, so that its torchrun hears of the restart before its rank fails for want of the other.
+    Rank 0 is slow, so that its torchrun learns of the restart before its rank fails without the other.
     """
     more = {"train__steps": 6, "checkpoint__every": 2, "checkpoint__resume": "never"}
     command = tiny(text, tmp_path, run__name="two", **more)
@@ -166,7 +166,7 @@ else:
     ("failed", "preempted", 1, 0, True),
     ("failed", "complete", 1, 0, False),
 ])  # fmt: skip
-def test_the_slurm_script_believes_only_the_status_of_this_attempt(
+def test_the_slurm_script_uses_only_the_status_of_this_attempt(
     before: str, status: str, code: int, expected: int, requeued: bool, slurm: dict[str, str], tmp_path: Path
 ) -> None:
     python = tmp_path / "bin/played-python"

@@ -1,7 +1,4 @@
-"""Every shipped config: it is parsed, and runs two steps or, where it is too big, is sharded on the meta device.
-
-Each says in its first lines what it is for and on which cluster, and is planned there.
-"""
+"""Every shipped config runs two steps, or is sharded on the meta device if it is too big, and fits its cluster."""
 
 import re
 from pathlib import Path
@@ -105,8 +102,8 @@ def test_copies_of_the_70b_fit_as_its_comment_says() -> None:
     assert sum(found.device_bytes.values()) <= ROOM * found.device.memory_gib * GIB
 
 
-def test_counts_are_the_published_ones() -> None:
-    """What the test above compares with; of https://huggingface.co/meta-llama and openai-community."""
+def test_expected_parameter_counts_are_the_published_ones() -> None:
+    """Checks the reference values above. Source: https://huggingface.co/meta-llama and openai-community."""
     assert PARAMETERS["llama", "8B"] == (128256, 8_030_261_248)
     assert PARAMETERS["llama", "70B"] == (128256, 70_553_706_496)
     assert PARAMETERS["gpt", "124M"] == (50257, 124_439_808)

@@ -1,4 +1,4 @@
-"""What can only be shown on a GPU: one rank, NCCL. Run by hand where there is one: `pytest tests/test_cuda.py`."""
+"""Tests that need a GPU, with one rank and NCCL. Run by hand: `pytest tests/test_cuda.py`."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ CUBLAS_WORKSPACE = 32 << 20  # bytes that torch gives cuBLAS on an H100; less on
 
 @pytest.fixture(scope="module")
 def knobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The table of knobs, in a world of one."""
+    """The table of knobs, on one rank."""
     file = tmp_path_factory.mktemp("knobs") / "results.json"
     succeeded(torchrun(1, str(file), "cuda", script="tests/knob_worker.py"))
     return json.loads(file.read_text())

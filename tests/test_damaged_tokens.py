@@ -1,4 +1,4 @@
-"""Prepared data that was damaged where the quick look at the start does not look: found where it is read."""
+"""Damage in prepared data that the quick check at the start does not cover is found when the data is read."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def test_a_run_on_damaged_tokens_ends_with_the_file(folder: Path, tmp_path: Path
         (-1, None, r"document \d+ .* ends at token .*, and should end after "),
     ],
 )
-def test_ends_of_documents_are_held_against_the_stream(
+def test_document_ends_are_compared_with_the_tokens(
     folder: Path, number: int, value: int | None, expected: str
 ) -> None:
     meta = read_meta(folder)
@@ -92,7 +92,7 @@ def test_an_empty_index_of_documents_is_an_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [(0, 0), (0, 10**9), (1, 0), (1, 33), (1, -1)])
-def test_pieces_of_a_packed_index_are_held_against_the_stream(folder: Path, damage: tuple[int, int]) -> None:
+def test_pieces_of_a_packed_index_are_compared_with_the_tokens(folder: Path, damage: tuple[int, int]) -> None:
     index = pack(folder, read_meta(folder), 32, lambda _: None)
     column, value = damage
     pieces = np.fromfile(index / "train.pieces", np.int64).reshape(-1, 2)

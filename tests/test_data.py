@@ -1,4 +1,4 @@
-"""Text, tokens, order and batches; and text that can't be used."""
+"""Text, tokens, order and batches; errors of unusable text."""
 
 import json
 import math
@@ -67,8 +67,8 @@ def test_epochs_are_whole_and_differ() -> None:
     assert [sample_index(i, 100, seed=4) for i in range(100)] != epochs[0]
 
 
-def test_order_is_what_it_was() -> None:
-    """These numbers must never change: a run that is resumed by a later version goes on with the same data."""
+def test_the_order_of_samples_never_changes() -> None:
+    """These numbers must never change: a later version must resume a run with the same data."""
     assert [sample_index(i, 1000, seed=0) for i in (0, 1, 2, 999, 1000, 10**15)] == [
         745, 495, 429, 330, 84, 80,
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def test_bytes_of_tokens_are_the_bytes_of_the_text(prepared: Path) -> None:
     assert lengths[tokenizer.token_to_id("<|endoftext|>")] == 0
 
 
-def test_unigram_entropy(prepared: Path) -> None:
+def test_unigram_entropy_matches_a_direct_computation(prepared: Path) -> None:
     lengths = torch.from_numpy(bytes_per_token(Tokenizer.from_file(str(prepared / "tokenizer.json"))))
     targets = stream_of(prepared, "val")[1:49]
     bits = -sum(math.log2(targets.count(token) / 48) for token in targets)
@@ -205,13 +205,13 @@ def test_what_a_killed_process_left_is_not_used(text: Path, tmp_path: Path) -> N
     assert (folder / "train-00000.bin").read_bytes() == before
 
 
-def test_everything_held_out(tmp_path: Path) -> None:
+def test_holding_out_everything_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"a short text, line {i}\n" for i in range(300)))
     with pytest.raises(DataError, match="all of the text was held out"):
         make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
 
 
-def test_dangling_links_are_passed_over(text: Path, tmp_path: Path) -> None:
+def test_dangling_links_are_skipped(text: Path, tmp_path: Path) -> None:
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     (tmp_path / "here.txt").symlink_to(text / "typing.txt")
     assert [file.name for file in corpus.find(str(tmp_path)).files] == ["here.txt"]
@@ -258,18 +258,18 @@ def test_text_that_is_not_utf8_is_named(text: Path, tmp_path: Path) -> None:
         (b"too little to learn from\n" * 200, "too short for tokenizer.vocab_size = 517: it yields"),
     ],
 )
-def test_too_little_text(content: bytes, expected: str, tmp_path: Path) -> None:
+def test_too_little_text_is_an_error(content: bytes, expected: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=expected):
         make(tmp_path, tmp_path / "cache")
 
 
-def test_text_shorter_than_one_sequence(prepared: Path) -> None:
+def test_text_shorter_than_one_sequence_is_an_error(prepared: Path) -> None:
     with pytest.raises(DataError, match=r"less than one sequence of train\.seq_len \+ 1 = 1000001; use more text or"):
         Samples(prepared, "train", 1_000_000)
 
 
-def test_json_lines(tmp_path: Path) -> None:
+def test_json_lines_are_read(tmp_path: Path) -> None:
     texts = [f'line {i}: "quoted", \u4e2d\n' for i in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"id": i, "body": t}) + "\n" for i, t in enumerate(texts)))
     found = corpus.find(str(tmp_path), "body")
@@ -298,7 +298,7 @@ def test_a_bad_json_line_is_named(line: bytes, expected: str, tmp_path: Path) ->
         list(documents(corpus.find(str(tmp_path)), Options()))
 
 
-def test_a_tokenizer_of_ones_own(text: Path, prepared: Path, tmp_path: Path) -> None:
+def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -> None:
     data = DataConfig(path=str(text / "typing.txt"), cache_dir=str(tmp_path))
     config = TokenizerConfig(path=str(prepared / "tokenizer.json"))
     folder = prepare(data, config, lambda said: None)
@@ -329,7 +329,7 @@ def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
     assert end_token(tokenizer) == 1
 
 
-def test_folder_without_text_and_file_of_another_kind(tmp_path: Path) -> None:
+def test_a_folder_without_text_and_a_file_of_another_kind_are_errors(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=r"no text at .*folder: it takes \.txt, \.jsonl"):
         corpus.find(str(tmp_path / "folder"))

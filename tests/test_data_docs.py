@@ -1,4 +1,4 @@
-"""The commands of docs/data.md, run as they stand there, from a folder of text to a training run."""
+"""Runs the commands of docs/data.md, from a folder of text to a training run."""
 
 import re
 import shlex

@@ -26,9 +26,7 @@ def test_a_span_of_no_tokens_is_empty(tmp_path: Path) -> None:
     assert len(TokenFiles(tmp_path / "out", read_meta(tmp_path / "out"), "train").read(1, 1)) == 0
 
 
-def test_other_text_of_the_same_size_and_time_is_not_taken_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_text_of_the_same_size_and_time_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = prepared(tmp_path, "a")
     command = [str(text), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     before = text.stat()

@@ -1,4 +1,4 @@
-"""A run that fails says why, exits with an error, and keeps what it had."""
+"""A failing run prints the reason, exits with an error, and keeps its files."""
 
 import signal
 import socket
@@ -22,7 +22,7 @@ def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: 
     assert checkpoint(tmp_path / "nan", 2).is_dir()
 
 
-def test_two_runs_in_one_folder(text: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_one_folder_is_refused(text: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run/.lock"):
         result = ranks(1, *tiny(text, tmp_path, run__name="run"))
@@ -31,7 +31,7 @@ def test_two_runs_in_one_folder(text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_exits(text: Path, tmp_path: Path) -> None:
     command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="run", train__steps=100_000)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -41,7 +41,7 @@ def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, errors
-    assert "(SIGINT); the same command goes on" in rest
+    assert "(SIGINT); the same command resumes" in rest
     assert "saved   " in rest
     assert "Traceback" not in errors
 
@@ -65,7 +65,7 @@ def test_bad_text_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_too_little_memory_says_what_to_set(text: Path, tmp_path: Path) -> None:
+def test_an_out_of_memory_error_names_an_option(text: Path, tmp_path: Path) -> None:
     """16 GB of address space, and logits that take 39."""
     arguments = tiny(text, tmp_path, run__name="run", train__micro_batch_size=1024, model__vocab_size=300_000)
     arguments.append("--speed.chunked_loss=false")  # which would never have them all
@@ -76,7 +76,7 @@ def test_too_little_memory_says_what_to_set(text: Path, tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_port_in_use_is_said(text: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(text: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""What clusters do to a run: signals, limits, lost and hanging ranks, full disks, NaN. Each fault is seen to happen."""
+"""Faults of a cluster: signals, time limits, lost and hanging ranks, full disks, NaN. Tests check that they fired."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def status(run: Path) -> dict[str, Any]:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """The steps of a run's checkpoints, each of which must be whole."""
+    """The steps of a run's checkpoints, all of which must be complete."""
     steps = storage.find_steps(run / "checkpoints")
     for step in steps:
         assert storage.verify(checkpoint(run, step)) == []
@@ -36,7 +36,7 @@ def saved_steps(run: Path) -> list[int]:
 def launched(
     *arguments: str, script: str = "train.py", n: int = 2, restarts: int = 0, env: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """torchrun in the background, in a session of its own."""
+    """torchrun in the background, in its own session."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
     return subprocess.Popen(
         [*launcher, "--max-restarts", str(restarts), script, *arguments],
@@ -69,8 +69,8 @@ def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def goes_on_to_the_same_end(command: list[str], run: Path, straight: Path) -> str:
-    """Start it again; in the end it has to be the undisturbed run, bit for bit."""
+def resumes_to_the_same_end(command: list[str], run: Path, straight: Path) -> str:
+    """Start the run again: its end must equal the undisturbed run, bit for bit."""
     output = succeeded(ranks(2, *command))
     assert_same_end(run, straight)
     return output
@@ -87,8 +87,8 @@ def assert_same_end(run: Path, straight: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
-def test_asked_to_leave_it_saves_and_goes_on_later(number: signal.Signals, text: Path, tmp_path: Path) -> None:
-    """torchrun itself ends with an error after a signal; the workers have saved and left by then."""
+def test_a_preempted_run_saves_and_resumes(number: signal.Signals, text: Path, tmp_path: Path) -> None:
+    """After a signal torchrun exits with an error; the workers have saved and exited by then."""
     long = {**RUN, "train__steps": 2000, "optim__schedule": "constant", "checkpoint__every": 0}
     process = started(*tiny(text, tmp_path, **long))
     process.send_signal(number)
@@ -97,7 +97,7 @@ def test_asked_to_leave_it_saves_and_goes_on_later(number: signal.Signals, text:
     run = tmp_path / "run"
     left = status(run)
     assert (left["status"], left["reason"]) == ("preempted", number.name)
-    assert f"left    after step {left['step']} of 2000 ({number.name}); the same command goes on" in output
+    assert f"left    after step {left['step']} of 2000 ({number.name}); the same command resumes" in output
     assert saved_steps(run) == [left["step"]]
     end = left["step"] + 3
     resumed = succeeded(ranks(2, *tiny(text, tmp_path, **{**long, "train__steps": end})))
@@ -128,11 +128,11 @@ def test_a_signal_at_any_moment_leaves_one_checkpoint_at_the_end_of_a_step(
         assert left["status"] == "preempted"
         assert last <= left["step"] <= last + 2, "it left at once"
     assert saved_steps(run)[-1] == left["step"]
-    goes_on_to_the_same_end(command, run, straight)
+    resumes_to_the_same_end(command, run, straight)
 
 
 @slow
-def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_preempts_all(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=2000))
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     workers = [pid for pid in children if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -144,9 +144,9 @@ def test_one_rank_that_is_asked_takes_all_with_it(text: Path, tmp_path: Path) ->
     assert "left    after step " in output
 
 
-def test_a_time_limit_saves_and_leaves(text: Path, tmp_path: Path) -> None:
+def test_a_time_limit_saves_and_exits(text: Path, tmp_path: Path) -> None:
     output = succeeded(ranks(1, *tiny(text, tmp_path, **RUN, train__steps=100_000, run__max_minutes=0.02)))
-    assert "(run.max_minutes = 0.02); the same command goes on" in output
+    assert "(run.max_minutes = 0.02); the same command resumes" in output
     left = status(tmp_path / "run")
     assert saved_steps(tmp_path / "run")[-1] == left["step"]
 
@@ -165,7 +165,9 @@ def test_a_time_limit_saves_and_leaves(text: Path, tmp_path: Path) -> None:
     pytest.param("kill:0:10:purge", marks=slow),
     "halve:0:10:delete",
 ])  # fmt: skip
-def test_killed_at_each_moment_of_a_save(fault: str, straight: Path, text: Path, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_of_a_save_loses_no_committed_checkpoint(
+    fault: str, straight: Path, text: Path, tmp_path: Path
+) -> None:
     command = tiny(text, tmp_path, **RUN, **SHARDED, **{"checkpoint__keep_latest": 1})
     result = ranks(2, *command, fault=fault)
     assert result.returncode != 0
@@ -173,18 +175,20 @@ def test_killed_at_each_moment_of_a_save(fault: str, straight: Path, text: Path,
     committed = fault.split(":")[-1] in ("after rename", "purge", "delete")
     newest = 10 if committed else 5
     assert saved_steps(run)[-1] == newest
-    assert f"resumed after step {newest}" in goes_on_to_the_same_end(command, run, straight)
+    assert f"resumed after step {newest}" in resumes_to_the_same_end(command, run, straight)
     assert not list((run / "checkpoints").glob(".*")), "what the killed one left went away"
 
 
 @slow
-def test_asked_to_leave_and_killed_while_it_saves(straight: Path, text: Path, tmp_path: Path) -> None:
-    """A grace period that is too short: the save that was begun does not count, and the ones before do."""
+def test_a_kill_during_the_save_of_a_preemption_keeps_older_checkpoints(
+    straight: Path, text: Path, tmp_path: Path
+) -> None:
+    """The grace period is too short: the interrupted save is discarded."""
     command = tiny(text, tmp_path, **RUN)
     result = ranks(2, *command, fault="term:0:7:batch,kill:0:7:sync")
     assert result.returncode != 0
     assert saved_steps(tmp_path / "run") == [5]
-    goes_on_to_the_same_end(command, tmp_path / "run", straight)
+    resumes_to_the_same_end(command, tmp_path / "run", straight)
 
 
 @slow
@@ -212,7 +216,7 @@ def test_a_killed_rank_is_restarted_by_torchrun(straight: Path, text: Path, tmp_
 
 @slow
 def test_20_kills_in_a_row_are_20_restarts(straight: Path, text: Path, tmp_path: Path) -> None:
-    """Another rank each time, at another step each time."""
+    """Each kill hits a different rank at a different step."""
     command = tiny(text, tmp_path, **{**RUN, "checkpoint__every": 1})
     faults = {"FAULT": "rotate:0:1", "FAULT_TIMES": "20"}
     process = launched(*command, script="tests/faults/worker.py", restarts=20, env=faults)
@@ -246,7 +250,7 @@ def test_a_rank_that_hangs_is_named_and_leaves_its_stack(text: Path, tmp_path: P
     assert saved_steps(tmp_path / "run") == [2]
 
 
-def test_a_rank_that_stands_still_for_a_while_changes_nothing(
+def test_a_rank_that_pauses_changes_nothing(
     straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT_SECONDS", "2")
@@ -258,9 +262,7 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(
     pytest.param("exit", "rank 0, step 4: lost the other ranks", marks=slow),
     ("raise", "ZeroDivisionError: a bug in somebody's loader"),
 ])  # fmt: skip
-def test_a_rank_that_leaves_by_itself_takes_the_others_with_it(
-    action: str, said: str, straight: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_exits_ends_the_others(action: str, said: str, straight: Path, text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, **{**RUN, "checkpoint__every": 2})
     result = ranks(2, *command, fault=f"{action}:1:4:batch")
     assert result.returncode != 0
@@ -293,12 +295,12 @@ def test_copies_that_differ_are_not_saved(text: Path, tmp_path: Path) -> None:
     ("error:0:5:manifest:3", {}),
     pytest.param("error:0:5:before rename:3", {}, marks=slow),
 ])  # fmt: skip
-def test_a_save_that_fails_is_said_and_tried_again(
+def test_a_failed_save_is_reported_and_retried(
     fault: str, more: dict[str, Any], straight: Path, text: Path, tmp_path: Path
 ) -> None:
     output = succeeded(ranks(2, *tiny(text, tmp_path, **RUN, **more), fault=fault))
     assert "NOT SAVED  step 5: " in output
-    assert "No space left on device; older checkpoints are untouched, training goes on" in output
+    assert "No space left on device; older checkpoints are untouched, training continues" in output
     run = tmp_path / "run"
     assert 5 not in saved_steps(run)
     assert not list((run / "checkpoints").glob(".*")), "nothing is left of it"
@@ -308,7 +310,7 @@ def test_a_save_that_fails_is_said_and_tried_again(
 def test_a_folder_that_vanishes_is_not_replaced(
     straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mount that goes away must not be written to where it was."""
+    """After a mount disappears, nothing may be written to the mount point."""
     run = tmp_path / "run"
     monkeypatch.setenv("FAULT_FOLDER", str(run))
     command = tiny(text, tmp_path, **RUN)
@@ -320,12 +322,12 @@ def test_a_folder_that_vanishes_is_not_replaced(
     assert "the last checkpoint was not saved: " in result.stderr
     assert not run.exists()
     (tmp_path / "gone").rename(run)
-    assert "resumed after step 5" in goes_on_to_the_same_end(command, run, straight)
+    assert "resumed after step 5" in resumes_to_the_same_end(command, run, straight)
 
 
 @slow
-def test_a_file_system_that_is_full(straight: Path, text: Path, tmp_path: Path) -> None:
-    """A real one, with room for one checkpoint and some more."""
+def test_a_full_file_system_fails_only_the_save(straight: Path, text: Path, tmp_path: Path) -> None:
+    """On a real file system with space for little more than one checkpoint."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(disk)]).returncode:
@@ -341,21 +343,23 @@ def test_a_file_system_that_is_full(straight: Path, text: Path, tmp_path: Path) 
         assert "the last checkpoint was not saved: " in result.stderr
         assert saved_steps(disk / "run") == [5]
         ballast.unlink()
-        assert "resumed after step 5" in goes_on_to_the_same_end(command, disk / "run", straight)
+        assert "resumed after step 5" in resumes_to_the_same_end(command, disk / "run", straight)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
 @slow
-def test_a_slow_disk_is_waited_for(straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than a step may take, as long as bytes move."""
+def test_a_slow_disk_does_not_end_the_run(
+    straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save may take longer than a step as long as bytes are written."""
     monkeypatch.setenv("FAULT_SECONDS", "1")
     command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.1)
     succeeded(ranks(2, *command, fault="slow:1:5:write:9"))
     assert_same_end(tmp_path / "run", straight)
 
 
-def test_saves_beside_training_wait_for_each_other(
+def test_background_saves_wait_for_each_other(
     straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT_SECONDS", "0.05")
@@ -389,7 +393,7 @@ def test_too_many_poisoned_steps_stop_the_run(text: Path, tmp_path: Path) -> Non
     assert saved_steps(tmp_path / "run") == [5]
 
 
-def test_steps_skipped_before_a_resume_are_in_the_same_row(text: Path, tmp_path: Path) -> None:
+def test_steps_skipped_before_a_resume_count_towards_max_skipped(text: Path, tmp_path: Path) -> None:
     """Steps 9 and 10 are skipped, 10 is saved, and with max_skipped = 3 the second of the next ones is too many."""
     one_forward = {"train__micro_batch_size": 6}
     command = tiny(text, tmp_path, **RUN, **one_forward, train__on_nonfinite="skip", train__max_skipped=3)
@@ -406,7 +410,7 @@ def test_steps_skipped_before_a_resume_are_in_the_same_row(text: Path, tmp_path:
 
 
 @slow
-def test_the_second_run_in_a_folder_is_told_who_has_it(text: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_is_refused_with_the_holder(text: Path, tmp_path: Path) -> None:
     process = started(*tiny(text, tmp_path, **RUN, train__steps=100_000), n=1)
     try:
         result = ranks(1, *tiny(text, tmp_path, **RUN))
@@ -420,13 +424,13 @@ def test_the_second_run_in_a_folder_is_told_who_has_it(text: Path, tmp_path: Pat
 
 @slow
 def test_50_runs_that_finish_exit_with_0(text: Path, tmp_path: Path) -> None:
-    """On twice as many ranks as cores, with the threads of gloo and of a save beside training to take down."""
+    """On twice as many ranks as cores, with threads of gloo and of a background save to shut down."""
     more = {"train__steps": 2, "optim__warmup_steps": 1, "checkpoint__async_save": True, **SHARDED}
     for number in range(50):
         succeeded(ranks(4, *tiny(text, tmp_path, **{**RUN, **more, "run__name": f"run{number}"})))
 
 
-def test_paths_and_locales_do_not_matter(straight: Path, text: Path, tmp_path: Path) -> None:
+def test_any_path_and_locale_works(straight: Path, text: Path, tmp_path: Path) -> None:
     folder = tmp_path / ("a b\u00fc" + "x" * 150)
     folder.mkdir()
     before = os.umask(0o077)

@@ -1,4 +1,4 @@
-"""Which files `[data] path` means: links, globs, names and permissions. Nothing is left out without a word."""
+"""Which files `[data] path` selects: links, globs, names and permissions. Skipped files are reported."""
 
 import glob
 import os
@@ -75,7 +75,7 @@ def test_a_glob_over_loops_of_links_ends_and_reads_each_file_once(pattern: str, 
     "pattern",
     ["*", "**", "*.txt", "**/*.txt", "*/*.txt", "**/d/**/*.txt", "[ab]*/**", ".h*/*.txt", "a/../**/c.txt", "?"],
 )
-def test_globs_without_links_are_as_ever(pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globs_without_links_match_pathlib(pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path, "a/a.txt", "a/d/c.txt", "a/d/e/d/f.txt", "b.txt", ".h/x.txt", "b/.hidden.txt", "b/d/.s/c.txt", "c/q")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c/q").unlink()
@@ -97,7 +97,7 @@ def test_a_path_that_exists_is_itself(name: str, tmp_path: Path) -> None:
     load(None, {"data.path": ConfigValue(str(tmp_path / name), "command line")})
 
 
-def test_what_is_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree(tmp_path, "in/a.txt", "in/x.md", "in/y.md", "in/LICENSE")
     (tmp_path / "in/a.txt").write_text("some text\n" * 500)
     (tmp_path / "in/gone.txt").symlink_to("nowhere.txt")
@@ -127,7 +127,7 @@ def test_fifos_and_devices_are_never_opened(tmp_path: Path) -> None:
         (["a.txt", ""], "a name in the list is empty"),
     ],
 )
-def test_names_that_no_path_has(path: str | list[str], expected: str) -> None:
+def test_impossible_names_are_errors(path: str | list[str], expected: str) -> None:
     with pytest.raises(DataError, match=expected):
         corpus.find(path)
     with pytest.raises(ConfigError if path != ["a.txt", ""] else (ConfigError, DataError)) as caught:
@@ -135,7 +135,7 @@ def test_names_that_no_path_has(path: str | list[str], expected: str) -> None:
     assert expected in str(caught.value) or "a.txt" in str(caught.value)
 
 
-def test_a_file_that_disappears(tmp_path: Path) -> None:
+def test_a_file_that_disappears_is_an_error(tmp_path: Path) -> None:
     texts = corpus.find(str(tree(tmp_path, "a.txt", "b.txt")))
     (tmp_path / "b.txt").unlink()
     for use in (texts.identity, texts.size, texts.block):
@@ -160,8 +160,8 @@ for path in sys.argv[1:]:
 """
 
 
-def test_folders_that_may_not_be_read(tmp_path: Path) -> None:
-    """A folder that can't be listed may hold text: it is not passed over."""
+def test_unreadable_folders_are_errors(tmp_path: Path) -> None:
+    """A folder that can't be listed may hold text, so it is not skipped."""
     tree(tmp_path, "in/a.txt", "in/secret/b.txt", "in/secret/deep/c.txt")
     places = [tmp_path / "in", tmp_path / "in/secret", tmp_path / "in/secret/deep"]
     globs = [tmp_path / "in" / name for name in ("**/*.txt", "secret/*.txt", "*/*.txt", "secret/b.txt")]

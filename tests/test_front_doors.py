@@ -1,4 +1,4 @@
-"""What each front door says about input that can't be read; keys that nothing reads; what is printed loads again."""
+"""Front doors: messages about unreadable input, unused keys, and printed configs that load again."""
 
 import os
 import sys
@@ -62,7 +62,7 @@ def _raise(error: BaseException) -> Callable[[], int]:
         (KeyboardInterrupt(), 130, "x: stopped"),
     ],
 )
-def test_an_error_of_input_is_a_message(
+def test_an_input_error_is_a_message_without_a_traceback(
     error: BaseException, code: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli("x", _raise(error)) == code
@@ -87,7 +87,7 @@ def test_the_line_that_met_the_error_is_named(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_the_output_and_a_reader_that_has_gone(tmp_path: Path) -> None:
+def test_full_disks_and_closed_pipes_end_a_command_without_a_traceback(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     lines = [
         "import sys",
@@ -110,7 +110,7 @@ as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, re
 
 @as_root
 @pytest.mark.parametrize("key", ["data.path", "model.init_from", "tokenizer.path", "checkpoint.resume"])
-def test_a_folder_of_another_user(key: str, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_an_error(key: str, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "file.txt").write_text("text")
@@ -126,7 +126,7 @@ def test_a_folder_of_another_user(key: str, tmp_path: Path) -> None:
         assert "ermission denied" in result.stderr
 
 
-def test_a_user_without_a_name_and_a_home(tmp_path: Path) -> None:
+def test_a_user_without_a_name_and_a_home_is_told_what_to_set(tmp_path: Path) -> None:
     given = [f"--run.out_dir={tmp_path}", "--run.device=cpu"]
     result = ranks(1, "--inspect", *given, entry="tests.door_worker", env={"DOOR": "homeless"})
     assert result.returncode == 2, result.stderr
@@ -137,14 +137,14 @@ def test_a_user_without_a_name_and_a_home(tmp_path: Path) -> None:
     assert "has no name; write the path in full" in result.stderr
 
 
-def test_one_message_of_several_ranks(text: Path, tmp_path: Path) -> None:
+def test_several_ranks_print_one_message(text: Path, tmp_path: Path) -> None:
     result = ranks(2, *tiny(text, tmp_path), entry="tests.door_worker", env={"DOOR": "denied"})
     assert result.returncode != 0
     assert result.stderr.count("train.py: /their/text.txt: Permission denied") == 1
     assert "Traceback" not in result.stderr
 
 
-def test_too_little_memory_to_build(text: Path, tmp_path: Path) -> None:
+def test_too_little_memory_to_build_is_a_message(text: Path, tmp_path: Path) -> None:
     result = ranks(1, *tiny(text, tmp_path), entry="tests.door_worker", env={"DOOR": "huge"})
     assert result.returncode == 1
     assert "train.py: out of memory: " in result.stderr
@@ -155,7 +155,7 @@ def test_too_little_memory_to_build(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("WORLD_SIZE", ""), ("LOCAL_RANK", "x"), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "-1")]
 )
-def test_an_environment_that_makes_no_sense(
+def test_an_invalid_environment_is_an_error(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -177,7 +177,7 @@ def test_an_environment_that_makes_no_sense(
         (["--sample.temperature=1e-40"], "should be 0 (always the likeliest token), or at least 1e-06"),
     ],
 )
-def test_values_that_no_run_can_use(argv: list[str], expected: str) -> None:
+def test_unusable_values_are_errors(argv: list[str], expected: str) -> None:
     assert expected in mistakes(*argv)
 
 
@@ -192,7 +192,7 @@ def test_values_that_no_run_can_use(argv: list[str], expected: str) -> None:
         ({"num_hidden_layers": 10**9}, "n_layers = 1000000000: Input should be less than or equal to 2048"),
     ],
 )
-def test_a_config_of_hugging_face_that_makes_no_sense(changed: dict[str, Any], expected: str) -> None:
+def test_an_invalid_hugging_face_config_is_an_error(changed: dict[str, Any], expected: str) -> None:
     good = {"model_type": "llama", "vocab_size": 9, "num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
     good |= {"intermediate_size": 8, "max_position_embeddings": 16}
     assert names.from_hf_config(good)["max_seq_len"] == 16
@@ -204,7 +204,7 @@ def test_a_config_of_hugging_face_that_makes_no_sense(changed: dict[str, Any], e
 @pytest.mark.parametrize(
     "option", ["--temperature=1e-40", "--temperature=nan", "--seed=-1", "--top-p=0", "--seed=" + "9" * 30]
 )
-def test_generate_refuses(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_refuses_invalid_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["no_such_run", "--prompt=a", option]) == 2
     assert option.split("=")[0] in capsys.readouterr().err
 
@@ -212,7 +212,7 @@ def test_generate_refuses(option: str, capsys: pytest.CaptureFixture[str]) -> No
 # --- ~ ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_path_knows_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_expands_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.toml").write_text('[run]\nout_dir = "~/runs"\n')
     (tmp_path / "mine.toml").write_text('base = "~/base.toml"\n')
@@ -309,7 +309,7 @@ def test_patterns_and_prompts_are_reported_with_the_rest(capsys: pytest.CaptureF
     assert "--train.steps=x: should be a valid integer" in message
 
 
-def test_prompts_are_held_against_a_tokenizer_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_checked_with_an_existing_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bpe.byte_level().save(str(tmp_path / "tokenizer.json"))
     argv = ["--check-config", "--model.max_seq_len=8", "--train.seq_len=8", "--sample.prompts=['12345678', '1234567']"]
     assert train.main([*argv, f"--tokenizer.path={tmp_path / 'tokenizer.json'}"]) == 2

@@ -1,4 +1,4 @@
-"""The tables of docs/fsdp.md, held against torch and the code."""
+"""Compares the tables of docs/fsdp.md with torch and the code."""
 
 import re
 

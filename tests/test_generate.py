@@ -1,4 +1,4 @@
-"""Text from a model: the cache changes nothing, and every kind of folder gives the same text."""
+"""Generation: the cache does not change the text, and every kind of folder gives the same text."""
 
 import io
 import json
@@ -30,7 +30,7 @@ CONFIGS = {
 
 @pytest.fixture(params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> Transformer:
-    """Every parameter is away from its initial value, so that attention matters."""
+    """No parameter has its initial value, so attention matters."""
     with torch.device("meta"):
         made = build(CONFIGS[request.param], 97)
     initialize.materialise(made, torch.device("cpu"), 0)
@@ -68,7 +68,7 @@ def drawn(sampler: Sampler, logits: Tensor, n: int = 300) -> list[int]:
     return [sampler(logits) for _ in range(n)]
 
 
-def test_sampler() -> None:
+def test_the_sampler_obeys_temperature_top_k_top_p_and_seed() -> None:
     logits = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
     before = torch.random.get_rng_state()
     everything = drawn(Sampler(1.0), logits, 3000)
@@ -131,7 +131,7 @@ def test_every_kind_of_folder_gives_the_same_text(
     assert text_of(capsys, run, "--dtype=bfloat16").startswith("def ")
 
 
-def test_damaged_checkpoints_are_passed_over(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints_are_skipped(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     older = text_of(capsys, checkpoint(run, 10))
@@ -143,10 +143,12 @@ def test_damaged_checkpoints_are_passed_over(run: Path, tmp_path: Path, capsys: 
         if step == 20:
             assert text_of(capsys, copy) == older
     assert generate.main([str(copy), "--prompt", "x"]) == 2
-    assert "no checkpoint is whole" in capsys.readouterr().err
+    assert "no checkpoint is complete" in capsys.readouterr().err
 
 
-def test_interactive(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interactive_answers_each_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = iter(["def ", "x" * 200, "class ", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     assert generate.main([str(run), "--interactive", "--max-tokens=5"]) == 0
@@ -157,7 +159,7 @@ def test_interactive(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "max_seq_len" in err
 
 
-def test_text_arrives_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_streamed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     real = generation.new_tokens
 
@@ -180,7 +182,7 @@ def test_text_arrives_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyPatc
         (["--prompt", "word " * 60], "a prompt of at most 36 works"),
         ([], "nothing to continue"),
         (["--prompt", "x", "--temperature=-1", "--top-p=0"], "--top-p=0.0 should be above 0"),
-        (["--prompt", "x", "--tokenizer=none.json"], "none.json is not there"),
+        (["--prompt", "x", "--tokenizer=none.json"], "none.json does not exist"),
         (["--prompt", "x", "--temperature=nan"], "--temperature=nan should be 0 (always the likeliest token)"),
         (["--prompt", "x", "--temperature=inf"], "--temperature=inf should be 0 (always the likeliest token)"),
         (["--prompt", "x", "--top-p=nan"], "--top-p=nan should be above 0"),
@@ -190,23 +192,25 @@ def test_text_arrives_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyPatc
         (["--prompt", "a\udcff"], "the prompt is not valid UTF-8: 'a\\udcff'"),
     ],
 )
-def test_mistakes(arguments: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_errors_that_say_what_works(
+    arguments: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert generate.main([str(run), *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_folders_that_are_no_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_model_are_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(run.parent / "rnu"), "--prompt", "x"]) == 2
-    assert f"is not there; runs beside it: {run}" in capsys.readouterr().err
+    assert f"does not exist; other runs there: {run}" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert generate.main([str(tmp_path / "empty"), "--prompt", "x"]) == 2
-    assert "is no run with a checkpoint" in capsys.readouterr().err
+    assert "is not a run with a checkpoint" in capsys.readouterr().err
     (tmp_path / "empty/config.json").write_text(json.dumps({"model_type": "t5"}))
     assert generate.main([str(tmp_path / "empty"), "--prompt", "x"]) == 2
     assert 'model_type "t5"' in capsys.readouterr().err
 
 
-def test_a_tokenizer_of_another_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_of_another_model_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     larger = Tokenizer.from_file(str(run / "tokenizer.json"))
     larger.add_tokens(["another"])
     larger.save(str(tmp_path / "tokenizer.json"))
@@ -223,18 +227,20 @@ def test_a_temperature_near_zero_is_zero(temperature: float) -> None:
 @pytest.mark.parametrize(
     "more", [["--temperature=1e-6"], ["--temperature=1e300"], ["--top-k=" + "9" * 30], ["--max-tokens=" + "9" * 30]]
 )
-def test_values_at_the_ends(more: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extreme_values_are_accepted(more: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(run), "--prompt", "a\0b", "--device=cpu", *more]) == 0
     assert capsys.readouterr().out.startswith("a\0b")
 
 
-def test_a_word_that_the_tokenizer_does_not_know(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_word_is_an_error(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
     assert generate.main([str(run), "--prompt", "x", f"--tokenizer={tmp_path / 'tokenizer.json'}"]) == 2
     assert "the tokenizer can't encode the prompt 'x'" in capsys.readouterr().err
 
 
-def test_input_that_is_no_text(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_input_that_is_not_utf8_is_an_error(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
     assert generate.main([str(run), "--interactive"]) == 2
     assert "the input is not utf-8 text" in capsys.readouterr().err

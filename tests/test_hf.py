@@ -88,7 +88,7 @@ def relative(one: Tensor, other: Tensor) -> float:
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_and_gradients(theirs: tuple[Any, Path]) -> None:
+def test_logits_and_gradients_match_transformers(theirs: tuple[Any, Path]) -> None:
     model, folder = theirs
     config = config_of(folder)
     mine = ours(config, hf.open_weights(folder, config))
@@ -110,7 +110,7 @@ def test_logits_and_gradients(theirs: tuple[Any, Path]) -> None:
             assert relative(gradient, expected[name]) < 1e-5, name
 
 
-def test_weights_go_out_as_they_came(theirs: tuple[Any, Path]) -> None:
+def test_exported_weights_equal_the_imported_ones(theirs: tuple[Any, Path]) -> None:
     model, folder = theirs
     config = config_of(folder)
     weights = hf.open_weights(folder, config)
@@ -121,7 +121,7 @@ def test_weights_go_out_as_they_came(theirs: tuple[Any, Path]) -> None:
     assert all(out[name].equal(state[name]) for name in out)
 
 
-def test_config_goes_out_as_it_came(theirs: tuple[Any, Path]) -> None:
+def test_the_exported_config_equals_the_imported_one(theirs: tuple[Any, Path]) -> None:
     _, folder = theirs
     config = config_of(folder)
     again = names.from_hf_config(names.to_hf_config(config, config.vocab_size))
@@ -185,7 +185,7 @@ def test_a_large_export_has_several_files(family: str, text: Path, tmp_path: Pat
     assert not list(tmp_path.glob(".*")), "nothing is left beside"
     one, many = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "many"))
     assert all(many.state_dict()[name].equal(tensor) for name, tensor in one.state_dict().items())
-    with pytest.raises(CheckpointError, match="many is there already"):
+    with pytest.raises(CheckpointError, match="many exists already"):
         hf.export(tmp_path / "run", tmp_path / "many")
 
 
@@ -247,12 +247,12 @@ def test_init_from_with_another_vocabulary_names_both(text: Path, tmp_path: Path
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function relu is not gelu_new"),
     ],
 )
-def test_models_that_are_not_ours(content: dict[str, Any], expected: str) -> None:
+def test_unsupported_architectures_are_refused(content: dict[str, Any], expected: str) -> None:
     with pytest.raises(CheckpointError, match=expected):
         names.from_hf_config(content)
 
 
-def test_rope_scaling_blends() -> None:
+def test_rope_scaling_blends_intermediate_wavelengths() -> None:
     """The test of parity above would not notice if no wavelength were in the band."""
     values = names.from_hf_config(transformers.LlamaConfig(**CASES["llama, rope scaling, tied"][1]).to_dict())
     scaled, plain = (
@@ -264,13 +264,13 @@ def test_rope_scaling_blends() -> None:
     assert ((ratios > 1.05) & (ratios < 7.5)).any()
 
 
-def test_both_norms_and_biases_can_not_go_out() -> None:
+def test_a_model_with_qk_norm_and_qkv_bias_cannot_be_exported() -> None:
     config = ModelConfig(family="llama", qk_norm=True, qkv_bias=True)
     with pytest.raises(CheckpointError, match=r"both model\.qk_norm and model\.qkv_bias"):
         names.to_hf_config(config, 97)
 
 
-def test_half_precision_comes_in(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+def test_half_precision_weights_are_imported(theirs: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = theirs
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path)
     config = config_of(folder)
@@ -280,7 +280,7 @@ def test_half_precision_comes_in(theirs: tuple[Any, Path], tmp_path: Path) -> No
 
 
 def test_export_needs_a_checkpoint_and_a_new_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no run with a checkpoint, and no checkpoint"):
+    with pytest.raises(CheckpointError, match="is neither a checkpoint nor a run with one"):
         hf.export(tmp_path, tmp_path / "out")
 
 
@@ -296,7 +296,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(transformers.LlamaConfig(**SHAPE).to_dict()))
     index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"names \.\./outside\.safetensors, which is no file of this folder"):
+    with pytest.raises(CheckpointError, match=r"names \.\./outside\.safetensors, which is not a file of this folder"):
         hf.open_weights(tmp_path, config_of(tmp_path))
 
 
@@ -310,7 +310,7 @@ def test_sharded_folders_are_read(theirs: tuple[Any, Path], tmp_path: Path) -> N
     assert all(one[name].equal(other[name]) for name in one)
 
 
-def test_show_prints_a_section_that_works(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+def test_import_prints_a_config_that_works(theirs: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = theirs
     output = succeeded(python("import", str(folder), script="checkpoint.py"))
     (tmp_path / "c.toml").write_text(

@@ -1,4 +1,4 @@
-"""Files that are not what they say, and values that make no sense: a sentence with the place, and exit code 2."""
+"""Malformed files and invalid values give a message with the place, and exit code 2."""
 
 import contextlib
 import gzip
@@ -67,7 +67,7 @@ def test_a_place_after_empty_lines_is_the_line_of_the_file(tmp_path: Path, capsy
     assert "a.csv: line 6: has 1 columns, and no text" in capsys.readouterr().err
 
 
-def test_a_csv_with_nothing_but_a_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_csv_with_only_a_header_has_no_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.csv").write_bytes(b"id,text\n")
     command = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert main([str(tmp_path / "a.csv"), *command]) == 2
@@ -81,7 +81,7 @@ def parquet(path: Path, table: pyarrow.Table) -> Path:
     return path
 
 
-def test_a_parquet_with_a_column_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_parquet_with_a_duplicate_column_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = pyarrow.Table.from_arrays([pyarrow.array(TEXTS), pyarrow.array(TEXTS)], names=["text", "text"])
     file = parquet(tmp_path / "a.parquet", table)
     assert main([str(file), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
@@ -113,7 +113,7 @@ VALUES: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("options", "expected"), VALUES, ids=lambda value: str(value)[:30])
-def test_options_that_make_no_sense(
+def test_invalid_options_are_errors(
     options: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path / "a.jsonl", TEXTS)
@@ -122,7 +122,7 @@ def test_options_that_make_no_sense(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_the_home_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_home_of_an_unknown_user_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["a.jsonl", "--out", "~nobody-of-this-name/x"])
     assert left.value.code == 2
@@ -130,7 +130,7 @@ def test_the_home_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("what", ["file", "nothing", "empty folder", "fifo"])
-def test_verify_of_something_else(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_another_folder_is_an_error(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x"
     if what == "file":
         path.write_text("text")
@@ -158,7 +158,7 @@ except DataError as error:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without a name")
-def test_a_user_without_a_home() -> None:
+def test_a_user_without_a_home_is_an_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WHERE], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -227,7 +227,7 @@ def test_spoiled_files_are_problems_and_no_tracebacks(name: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEEDS)
-def test_many_spoiled_files(name: str, tmp_path: Path) -> None:
+def test_many_spoiled_files_are_problems_and_no_tracebacks(name: str, tmp_path: Path) -> None:
     spoil(name, 5000, 1, tmp_path)
 
 
@@ -246,10 +246,10 @@ def spoil_folder(rounds: int, seed: int, tmp_path: Path) -> None:
         file.write_bytes(content)
 
 
-def test_a_spoiled_meta_or_tokenizer_is_a_sentence(tmp_path: Path) -> None:
+def test_a_spoiled_meta_or_tokenizer_is_a_message(tmp_path: Path) -> None:
     spoil_folder(60, 0, tmp_path)
 
 
 @pytest.mark.slow
-def test_many_spoiled_metas_and_tokenizers(tmp_path: Path) -> None:
+def test_many_spoiled_metas_and_tokenizers_are_messages(tmp_path: Path) -> None:
     spoil_folder(3000, 1, tmp_path)

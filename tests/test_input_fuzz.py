@@ -1,7 +1,7 @@
-"""Hostile input at every front door: a message and an exit code, never a traceback.
+"""Hostile input at every front door gives a message and an exit code, never a traceback.
 
-Everything is called in this process, so an exception that reaches a test is a bug of ours; pytest shows it. Seeds are
-fixed. The default suite takes a small sample of the cases, `pytest -m slow` one that is twenty times as large.
+Commands are called in this process, so an exception that reaches a test is a bug. Seeds are fixed. The default suite
+runs a small sample of the cases, `pytest -m slow` one twenty times as large.
 """
 
 import base64
@@ -87,14 +87,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_every_key_on_the_command_line(amount: int) -> None:
+def test_hostile_values_on_the_command_line_never_raise(amount: int) -> None:
     cases = [(key, word) for key in schema.known_keys() for word in WORDS]
     for key, word in sample(cases, 150 * amount):
         refused_or_fine(train.main, ["--check-config", *MODEL, f"--{key}={word}"])
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_every_key_in_a_file(tmp_path: Path, amount: int) -> None:
+def test_hostile_values_in_a_file_never_raise(tmp_path: Path, amount: int) -> None:
     file = tmp_path / "config.toml"
     cases = [(key, value) for key in [*schema.known_keys(), "base.x", "no.such"] for value in VALUES]
     for key, value in sample(cases, 100 * amount):
@@ -104,7 +104,7 @@ def test_every_key_in_a_file(tmp_path: Path, amount: int) -> None:
 
 
 @pytest.mark.parametrize("option", ["--print-config", "--check-config"])
-def test_words_that_are_no_options(option: str) -> None:
+def test_unknown_options_never_raise(option: str) -> None:
     words = [*WORDS, *(f"--{word}" for word in WORDS if word), *(f"--train.{word}" for word in WORDS)]
     for word in [
         "--config",
@@ -116,7 +116,7 @@ def test_words_that_are_no_options(option: str) -> None:
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_config_files_of_any_bytes(tmp_path: Path, amount: int) -> None:
+def test_damaged_config_files_never_raise(tmp_path: Path, amount: int) -> None:
     file = tmp_path / "config.toml"
     good = toml.to_toml(cli.parse(["--run.name=a"], world_size=1, n_gpus=0).loaded.config).encode()
     extra = [f"base = {toml.format_value(word)}\n".encode() for word in WORDS if "\udcff" not in word]
@@ -134,7 +134,7 @@ def test_config_files_of_any_bytes(tmp_path: Path, amount: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_an_environment_that_is_not_torchruns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_environment_never_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # what another rank than the first does before it speaks
     for word in ("", " ", "x", "-1", "1.5", "9" * 30, "\u00b2"):
         monkeypatch.setenv(name, word)
@@ -178,7 +178,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_every_option_of_the_other_commands(run: Path, amount: int) -> None:
+def test_hostile_options_of_other_commands_never_raise(run: Path, amount: int) -> None:
     generating = ["max-tokens", "temperature", "top-k", "top-p", "seed", "device", "dtype", "tokenizer", "prompt"]
     planning = ["world-size", "device", "mfu", "peak-tflops", "memory-gib", "memory-gbs", "intra-node-gbs", "per-node"]
     preparing = [
@@ -294,7 +294,7 @@ def look_at(folder: Path) -> None:
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("kind", ["run/checkpoints", "sharded"])
 @pytest.mark.parametrize("name", [storage.MANIFEST, storage.STATE, "index.json"])
-def test_hostile_json_in_a_checkpoint(run: Path, kind: str, name: str, amount: int) -> None:
+def test_hostile_json_in_a_checkpoint_never_raises(run: Path, kind: str, name: str, amount: int) -> None:
     folder = storage.step_folder(run.parent / kind, 1)
     file = folder / name
     if not file.is_file():
@@ -322,7 +322,7 @@ def headers(good: bytes, amount: int) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("kind", ["run/checkpoints", "sharded"])
-def test_hostile_tensors(run: Path, kind: str, amount: int) -> None:
+def test_hostile_tensor_files_never_raise(run: Path, kind: str, amount: int) -> None:
     folder = storage.step_folder(run.parent / kind, 1)
     file = next(file for file in sorted(folder.glob("*.safetensors")))
     with restored(file), restored(folder / storage.MANIFEST):
@@ -334,7 +334,7 @@ def test_hostile_tensors(run: Path, kind: str, amount: int) -> None:
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"])
-def test_a_hostile_folder_of_hugging_face(run: Path, name: str, amount: int) -> None:
+def test_a_hostile_hugging_face_folder_never_raises(run: Path, name: str, amount: int) -> None:
     folder = run.parent / "hf"
     file = folder / name
     if name.endswith("index.json"):
@@ -359,7 +359,7 @@ def test_a_hostile_folder_of_hugging_face(run: Path, name: str, amount: int) -> 
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_hostile_prepared_data(run: Path, amount: int) -> None:
+def test_hostile_prepared_data_never_raises(run: Path, amount: int) -> None:
     file = run.parent / "data/meta.json"
     with restored(file):
         for content in versions(file, amount):
@@ -369,7 +369,7 @@ def test_hostile_prepared_data(run: Path, amount: int) -> None:
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_a_hostile_config_of_accelerate(run: Path, amount: int) -> None:
+def test_a_hostile_accelerate_config_never_raises(run: Path, amount: int) -> None:
     file = run.parent / "accelerate.yaml"
     tree = dict.fromkeys((*migrate_accelerate.TOP, *migrate_accelerate.SECTIONS), "x")
     trees = [{**tree, **{name: dict.fromkeys(rules, "x") for name, rules in migrate_accelerate.SECTIONS.items()}}, tree]
@@ -381,7 +381,7 @@ def test_a_hostile_config_of_accelerate(run: Path, amount: int) -> None:
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_hostile_text(amount: int) -> None:
+def test_hostile_text_raises_only_user_errors(amount: int) -> None:
     """Files of each kind, plain and compressed, as the preparation reads them."""
     pytest.importorskip("pyarrow")
     zstandard = pytest.importorskip("zstandard")
@@ -418,7 +418,7 @@ def _parquet() -> bytes:
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_hostile_metrics(run: Path, amount: int) -> None:
+def test_hostile_metrics_never_raise(run: Path, amount: int) -> None:
     record = {
         "step": 1,
         "loss": 2.0,
@@ -441,7 +441,7 @@ def test_hostile_metrics(run: Path, amount: int) -> None:
 
 
 def test_the_fixture_is_read_by_every_command(run: Path) -> None:
-    """What is not hostile is accepted: else nothing above would mean anything."""
+    """Valid input is accepted; otherwise the tests above would be meaningless."""
     full, sharded = (storage.step_folder(run.parent / kind, 1) for kind in ("run/checkpoints", "sharded"))
     assert isinstance(storage.read_manifest(full), Manifest)
     for folder in (full, sharded):

@@ -26,7 +26,7 @@ def test_inspect_prints_the_model_and_its_groups(text: Path, tmp_path: Path) -> 
     assert cells["layers.0"][4:6] == ["fp32 -> bf16", "fp32"]
     assert cells["layers.1"][:2] == [f"{block:,}", f"{block:,}"]
     assert cells["norm, output"][-2:] == ["False", "(Shard(dim=0),)"]
-    assert cells["in all"][0] == f"{2 * 16_544 + 2 * block + 32:,}"
+    assert cells["total"][0] == f"{2 * 16_544 + 2 * block + 32:,}"
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""Every row of knob_table.py against one plain model in one process, and every effect of knob_effects.py.
+"""Compares every row of knob_table.py with an unsharded reference, and checks every effect of knob_effects.py.
 
 Two launches, on 2 and on 4 ranks, run them all.
 """
@@ -84,7 +84,9 @@ ROWS = [pytest.param(name, marks=[pytest.mark.extended] if name in EXTENDED else
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_computes_the_same(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
+def test_each_row_computes_the_losses_of_the_reference(
+    name: str, results: dict[int, tuple[dict[str, Any], str]]
+) -> None:
     case = CASES[name]
     measured, said = results[case.ranks]
     if name in NEEDS_COMPILER:
@@ -127,6 +129,6 @@ def test_names_stay_as_they_are_and_frozen_tensors_too(
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_has_its_effect(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
+def test_each_knob_has_its_effect(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
     measured, said = results[EFFECTS[name].ranks]
     assert measured.get(name) == "passed", said

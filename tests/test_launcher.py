@@ -1,4 +1,4 @@
-"""A worker ends with its launcher, whatever number its launcher has: in a container torchrun may be process 1."""
+"""A worker ends with its launcher, even if that is process 1, as torchrun may be in a container."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Text that looks like a special token is text, whatever the tokenizer; no document has the end mark inside it."""
+"""Text that looks like a special token is encoded as text; no document contains the end mark."""
 
 import json
 from collections.abc import Callable
@@ -182,7 +182,7 @@ def test_a_text_that_can_only_be_spelled_with_the_end_mark_is_refused(
     assert not verify(tmp_path / "out")
 
 
-def test_an_end_mark_that_is_a_letter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_end_mark_that_the_text_holds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("a line\n" * 500)
     byte_level().save(str(tmp_path / "bytes.json"))
     command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "bytes.json")]
@@ -237,7 +237,7 @@ def test_the_end_mark_stands_for_no_bytes() -> None:
         (b"\0" * 100, "expected value"),
     ],
 )
-def test_a_file_that_is_no_tokenizer(content: bytes, expected: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_tokenizer_is_an_error(content: bytes, expected: str, tmp_path: Path) -> None:
     from torchtitan_lite.data.tokenizer import load
 
     (tmp_path / "t.json").write_bytes(content)
@@ -245,7 +245,7 @@ def test_a_file_that_is_no_tokenizer(content: bytes, expected: str, tmp_path: Pa
         load(tmp_path / "t.json")
 
 
-def test_a_path_that_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     from torchtitan_lite.data import tokenizer

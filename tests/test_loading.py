@@ -1,4 +1,4 @@
-"""Mixtures, packing, batches made ahead: what a run gets out of prepared data."""
+"""Mixtures, packing and prefetching of prepared data."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def folders(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(st.integers(1, 3000), st.integers(0, 2**31), st.integers(0, 10**12), st.integers(1, 200))
-def test_many_at_once_are_each_by_itself(n: int, seed: int, first: int, size: int) -> None:
+def test_indexing_many_samples_equals_indexing_each(n: int, seed: int, first: int, size: int) -> None:
     """Seeking to a sample and arriving at it are the same."""
     at_once = sample_indices(np.arange(first, first + size), n, seed)
     assert at_once.tolist() == [sample_index(i, n, seed) for i in range(first, first + size)]
@@ -66,7 +66,7 @@ def test_each_epoch_has_every_sample_once(n: int, seed: int, epoch: int) -> None
     assert sorted(sample_indices(np.arange(epoch * n, (epoch + 1) * n), n, seed).tolist()) == list(range(n))
 
 
-def test_a_permutation_of_a_trillion_is_at_hand() -> None:
+def test_a_sample_of_a_trillion_is_computed_directly() -> None:
     assert 0 <= sample_index(10**12 - 1, 10**12, seed=7) < 10**12
 
 
@@ -151,7 +151,7 @@ def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_pa
         prepare(DataConfig(path=str(other)), TokenizerConfig(path=str(folders["tar"] / "tokenizer.json")), print)
 
 
-def test_what_the_config_gets_wrong(folders: dict[str, Path]) -> None:
+def test_invalid_mixtures_are_errors(folders: dict[str, Path]) -> None:
     tar = str(folders["tar"])
     for values, expected in (
         ({"data.path": [tar, "tests"]}, r"is a prepared folder, and has to stand alone"),
@@ -185,7 +185,7 @@ def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path
     assert int((targets != IGNORE).sum()) == 16 * validation.n_samples
 
 
-def test_a_run_on_a_mixture(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_on_a_mixture_resumes(folders: dict[str, Path], tmp_path: Path) -> None:
     """Two processes, a resume, changed data, and weights that changed."""
     (tmp_path / "mine.toml").write_text(f'[data.sources]\n"{folders["typing"]}" = 0.7\n"{folders["tar"]}" = 0.3\n')
     options = [o for o in tiny(Path("-"), tmp_path, run__name="run", log__every=5) if not o.startswith("--data.path")]
@@ -204,7 +204,7 @@ def test_a_run_on_a_mixture(folders: dict[str, Path], tmp_path: Path) -> None:
     assert "data.path and data.sources are both set" in both.stderr
 
 
-def test_data_that_changed_between_two_parts_of_a_run(text: Path, tmp_path: Path) -> None:
+def test_data_that_changed_before_a_resume_is_refused(text: Path, tmp_path: Path) -> None:
     data = tmp_path / "mine"
     tokenizer = make(text, tmp_path / "cache") / "tokenizer.json"
     assert main([str(text), "--out", str(data), "--tokenizer", str(tokenizer)]) == 0
@@ -290,7 +290,7 @@ class Asked:
         return Batch([], first)
 
 
-def test_the_next_batch_is_made_while_this_one_is_used() -> None:
+def test_the_next_batch_is_prefetched() -> None:
     asked = Asked([])
     ahead = PrefetchingLoader(asked, CPU)  # type: ignore[arg-type]
     assert [ahead.batch(first, 4).global_tokens for first in (8, 12, 16)] == [8, 12, 16]

@@ -1,4 +1,4 @@
-"""An Accelerate config becomes one of ours, and no key of it gets lost."""
+"""An Accelerate config is converted to ours without losing a key."""
 
 import math
 import re
@@ -63,7 +63,7 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
         key = line.removesuffix(":")
         if line.endswith(":") and key != "fsdp_config":
             assert f"{key}: " in output, key
-    assert "not a key that this tool knows" not in output
+    assert "unknown to this tool" not in output
     mine = tmp_path / "mine.toml"
     mine.write_text(output)
     fsdp = load.load(mine, {}, world_size=2).config.fsdp
@@ -118,7 +118,7 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
         ("use_cpu: true", {"run.device": "cpu"}),
     ],
 )  # fmt: skip
-def test_values(text: str, expected: dict[str, object]) -> None:
+def test_each_value_becomes_its_keys(text: str, expected: dict[str, object]) -> None:
     assert values(text) == expected
 
 
@@ -136,15 +136,15 @@ def test_the_launch_counts_processes_per_machine() -> None:
     ("text", "key", "reason"),
     [
         ("fsdp_config: {fsdp_backward_prefetch: BACKWARD_POST}", "fsdp_backward_prefetch", "BACKWARD_PRE only"),
-        ("fsdp_config: {limit_all_gathers: true}", "limit_all_gathers", "no longer needed"),
+        ("fsdp_config: {limit_all_gathers: true}", "limit_all_gathers", "not needed"),
         ("fsdp_config: {fsdp_min_num_params: 100}", "fsdp_min_num_params", "the groups are fixed"),
         ("mixed_precision: fp8", "mixed_precision", "float8"),
         ("deepspeed_config: {gradient_clipping: auto}", "gradient_clipping", "auto is not a number"),
-        ("deepspeed_config: {offload_param_device: nvme}", "offload_param_device", "not on a disk"),
-        ("wild_key: 3", "wild_key", "not a key that this tool knows"),
+        ("deepspeed_config: {offload_param_device: nvme}", "offload_param_device", "not to a disk"),
+        ("wild_key: 3", "wild_key", "unknown to this tool"),
     ],
 )
-def test_no_counterpart(text: str, key: str, reason: str) -> None:
+def test_keys_without_a_counterpart_are_listed_with_the_reason(text: str, key: str, reason: str) -> None:
     t = translated(text)
     assert reason in t.no_counterpart[key]
     assert not t.sets
@@ -162,13 +162,13 @@ def test_no_counterpart(text: str, key: str, reason: str) -> None:
         ("fsdp_config: FULL_SHARD", "fsdp_config = FULL_SHARD should be a table"),
     ],
 )
-def test_wrong_values(text: str, expected: str) -> None:
+def test_invalid_values_are_errors(text: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         translated(text)
 
 
 @pytest.mark.parametrize("text", ["a: b: c", "- 1", "", "!!python/object/apply:os.system [id]"])
-def test_files_that_are_no_config(text: str, tmp_path: Path) -> None:
+def test_files_without_a_config_are_errors(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     result = python(str(file), script="torchtitan_lite/tools/migrate_accelerate.py")
@@ -305,7 +305,7 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
     ],
     ids=lambda value: ascii(value)[:30],
 )
-def test_hostile_files(content: str | bytes, said: str, tmp_path: Path) -> None:
+def test_hostile_files_are_errors(content: str | bytes, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         migrated(content, tmp_path)
 

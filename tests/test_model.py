@@ -41,7 +41,7 @@ def test_a_token_sees_only_those_before_it(config: ModelConfig) -> None:
 
 
 @BOTH
-def test_loss_is_the_sum_over_the_targets_that_count(config: ModelConfig) -> None:
+def test_loss_is_the_sum_over_valid_targets(config: ModelConfig) -> None:
     model = make(config)
     tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     targets = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -61,7 +61,7 @@ def test_a_masked_sequence_contributes_nothing(config: ModelConfig) -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_dropout_drops_in_training_only() -> None:
+def test_dropout_is_active_in_training_only() -> None:
     model = make(SMALL.model_copy(update={"dropout": 0.5}))
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     assert not model(tokens).equal(model(tokens))
@@ -69,7 +69,7 @@ def test_dropout_drops_in_training_only() -> None:
     assert model(tokens).equal(model(tokens))
 
 
-def test_initial_values() -> None:
+def test_initial_values_have_the_documented_distribution() -> None:
     model = make(ModelConfig(family="gpt", dim=128, n_heads=2, n_layers=8, max_seq_len=512))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -141,11 +141,11 @@ def test_a_constant_matrix_is_found() -> None:
         initialize.require_initialised(model)
 
 
-def test_bits_per_byte() -> None:
+def test_bits_per_byte_of_a_known_loss() -> None:
     assert bits_per_byte(math.log(2) * 80, 10) == pytest.approx(8)
 
 
-def test_files_stay_readable() -> None:
+def test_files_of_the_training_path_have_at_most_400_lines() -> None:
     """A newcomer should know their room: no file of the training path is longer than 400 lines."""
     for file in [ROOT / "train.py", ROOT / "checkpoint.py", *Path(ROOT / "torchtitan_lite").rglob("*.py")]:
         assert len(file.read_text().splitlines()) <= 400, file

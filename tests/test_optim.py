@@ -25,7 +25,7 @@ def rates(schedule: str, steps: int = 110, **more: float) -> list[float]:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-def test_warm_up_height_and_end(schedule: str) -> None:
+def test_schedules_warm_up_to_lr_and_end_at_their_minimum(schedule: str) -> None:
     found = rates(schedule)
     assert found[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
     assert found[9:] == sorted(found[9:], reverse=True)
@@ -33,7 +33,7 @@ def test_warm_up_height_and_end(schedule: str) -> None:
     assert rates(schedule, warmup_steps=0)[0] == pytest.approx(1.0, rel=0.02)
 
 
-def test_shapes_between() -> None:
+def test_schedules_have_their_shapes() -> None:
     assert rates("cosine")[59] == pytest.approx(0.55)
     assert rates("cosine")[34] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + 2**-0.5))
     assert rates("linear")[34] == pytest.approx(0.1 + 0.9 * 0.75)

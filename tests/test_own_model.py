@@ -1,4 +1,4 @@
-"""docs/own_model.md, done as it stands there."""
+"""Follows docs/own_model.md."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The command that makes a data set: what it reads, what it refuses, and what a kill leaves."""
+"""The command that prepares a data set: formats, errors, and kills."""
 
 import csv
 import gzip
@@ -85,14 +85,14 @@ def test_every_format_gives_the_same_documents(name: str, workers: int, tmp_path
     assert not verify(tmp_path / "out")
 
 
-def test_several_frames_of_zstandard(tmp_path: Path) -> None:
+def test_several_frames_of_zstandard_are_read(tmp_path: Path) -> None:
     half = zstandard.compress(as_jsonl(TEXTS[:200])) + zstandard.compress(as_jsonl(TEXTS[200:]))
     (tmp_path / "a.jsonl.zst").write_bytes(half)
     succeeds(tmp_path / "a.jsonl.zst", "--out", tmp_path / "out", "--tokenizer", "bytes")
     assert read_meta(tmp_path / "out").documents == 400
 
 
-def test_folders_globs_and_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_and_globs_are_read_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "in/deep/a.jsonl", TEXTS[:100])
     write(tmp_path / "in/b.jsonl.gz", TEXTS[100:200])
     write(tmp_path / "more-1.csv", TEXTS[200:300])
@@ -254,7 +254,7 @@ def test_bad_input_is_named_or_skipped_and_listed(
     assert not verify(tmp_path / "out")
 
 
-def test_null_in_parquet_and_a_column_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parquet_nulls_and_numbers_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": [*TEXTS, None], "n": [1] * 401}), tmp_path / "a.parquet")
     command = [str(tmp_path / "a.parquet"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert main(command) == 2
@@ -298,7 +298,7 @@ def test_a_missing_package_names_the_extra(package: str, tmp_path: Path, monkeyp
         prepare(DataConfig(path=str(tmp_path)), TokenizerConfig(vocab_size=257), print)
 
 
-def test_what_the_command_line_gets_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = str(write(tmp_path / "a.jsonl", TEXTS))
     out = ["--out", str(tmp_path / "out")]
     for arguments, expected in (
@@ -316,7 +316,7 @@ def test_what_the_command_line_gets_wrong(tmp_path: Path, capsys: pytest.Capture
 # --- made once, and whole ---------------------------------------------------------------------------------------
 
 
-def test_what_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_data_set_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "a.jsonl", TEXTS)
     command = [str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert main(command) == 0
@@ -328,7 +328,7 @@ def test_what_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert contents(tmp_path / "out") == before
 
 
-def test_what_is_not_ours_is_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_folders_are_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/thesis.txt").write_text("mine")
     source = write(tmp_path / "a.jsonl", TEXTS)
@@ -337,7 +337,7 @@ def test_what_is_not_ours_is_not_deleted(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "out.partial/thesis.txt").read_text() == "mine"
 
 
-def test_text_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a.jsonl", TEXTS)
     honest = writer.Writer.add
 
@@ -373,7 +373,7 @@ def test_other_tokens_of_the_same_size_are_noticed_at_once(tmp_path: Path) -> No
         read_meta(tmp_path / "out")
 
 
-def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan_lite.data.prepare import worker
 
     source = write(tmp_path / "a.jsonl", TEXTS * 50)
@@ -452,5 +452,5 @@ def test_a_killed_run_ends_in_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_kills(tmp_path: Path) -> None:
+def test_twenty_kills_do_not_change_the_result(tmp_path: Path) -> None:
     killed_and_restarted(tmp_path, kills=20, seed=1)

@@ -1,4 +1,4 @@
-"""What can't be printed or written down must not end a run: full disks, closed streams, other encodings, odd files."""
+"""Failures to print or log do not end a run: full disks, closed streams, other encodings, odd files."""
 
 import io
 import json
@@ -130,7 +130,7 @@ def test_a_line_after_a_torn_one_begins_anew(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in (lines[0], *lines[2:])] == [1, 3, 4]
 
 
-def test_records_that_are_none_are_cut(tmp_path: Path) -> None:
+def test_damaged_records_are_cut(tmp_path: Path) -> None:
     """Whatever is in the file: the records up to the step stay, byte for byte, and nothing is raised."""
     good = [b'{"step": 1, "time": 1.5}\n', b'{"step": 3, "text": "caf\\u00e9 \\u2028 \\u000b"}\n']
     odd = [

@@ -1,4 +1,4 @@
-"""The commands of the README are run as they stand there, made short by overrides."""
+"""Runs the commands of the README, shortened by overrides."""
 
 import functools
 import re
@@ -58,18 +58,18 @@ def marks(command: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=marks(c)) for c in COMMANDS if c not in NOT_RUN])
-def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
+def test_each_readme_command_runs(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
     if "runs/default" in command or ".plan " in command:
         words = shlex.split(command.replace("runs/default", str(done(PLAIN)[1] / "default")))
         said = succeeded(run_python(words[1:]))
-        assert any(text in said for text in ("whole   ", "def ", "report  ", "a step takes at least"))
+        assert any(text in said for text in ("complete ", "def ", "report  ", "a step takes at least"))
         return
     output, out_dir = done(command)
     if "--print-config" in command or "--help" in command:
         assert "train" in output
         return
     if "--dry-run" in command:
-        assert "all, at the fullest moment" in output
+        assert "total at the peak" in output
         assert not list(out_dir.iterdir())
         return
     if "--inspect" in command:
@@ -84,7 +84,7 @@ def test_command(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
     assert (folder / "report.html").is_file() == command.startswith("make")
 
 
-def test_make_passes_on_what_is_given() -> None:
+def test_make_passes_config_args_and_nproc() -> None:
     (command,) = (command for command in COMMANDS if command.startswith("make train "))
     said = succeeded(
         start([*shlex.split(command), "-n", "NPROC=3", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed"])
@@ -95,7 +95,7 @@ def test_make_passes_on_what_is_given() -> None:
     assert "--config configs/debug.toml --run.name=quick" in report
 
 
-def test_flags_change_how_and_not_what(done: Callable[[str], tuple[str, Path]]) -> None:
+def test_flags_do_not_change_the_losses(done: Callable[[str], tuple[str, Path]]) -> None:
     """Prefetching and the checkpoint API give the same bits, bfloat16 nearly the same."""
     reference = losses(done(PLAIN)[1] / "default")
     for flag in ("--explicit-prefetching", "--dcp-api"):
@@ -107,7 +107,7 @@ def test_flags_change_how_and_not_what(done: Callable[[str], tuple[str, Path]]) 
         assert mixed[step][1] == pytest.approx(norm, rel=0.1)
 
 
-def test_the_recorded_first_run_is_what_a_person_gets(done: Callable[[str], tuple[str, Path]]) -> None:
+def test_the_recorded_first_run_has_the_lines_of_a_real_one(done: Callable[[str], tuple[str, Path]]) -> None:
     """docs/first_run.md: the same kinds of lines, and the same fields in a step."""
     recorded, _, generated = (
         (ROOT / "docs/first_run.md").read_text().partition("$ .venv/bin/python -m torchtitan_lite.generate")

@@ -1,4 +1,4 @@
-"""Whatever saved a checkpoint, on whatever number of ranks: anything else loads the same bits."""
+"""A checkpoint loads the same bits on any number of ranks with either API, whichever saved it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The page of `report`: what is in it, and what a real browser makes of it."""
+"""The page of `report`: its content, and how a real browser renders it."""
 
 import html
 import json
@@ -60,7 +60,7 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out_dir / "run"
 
 
-def test_a_run(run: Path, tmp_path: Path) -> None:
+def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_path: Path) -> None:
     page = made(tmp_path / "page.html", run)
     figures = figures_of(page)
     assert list(figures)[:4] == ["Loss", "Bits per byte", "Learning rate", "Gradient norm, before clipping"]
@@ -85,7 +85,7 @@ def test_a_run(run: Path, tmp_path: Path) -> None:
     assert all(html.escape(s["text"]) in page for s in samples)
 
 
-def test_several_runs(tmp_path: Path) -> None:
+def test_several_runs_are_compared(tmp_path: Path) -> None:
     for name, lr in (("one", "0.1"), ("other", "0.2")):
         folder = write_run(tmp_path / name, [step(1), step(2)])
         (folder / "config.toml").write_text(f"[optim]\nlr = {lr} # command line\neps = 1e-08 # default\n")
@@ -121,13 +121,13 @@ def test_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:
     ]
     assert "the loss was not finite at" in page
     assert "1 steps were skipped, the first is 2" in page
-    assert "metrics.jsonl: 1 damaged line passed over" in page
+    assert "metrics.jsonl: 1 damaged line skipped" in page
 
 
 @pytest.mark.parametrize(
     ("records", "said"), [(None, "has no metrics.jsonl"), ([{"step": 1, "val_loss": 1.0}], "no record of a step yet")]
 )
-def test_folders_without_a_run(
+def test_folders_without_a_run_are_errors(
     records: list[dict[str, Any]] | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if records is not None:
@@ -143,7 +143,7 @@ def test_the_options_of_training_name_the_run(run: Path, capsys: pytest.CaptureF
     assert "run.name" in capsys.readouterr().err
 
 
-def test_without_plotly(run: Path, tmp_path: Path) -> None:
+def test_without_plotly_the_error_names_the_extra(run: Path, tmp_path: Path) -> None:
     (tmp_path / "plotly.py").write_text("raise ModuleNotFoundError(\"No module named 'plotly'\", name='plotly')")
     call = f"from torchtitan_lite import report; sys.exit(report.main([{str(run)!r}]))"
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {call}"
@@ -158,7 +158,7 @@ def shown_config(page: str) -> dict[str, tuple[str, str]]:
     return {html.unescape(key): (html.unescape(value), html.unescape(origin)) for key, value, origin in rows}
 
 
-def test_values_and_origins_of_the_config(tmp_path: Path) -> None:
+def test_the_config_is_shown_with_origins(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1)])
     values = {
         "run.name": "a # b",
@@ -208,7 +208,7 @@ HOSTILE = [
 ]
 
 
-def test_hostile_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_hostile_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1), step(2)], [{"step": 2, "prompt": "def", "text": "x"}])
     good = {name: (folder / name).read_text() for name in ("metrics.jsonl", "samples.jsonl")}
     for line in HOSTILE:
@@ -217,14 +217,14 @@ def test_hostile_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
         run = runs_module.read_run(folder)
         assert [r["step"] for r in run.steps] == [1, 2], line[:50]
         assert len(run.samples) == 1, line[:50]
-        assert run.notes[:2] == [f"{name}: 1 damaged line passed over" for name in good], line[:50]
+        assert run.notes[:2] == [f"{name}: 1 damaged line skipped" for name in good], line[:50]
     for name, lines in good.items():
         (folder / name).write_text(lines + "\n".join(HOSTILE))
     page = made(tmp_path / "page.html", folder)
-    assert all(f"{name}: {len(HOSTILE)} damaged lines passed over" in page for name in good)
+    assert all(f"{name}: {len(HOSTILE)} damaged lines skipped" in page for name in good)
 
 
-def test_binary_files(tmp_path: Path) -> None:
+def test_binary_noise_is_reported_in_notes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1)])
     noise = bytes(range(256)) * 20
     for file in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
@@ -235,7 +235,7 @@ def test_binary_files(tmp_path: Path) -> None:
         assert f"{file}: " in page
 
 
-def test_numbers_that_are_null_or_not_finite(tmp_path: Path) -> None:
+def test_null_and_nonfinite_numbers_are_accepted(tmp_path: Path) -> None:
     nothing = dict.fromkeys(runs_module.NUMBERS)
     folder = write_run(
         tmp_path / "run", [step(1), step(2, time=float("nan"), seconds=float("inf")), step(3, **nothing)]
@@ -247,7 +247,7 @@ def test_numbers_that_are_null_or_not_finite(tmp_path: Path) -> None:
     made(tmp_path / "page.html", folder)
 
 
-def test_halves_of_surrogate_pairs(tmp_path: Path) -> None:
+def test_lone_surrogates_are_escaped(tmp_path: Path) -> None:
     half = "\ud800"
     sample = {"step": 1, "prompt": half, "text": f"a{half}"}
     folder = write_run(tmp_path / "run", [step(1)], [sample])
@@ -258,7 +258,7 @@ def test_halves_of_surrogate_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "3", '{"status": 3, "reason": {}}', "{", "[" * 100_000, '{"status": ' + "9" * 5000 + "}"]
 )
-def test_run_json_of_odd_shape(content: str, tmp_path: Path) -> None:
+def test_a_malformed_run_json_gives_an_unknown_status(content: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1)])
     (folder / "run.json").write_text(content)
     assert "<b>unknown</b>" in made(tmp_path / "page.html", folder)
@@ -277,20 +277,22 @@ def test_run_json_of_odd_shape(content: str, tmp_path: Path) -> None:
     ],
     ids=lambda content: content[:30],
 )
-def test_config_toml_of_odd_shape(content: str, tmp_path: Path) -> None:
+def test_a_malformed_config_toml_does_not_stop_the_report(content: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1)])
     (folder / "config.toml").write_text(content)
     made(tmp_path / "page.html", folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe\0\0" * 100, b'{"step": 1, "loss": "x"}\n'])
-def test_metrics_without_a_record(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_without_a_record_are_an_error(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(content)
     assert report.main([str(tmp_path)]) == 2
     assert "has no record of a step yet" in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(tmp_path / ("x" * 5000))]) == 2
     assert "can't be read" in capsys.readouterr().err
 
@@ -334,7 +336,7 @@ def browse(page: Path, tmp_path: Path, width: int = 1400) -> tuple[str, str, lis
     return result.stdout, console, asked_by_pages(json.loads(net_log.read_text()))
 
 
-def test_in_a_browser(tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_without_errors(tmp_path: Path) -> None:
     samples = [{"step": n, "prompt": "<b>def", "text": EVIL, "seconds": 1.0} for n in (1, 2)]
     runs = []
     for name in ("one", "<i>other"):
@@ -354,7 +356,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
     assert "<img" not in elements
 
 
-def test_one_record_in_a_narrow_browser(tmp_path: Path) -> None:
+def test_a_narrow_browser_shows_a_single_record(tmp_path: Path) -> None:
     made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
     elements, console, asked = browse(tmp_path / "page.html", tmp_path, width=420)
     assert not console

@@ -1,4 +1,4 @@
-"""A resumed run is the run that was never interrupted, bit for bit, in both ways of saving and loading."""
+"""A resumed run equals an uninterrupted one, bit for bit, with both checkpoint APIs."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def assert_equal_runs(run: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize("api", RUNS)
-def test_20_steps_are_10_and_10(api: str, straight: dict[str, Path], text: Path, tmp_path: Path) -> None:
+def test_20_steps_equal_10_steps_and_a_resume(api: str, straight: dict[str, Path], text: Path, tmp_path: Path) -> None:
     run = tmp_path / api
     shutil.copytree(straight[api], run)
     forget_after(run, 10)
@@ -116,8 +116,8 @@ def test_the_scale_of_the_loss_is_resumed_too(straight: dict[str, Path]) -> None
 
 
 @pytest.mark.parametrize("api", RUNS)
-def test_parameters_move(api: str, straight: dict[str, Path]) -> None:
-    """The comparisons above would also hold for a run that does nothing."""
+def test_training_changes_the_parameters(api: str, straight: dict[str, Path]) -> None:
+    """Otherwise the comparisons above would hold trivially."""
     first, last = (tensors(checkpoint(straight[api], step)) for step in (5, 20))
     assert all(not first[name].equal(last[name]) for name in last)
     assert losses(straight[api])[20][0] < losses(straight[api])[1][0] - 0.2

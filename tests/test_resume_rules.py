@@ -1,4 +1,4 @@
-"""The table of docs/resume.md, held against what happens."""
+"""Compares the table of docs/resume.md with the behaviour."""
 
 import fnmatch
 import json
@@ -96,7 +96,7 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         )
 
 
-def test_refused_with_both_values_all_at_once(first: Path, text: Path, tmp_path: Path) -> None:
+def test_refused_changes_are_listed_with_both_values(first: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(first, tmp_path / "run")
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     result = ranks(1, *tiny(text, tmp_path, **{"run__name": "run", "train__steps": 6, **REFUSED}))
@@ -147,7 +147,7 @@ def test_values_that_mean_the_same_are_the_same(first: Path, text: Path, tmp_pat
     assert "init_from" not in output
 
 
-def test_allowed_and_said(first: Path, text: Path, tmp_path: Path) -> None:
+def test_allowed_changes_are_logged(first: Path, text: Path, tmp_path: Path) -> None:
     assert all(verdict_of(key) == "allowed" for key in ALLOWED)
     shutil.copytree(first, tmp_path / "run")
     more = {key.replace(".", "__"): value for key, value in ALLOWED.items()}
@@ -176,6 +176,6 @@ def test_init_from_nothing_is_an_error(text: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = ranks(1, *tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "empty"))
     assert result.returncode == 2
-    assert "is no run with a checkpoint, no checkpoint and no Hugging Face folder" in result.stderr
+    assert "is not a run with a checkpoint, a checkpoint or a Hugging Face folder" in result.stderr
     result = python("--check-config", *tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "none"))
     assert f"model.init_from: nothing at {tmp_path / 'none'}" in result.stderr

@@ -74,12 +74,12 @@ def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:
         ("--train.steps=1_000", 1000),
     ],
 )
-def test_values_on_the_command_line(argument: str, value: object) -> None:
+def test_values_on_the_command_line_are_parsed_by_type(argument: str, value: object) -> None:
     section, key = argument.removeprefix("--").split("=")[0].split(".")
     assert getattr(getattr(parse(argument).config, section), key) == value
 
 
-def test_more_processes_than_gpus() -> None:
+def test_more_processes_than_gpus_is_an_error() -> None:
     with pytest.raises(ConfigError, match="4 processes on this machine, and torch sees 2 GPUs; --nproc-per-node 2"):
         cli.parse([], world_size=8, n_gpus=2, local_world_size=4)
     assert cli.parse(["--run.device=cpu"], world_size=8, n_gpus=2, local_world_size=4)
@@ -187,7 +187,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--fsdp.precision_overrides=[{match = '*', param_dtype = 'int8'}]"], "0.param_dtype should be 'float32'"),
     ],
 )
-def test_message(argv: list[str], expected: str) -> None:
+def test_each_invalid_option_has_its_message(argv: list[str], expected: str) -> None:
     assert expected in mistakes(*argv)
 
 
@@ -198,7 +198,7 @@ def test_message(argv: list[str], expected: str) -> None:
         (None, False, "Python.h; python3-dev or similar), which is not here"),
     ],
 )
-def test_compilation_without_a_compiler(
+def test_compilation_without_a_compiler_is_an_error(
     path: str | None, headers: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
@@ -225,7 +225,9 @@ def test_compilation_without_a_compiler(
         ("FULL_SHARD", ["--fsdp.reshard_after_forward=true", "--fsdp.dp_shard=8"], (True, 1, 8)),
     ],
 )
-def test_the_names_of_fsdp1(strategy: str, more: list[str], expected: tuple[bool, int, int]) -> None:
+def test_fsdp1_strategies_become_their_fsdp2_options(
+    strategy: str, more: list[str], expected: tuple[bool, int, int]
+) -> None:
     """On two machines of four ranks each."""
     argv = [f"--fsdp.sharding_strategy={strategy}", *more]
     loaded = cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4).loaded
@@ -241,7 +243,7 @@ def test_a_hybrid_strategy_without_shards_is_another_strategy() -> None:
     assert cli.parse(argv, world_size=1, n_gpus=0), "one rank on a machine: the strategy itself means that"
 
 
-def test_axes_of_the_mesh_fill_each_other() -> None:
+def test_minus_one_is_the_remaining_ranks() -> None:
     for argv, expected in (
         ([], (1, 8)),
         (["--fsdp.dp_shard=1"], (8, 1)),
@@ -272,7 +274,7 @@ def test_a_missing_file_suggests_the_one_that_was_meant(tmp_path: Path) -> None:
     assert f"did you mean {tmp_path / 'debug.toml'}?" in mistakes("--config", str(tmp_path / "debgu.toml"))
 
 
-def test_base_that_bites_its_tail(tmp_path: Path) -> None:
+def test_a_circular_base_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "a.toml", 'base = "b.toml"\n')
     write(tmp_path / "b.toml", 'base = "c.toml"\n')
     write(tmp_path / "c.toml", 'base = "b.toml"\n')
@@ -284,13 +286,13 @@ def test_missing_base_is_named_with_the_file_that_wants_it(tmp_path: Path) -> No
     assert "gone.toml: no such file (named as base by a.toml)" in mistakes("--config", str(tmp_path / "a.toml"))
 
 
-def test_broken_toml_says_where(tmp_path: Path) -> None:
+def test_broken_toml_is_an_error_with_its_line(tmp_path: Path) -> None:
     file = write(tmp_path / "a.toml", "[train]\nsteps = = 3\n")
     assert "a.toml: can't be read as TOML" in mistakes("--config", str(file))
     assert "line 2" in mistakes("--config", str(file))
 
 
-def test_derived_numbers() -> None:
+def test_batch_and_mesh_sizes_are_derived() -> None:
     config = parse("--train.micro_batch_size=4", "--train.global_batch_size=30", "--fsdp.dp_replicate=2", world_size=4)
     layout = derive(config.config, 4)
     assert (layout.dp_replicate, layout.dp_shard) == (2, 2)

@@ -1,4 +1,4 @@
-"""A run and `checkpoint.py convert` in one folder; and a save that is committed, though the folder can't be listed."""
+"""A run and `checkpoint.py convert` share a folder; a save is committed although the folder can't be listed."""
 
 from pathlib import Path
 from typing import Any

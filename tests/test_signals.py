@@ -1,4 +1,4 @@
-"""Signals: which ones save and stop, which are one request, and which end a process at once."""
+"""Signals: which save and stop, which are one request, and which end the process at once."""
 
 import os
 import signal
@@ -31,68 +31,68 @@ def test_a_later_signal_ends_at_once(signals: list[tuple[int, float]], code: int
     now = 100.0
     codes: list[int] = []
     words: list[str] = []
-    leaving = Preemption(0, clock=lambda: now, end=codes.append)
-    leaving.on_abort = words.append
+    preemption = Preemption(0, clock=lambda: now, end=codes.append)
+    preemption.on_abort = words.append
     for number, at in signals:
         assert not codes
         now = 100.0 + at
-        leaving.received(number)
+        preemption.received(number)
     assert codes == ([] if code is None else [code])
     assert len(words) == len(codes)
-    assert leaving.reason == signal.Signals(signals[0][0]).name
-    assert leaving.requested()
+    assert preemption.reason == signal.Signals(signals[0][0]).name
+    assert preemption.requested()
 
 
 def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
     now = 0.0
     codes: list[int] = []
-    leaving = Preemption(1, clock=lambda: now, end=codes.append)
+    preemption = Preemption(1, clock=lambda: now, end=codes.append)
     now = 61.0
-    assert leaving.requested()
-    leaving.received(TERM)
-    assert leaving.reason == "run.max_minutes = 1"
+    assert preemption.requested()
+    preemption.received(TERM)
+    assert preemption.reason == "run.max_minutes = 1"
     assert not codes
 
 
-def test_a_file_system_that_does_not_answer_keeps_nobody() -> None:
+def test_a_hanging_file_system_does_not_delay_the_exit() -> None:
     codes: list[int] = []
-    leaving = Preemption(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
-    leaving.on_abort = lambda _: threading.Event().wait()
-    leaving.received(TERM)
-    leaving.received(TERM)
+    preemption = Preemption(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
+    preemption.on_abort = lambda _: threading.Event().wait()
+    preemption.received(TERM)
+    preemption.received(TERM)
     assert codes == [143]
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
 def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with Preemption(0) as leaving:
+    with Preemption(0) as preemption:
         os.kill(os.getpid(), number)
-        wait_until(lambda: leaving.reason == number.name)
+        wait_until(lambda: preemption.reason == number.name)
     assert signal.getsignal(number) is before
 
 
-def test_what_a_child_is_sent_is_not_for_its_parent() -> None:
+def test_a_signal_to_a_child_does_not_reach_its_parent() -> None:
     """Such as the workers of a pool that is ended."""
-    with Preemption(0) as leaving:
+    with Preemption(0) as preemption:
         if not (pid := os.fork()):
             os.kill(os.getpid(), TERM)
             signal.pause()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -TERM
         os.kill(os.getpid(), USR1)  # which comes after it
-        wait_until(leaving.requested)
-        assert leaving.reason == "SIGUSR1"
+        wait_until(preemption.requested)
+        assert preemption.reason == "SIGUSR1"
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
-        with Preemption(0) as leaving:
+        with Preemption(0) as preemption:
             os.kill(os.getpid(), HUP)
             assert signal.getsignal(HUP) is signal.SIG_IGN
             os.kill(os.getpid(), TERM)  # which comes after it
-            wait_until(leaving.requested)
-            assert leaving.reason == "SIGTERM"
+            wait_until(preemption.requested)
+            assert preemption.reason == "SIGTERM"
         assert signal.getsignal(HUP) is signal.SIG_IGN
     finally:
         signal.signal(HUP, before)

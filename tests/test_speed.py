@@ -1,4 +1,4 @@
-"""The fast paths against the plain computation: values, gradients, memory, and how each is switched off."""
+"""Compares the fast paths with the plain computation: values, gradients, memory, and their switches."""
 
 import gc
 import json
@@ -162,7 +162,7 @@ def test_improbable_targets_have_a_finite_loss() -> None:
     assert x.grad[0, 0].tolist() == pytest.approx([1000.0, 0.0])
 
 
-def test_only_gradients_that_are_wanted_are_made() -> None:
+def test_only_required_gradients_are_computed() -> None:
     (x, weight), targets = logits_and_targets(60)
     n_chunks = -(-120 // 37)
 
@@ -218,7 +218,7 @@ def rotations(dtype: torch.dtype, per_sequence: bool) -> tuple[Tensor, Tensor, T
 
 @pytest.mark.parametrize("shape", [(5, 48), (2, 31, 48), (2, 31, 3, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_norms_in_few_passes_are_the_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_fused_norms_equal_the_plain_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight, weights = (torch.randn(s).to(dtype) for s in (shape, shape[-1:], shape))
     x[0] *= 100
     one, other = (with_gradients(way, [x, weight], weights) for way in (normed_in_few_passes, normed))
@@ -226,7 +226,7 @@ def test_norms_in_few_passes_are_the_norms(shape: tuple[int, ...], dtype: torch.
 
 
 @pytest.mark.parametrize("per_sequence", [False, True])
-def test_rotating_in_few_passes_is_rotating(per_sequence: bool) -> None:
+def test_fused_rotation_equals_the_plain_one(per_sequence: bool) -> None:
     x, cos, sin = rotations(torch.float32, per_sequence)
     weights = torch.randn(x.shape)
     one, other = (
@@ -236,7 +236,7 @@ def test_rotating_in_few_passes_is_rotating(per_sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_few_passes_round_no_more_than_many(dtype: torch.dtype) -> None:
+def test_fused_functions_round_no_more_than_plain_ones(dtype: torch.dtype) -> None:
     x, weight = torch.randn(2, 31, 48).to(dtype), torch.randn(48).to(dtype)
     weights = torch.randn(x.shape)
     heads, cos, sin = rotations(dtype, per_sequence=True)
@@ -273,7 +273,7 @@ def test_shared_memory_gathers_and_sums_as_gloo_does(n: int, piece: int) -> None
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_without_shared_memory_gloo_does_it(broken: int) -> None:
+def test_without_shared_memory_gloo_is_used(broken: int) -> None:
     succeeded(ranks(2, "64", str(broken), entry="tests.shared_memory_worker"))
 
 
@@ -354,7 +354,7 @@ def test_each_key_switches_one_path_off() -> None:
     assert ran(fused_functions=False) == (False, False, True)
 
 
-def test_logits_and_generation_stay() -> None:
+def test_fast_paths_do_not_change_logits_and_generation() -> None:
     plain, fast = made(LLAMA, PLAIN).eval(), made(LLAMA, SpeedConfig()).eval()
     tokens = torch.randint(97, (1, 30), generator=torch.Generator().manual_seed(4))
     torch.testing.assert_close(fast(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
@@ -376,7 +376,7 @@ def test_float16_keeps_the_plain_loss_inside_the_head() -> None:
 # --- runs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_with_a_fast_path_switched_off(text: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_a_fast_path_switched_off(text: Path, tmp_path: Path) -> None:
     """Files are the same, and the line at the start says that it is not bit for bit."""
     more = {"run__name": "run", "fsdp__param_dtype": "bfloat16", "model__family": "llama"}
     succeeded(ranks(2, *tiny(text, tmp_path, train__steps=10, **more)))

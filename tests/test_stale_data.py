@@ -1,4 +1,4 @@
-"""What was prepared is what is used: text that changed, files that were cut or overwritten, others' folders."""
+"""Stale or damaged prepared data is noticed: changed text, cut or overwritten files, foreign folders."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_a_cache_of_before_is_found_and_nothing_is_read_twice(
     assert make(text, tmp_path) == folder
 
 
-def test_text_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_replaced_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("an apple fell from the tree\n" * 400)
     honest = writer.Writer.add
 
@@ -148,14 +148,14 @@ def test_a_part_that_was_cut_is_made_again(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"plan": 3}', b"[" * 100_000, b"\xff"])
-def test_a_progress_that_is_damaged(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_progress_is_discarded(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = interrupted(tmp_path, monkeypatch)
     (tmp_path / "out.partial/progress.json").write_bytes(damage)
     succeeds(source, "--out", tmp_path / "out", *QUIET)
     assert not verify(tmp_path / "out")
 
 
-def test_tokens_of_a_part_that_were_overwritten(
+def test_overwritten_tokens_of_a_part_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = interrupted(tmp_path, monkeypatch)
@@ -205,7 +205,7 @@ def packed(lines: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", packing.NAMES)
-def test_an_index_that_was_overwritten(name: str, packed: tuple[Path, Path]) -> None:
+def test_an_overwritten_index_is_found(name: str, packed: tuple[Path, Path]) -> None:
     folder, index = packed
     before = contents(index)
     numbers = np.fromfile(index / name, np.int64).reshape(-1, 2)
@@ -220,7 +220,7 @@ def test_an_index_that_was_overwritten(name: str, packed: tuple[Path, Path]) -> 
     assert contents(index) == before
 
 
-def test_an_index_that_was_cut_or_taken_away(packed: tuple[Path, Path]) -> None:
+def test_a_cut_or_missing_index_is_found(packed: tuple[Path, Path]) -> None:
     folder, index = packed
     os.truncate(index / "train.rows", 160)
     with pytest.raises(DataError, match=r"train\.rows has 160 bytes instead of"):
@@ -267,7 +267,7 @@ def test_an_index_is_not_made_from_ends_that_changed(lines: Path, tmp_path: Path
     "theirs",
     [b'{"title": "my text"}', b"[1, 2]", b"no json", b"\xff\xfe", b"[" * 200_000, b"", b'{"format_version": 2}'],
 )
-def test_a_meta_json_of_somebody_else(theirs: bytes, tmp_path: Path) -> None:
+def test_a_foreign_meta_json_is_not_touched(theirs: bytes, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_text("an apple fell from the tree\n" * 400)
     (tmp_path / "in/meta.json").write_bytes(theirs)
@@ -318,7 +318,9 @@ def test_verify_does_not_advise_to_delete_what_is_not_ours(
 
 
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "val.idx"])
-def test_a_folder_named_partial_that_is_not_ours(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_folder_named_partial_is_not_touched(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / name).write_text("mine")
     source = write(tmp_path / "a.jsonl", TEXTS)
@@ -344,7 +346,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", WRONG)
-def test_values_of_meta_json_that_make_no_sense(key: str, lines: Path, tmp_path: Path) -> None:
+def test_invalid_values_of_meta_json_are_errors(key: str, lines: Path, tmp_path: Path) -> None:
     shutil.copytree(lines, tmp_path / "out")
     content_ = json.loads((tmp_path / "out/meta.json").read_text()) | {key: WRONG[key]}
     (tmp_path / "out/meta.json").write_text(json.dumps(content_))

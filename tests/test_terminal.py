@@ -1,4 +1,4 @@
-"""What a person sees: a bar and lines that fit on a terminal, plain whole lines in a pipe, no colours."""
+"""Output: a bar and fitted lines on a terminal, plain full lines in a pipe, no colours."""
 
 import fcntl
 import os
@@ -34,7 +34,7 @@ def on_a_terminal(columns: int, *options: str) -> str:
     return seen.decode()
 
 
-def test_a_bar_on_a_terminal_only(text: Path, tmp_path: Path) -> None:
+def test_the_bar_is_shown_on_a_terminal_only(text: Path, tmp_path: Path) -> None:
     screen = on_a_terminal(200, *tiny(text, tmp_path, run__name="terminal"))
     assert "%|" in screen
     assert "/20 [" in screen
@@ -47,7 +47,7 @@ def test_a_bar_on_a_terminal_only(text: Path, tmp_path: Path) -> None:
     assert "%|" not in log
 
 
-def test_a_narrow_terminal(text: Path, tmp_path: Path) -> None:
+def test_lines_fit_a_narrow_terminal(text: Path, tmp_path: Path) -> None:
     screen = on_a_terminal(60, *tiny(text, tmp_path, run__name="narrow"))
     lines = [part for line in screen.splitlines() for part in line.split("\r")]
     assert all(len(part) <= 60 for part in lines if "%|" in part or part.startswith("step "))
@@ -67,7 +67,7 @@ def test_step_lines_are_columns() -> None:
         )
 
 
-def test_what_a_narrow_line_keeps() -> None:
+def test_a_narrow_line_keeps_the_main_figures() -> None:
     line = step_line({**STEP, "mfu": 0.4}, 1_000_000, 0.01, 3.0)
     assert fitted(line, len(line)) == line
     for columns in range(50, len(line)):

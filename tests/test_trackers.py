@@ -1,4 +1,4 @@
-"""Profiles, trackers, and what the line of a step says of the device."""
+"""Profiles, trackers, and MFU in the step line."""
 
 import gzip
 import json
@@ -16,10 +16,10 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.monitoring.console import step_line
-from torchtitan_lite.training.session import peak_flops
+from torchtitan_lite.monitoring.mfu import peak_flops
 
 
-def test_a_profile_of_some_steps(text: Path, tmp_path: Path) -> None:
+def test_a_profile_has_a_trace_per_rank_and_does_not_change_training(text: Path, tmp_path: Path) -> None:
     """A trace and a table for each rank, and the same training as without."""
     command = tiny(text, tmp_path, train__steps=6, run__name="run", eval__every=0)
     output = succeeded(ranks(2, *command, "--profile.steps=[3, 4]"))
@@ -74,7 +74,7 @@ def test_wandb_offline_keeps_its_run(text: Path, tmp_path: Path) -> None:
         assert b"grad_norm" in file.read_bytes()
 
 
-def test_a_tracker_that_fails_is_said_and_training_goes_on(text: Path, tmp_path: Path) -> None:
+def test_a_failing_tracker_is_reported_and_training_continues(text: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("a file where the folder should be")
     result = ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=4), '--log.trackers=["tensorboard"]')
@@ -90,7 +90,7 @@ def test_a_tracker_that_is_not_installed_is_a_mistake_in_the_config(monkeypatch:
 
 
 @pytest.mark.parametrize("steps", [[3], [4, 3], [0, 1]])
-def test_steps_that_are_no_range(steps: list[int]) -> None:
+def test_an_invalid_range_of_steps_is_an_error(steps: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"profile\.steps"):
         load.load(None, {"profile.steps": load.ConfigValue(steps, "command line")})
 
@@ -98,7 +98,7 @@ def test_steps_that_are_no_range(steps: list[int]) -> None:
 RECORD: dict[str, Any] = {"step": 7, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 5000.0}
 
 
-def test_mfu_stands_in_the_line_only_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     record = RECORD | {"peak_memory_gib": 1.0}
     assert "mfu" not in step_line(record, 10, 0.0, 1.0)
     assert "tok/s 5,000  mfu 41.3 %  mem" in step_line(record | {"mfu": 0.413}, 10, 0.0, 1.0)

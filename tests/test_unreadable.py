@@ -1,4 +1,4 @@
-"""A checkpoint that can't be read at the moment is not damaged: nothing is set aside, and nothing is deleted."""
+"""A checkpoint that is temporarily unreadable is not damaged: nothing is set aside or deleted."""
 
 import errno
 import os
@@ -42,9 +42,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, file: Path, number: int) -> None:
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("name", FILES)
-def test_an_error_of_the_disk_is_no_damage(
-    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_error_is_not_damage(name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small(tmp_path)
     failing(monkeypatch, folder / name, number)
     with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
@@ -70,7 +68,7 @@ def elsewhere() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", ["", *FILES])
-def test_another_user_s_checkpoint(name: str, elsewhere: Path) -> None:
+def test_another_users_checkpoint_is_unreadable_and_not_damaged(name: str, elsewhere: Path) -> None:
     """By real permissions; as root, by being nobody for a moment."""
     folder = small(elsewhere)
     small(elsewhere, 2)
@@ -98,7 +96,7 @@ def test_a_run_stops_on_every_rank_and_moves_nothing(text: Path, tmp_path: Path)
     assert "resumed after step 4" in succeeded(ranks(2, *command, "--train.steps=6"))
 
 
-def test_verify_says_which_it_could_not_read_and_looks_at_the_others(
+def test_verify_reports_unreadable_checkpoints_and_checks_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -108,7 +106,7 @@ def test_verify_says_which_it_could_not_read_and_looks_at_the_others(
     assert checkpoint_tools.main(["verify", str(run)]) == 1
     said = capsys.readouterr().out
     assert f"UNREADABLE {first / 'state.json'}" in said
-    assert f"whole   {second}" in said
+    assert f"complete {second}" in said
 
 
 def test_retention_does_not_delete_what_it_can_t_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

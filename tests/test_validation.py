@@ -1,4 +1,4 @@
-"""Validation: which sequences, how sure its number is, and texts for which some of it is not defined."""
+"""Validation: the subset, standard errors, and texts with undefined values."""
 
 import json
 import math
@@ -17,8 +17,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Mixture, Samples
-from torchtitan_lite.training.evaluate import Score, Validation, unigram_bits_per_byte
-from torchtitan_lite.training.session import eval_line
+from torchtitan_lite.training.evaluate import Score, Validation, eval_line, unigram_bits_per_byte
 
 NAN = math.nan
 
@@ -148,7 +147,7 @@ def test_a_run_that_validated_other_sequences_is_told_when_it_is_resumed(text: P
     assert json.loads((checkpoint(tmp_path / "run", 4) / "state.json").read_text())["validation"]["samples"] == 5
 
 
-def test_which_validations_compare() -> None:
+def test_validations_are_comparable_on_equal_subsets_only() -> None:
     def change(before: dict[str, int], now: dict[str, int], samples: int = 128) -> str:
         config = {"eval.samples": samples}
         return validation_change(TrainState(validation=before, config=config), TrainState(validation=now))

@@ -1,4 +1,4 @@
-"""What a slow disk may take, what a hanging one is called, and how all ranks get out."""
+"""Watchdog: slow disks are tolerated, hanging ranks are named, and all ranks exit."""
 
 import json
 import threading
@@ -34,11 +34,11 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
     "NCCL communicator was aborted on rank 0. Original reason for failure was: [Rank 0] Watchdog caught collective "
     "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600123 milliseconds",
 ])  # fmt: skip
-def test_errors_of_the_communication(text: str) -> None:
+def test_communication_errors_are_recognised(text: str) -> None:
     assert is_lost(RuntimeError(text))
 
 
-def test_errors_of_torch_distributed() -> None:
+def test_torch_distributed_errors_are_recognised() -> None:
     assert is_lost(dist.DistStoreError("wait timeout after 5000ms, keys: /attempt 0//x"))
     assert is_lost(dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."))
     assert is_lost(dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, remote error"))
@@ -54,11 +54,11 @@ def test_errors_of_torch_distributed() -> None:
     "DataLoader: the socket of worker 3 is closed",
     "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0",
 ])  # fmt: skip
-def test_errors_of_other_kinds(text: str) -> None:
+def test_other_errors_are_not_communication_errors(text: str) -> None:
     assert not is_lost(RuntimeError(text))
 
 
-def test_what_is_done_is_known(tmp_path: Path) -> None:
+def test_the_current_activity_is_known(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(20_000_000))
     before = progress.current()
     assert not before.doing
@@ -74,7 +74,7 @@ def test_what_is_done_is_known(tmp_path: Path) -> None:
     assert not after.doing
 
 
-def test_threads_do_things_of_their_own() -> None:
+def test_each_thread_has_its_own_activity() -> None:
     inside, done = threading.Event(), threading.Event()
 
     def save() -> None:
@@ -165,7 +165,7 @@ def test_a_rank_that_hangs_while_it_loads_is_named(text: Path, tmp_path: Path) -
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_stands_still_in_a_save_ends_the_run(
+def test_a_process_that_hangs_in_a_save_ends_the_run(
     rank: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the one that hosts the store, which then does not answer."""

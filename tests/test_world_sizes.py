@@ -1,4 +1,4 @@
-"""The number of processes changes how fast a run is, and nothing else."""
+"""The number of processes changes only the speed of a run."""
 
 import shutil
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_loss_curves_agree(family: str, n: int, runs: dict[tuple[str, int], Path
 @pytest.mark.parametrize(
     ("family", "n", "more"), [("gpt", 1, {}), ("llama", 3, {}), ("gpt", 4, {"fsdp__dp_replicate": 2})]
 )
-def test_run_of_2_resumes_on_others(
+def test_a_run_of_2_ranks_resumes_on_other_world_sizes(
     family: str, n: int, more: dict[str, Any], runs: dict[tuple[str, int], Path], text: Path, tmp_path: Path
 ) -> None:
     """1, 3, and 2 copies of 2 shards: the same samples from step 11 on."""
@@ -68,7 +68,7 @@ def test_run_of_2_resumes_on_others(
 
 
 @pytest.mark.slow
-def test_a_run_goes_through_many_worlds(runs: dict[tuple[str, int], Path], text: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_through_many_world_sizes(runs: dict[tuple[str, int], Path], text: Path, tmp_path: Path) -> None:
     """4, 2, 3, 1, 2 copies of 2: the same samples in the same order, the same curve."""
     run = tmp_path / "run"
     command = tiny(text, tmp_path, run__name="run", train__micro_batch_size=2)

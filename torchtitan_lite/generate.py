@@ -1,4 +1,4 @@
-"""`python -m torchtitan_lite.generate`: Text from a trained model. See torchtitan_lite.tools.generate."""
+"""`python -m torchtitan_lite.generate`: see torchtitan_lite.tools.generate."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`python -m torchtitan_lite.plan`: Memory and time of a run, before there is a GPU. See torchtitan_lite.tools.plan."""
+"""`python -m torchtitan_lite.plan`: see torchtitan_lite.tools.plan."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`python -m torchtitan_lite.report`: One page about one or several runs. See torchtitan_lite.tools.report.report."""
+"""`python -m torchtitan_lite.report`: see torchtitan_lite.tools.report.report."""
 
 import sys
 

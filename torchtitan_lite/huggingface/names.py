@@ -1,6 +1,6 @@
-"""Hugging Face's names, layout and config keys against ours: Llama, Qwen2, Qwen3 (family llama) and GPT-2 (family gpt).
+"""Maps Hugging Face's names, layout and config keys to ours: Llama, Qwen2, Qwen3 (family llama), GPT-2 (family gpt).
 
-Our layout is theirs, so this renames; only GPT-2 stores its matrices transposed, and queries, keys and values in one.
+The layouts are equal, except that GPT-2 transposes its matrices and merges queries, keys and values.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ _GPT2 = {
     "tok_embeddings.weight": "transformer.wte.weight",
     "pos_embeddings.weight": "transformer.wpe.weight",
     "layers.{}.attention_norm": "transformer.h.{}.ln_1",
-    "layers.{}.attention.wqkv": "transformer.h.{}.attn.c_attn",  # ours are three; see _to_gpt2
+    "layers.{}.attention.wqkv": "transformer.h.{}.attn.c_attn",  # wq, wk and wv merged; see hf_names
     "layers.{}.attention.wo": "transformer.h.{}.attn.c_proj",
     "layers.{}.ffn_norm": "transformer.h.{}.ln_2",
     "layers.{}.feed_forward.w1": "transformer.h.{}.mlp.c_fc",
@@ -46,21 +46,21 @@ _TRANSPOSED = (".wqkv.weight", ".wo.weight", ".w1.weight", ".w2.weight")  # GPT-
 
 
 def rename(name: str, table: Mapping[str, str]) -> str:
-    """A tensor's name by the table, whose entries may leave out the last part (weight or bias)."""
+    """Translate a tensor's name by a table, whose entries may omit the last part (weight or bias)."""
     parts = name.split(".")
     layer = next((part for part in parts if part.isdigit()), "")
     general = ".".join("{}" if part == layer else part for part in parts) if layer else name
     for known in (general, general.rpartition(".")[0]):
         if known in table:
             return (table[known] + general[len(known) :]).replace("{}", layer)
-    raise CheckpointError(f"there is no place for a tensor of the name {shortened(name)}")
+    raise CheckpointError(f"the model has no tensor that corresponds to {shortened(name)}")
 
 
 # --- weights ----------------------------------------------------------------------------------------------------
 
 
 def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
-    """For each tensor of Hugging Face's the names of ours that it is made of."""
+    """For each Hugging Face tensor, the names of ours that it consists of."""
     if family == "llama":
         return {rename(name, _LLAMA): [name] for name in ours}
     parts: dict[str, list[str]] = {}
@@ -72,17 +72,17 @@ def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
 
 
 def to_hf(names: Sequence[str], weight: Callable[[str], Tensor], family: str) -> Tensor:
-    """One tensor of Hugging Face's, made of those of ours."""
+    """Build one Hugging Face tensor from ours."""
     whole = torch.cat([weight(name) for name in names]) if len(names) > 1 else weight(names[0])
     transposed = family == "gpt" and names[0].endswith((".wq.weight", *_TRANSPOSED))
     return (whole.T if transposed else whole).contiguous()
 
 
 def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Hugging Face's tensors under our names and in our layout, as views: nothing is read that nobody looks at."""
+    """Hugging Face's tensors under our names and in our layout. They are views, so nothing is read yet."""
     if family == "llama":
         table = {theirs: ours for ours, theirs in _LLAMA.items()}
-        skipped = ("rotary_emb.inv_freq",)  # tables that old checkpoints hold
+        skipped = ("rotary_emb.inv_freq",)  # in old checkpoints
         return {rename(name, table): tensor for name, tensor in weights.items() if not name.endswith(skipped)}
     table = {theirs: ours for ours, theirs in _GPT2.items()}
     ours: dict[str, Tensor] = {}
@@ -103,14 +103,14 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
 
 
 def drop_tied(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Without the output matrix, if it is the embeddings."""
+    """Drop the output matrix if it is tied to the embeddings."""
     return {name: t for name, t in weights.items() if not (config.tie_embeddings and name == "output.weight")}
 
 
 # --- configs ----------------------------------------------------------------------------------------------------
 
 
-# model_type: architecture, and our keys that it fixes
+# model_type: architecture, and the values that it implies for our keys
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"family": "llama", "qk_norm": False, "qkv_bias": False}),
     "qwen2": ("Qwen2ForCausalLM", {"family": "llama", "qk_norm": False, "qkv_bias": True}),
@@ -123,7 +123,7 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """Our [model] keys for a Hugging Face config.json.
 
     Raises:
-        CheckpointError: an architecture, or a variant of one, that is not ours; or a value that is missing or wrong.
+        CheckpointError: the architecture or a variant is not supported, or a value is missing or wrong.
     """
     keys = _model_keys(content)
     try:
@@ -137,7 +137,7 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(content: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """A value of config.json. Whatever is null is as if it were absent."""
+    """A value of config.json. Null counts as absent."""
     value = content.get(key)
     value = default if value is None else value
     if value is None:
@@ -217,10 +217,10 @@ def _rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The config.json of a model of ours.
+    """The config.json for one of our models.
 
     Raises:
-        CheckpointError: Hugging Face has no such model.
+        CheckpointError: Hugging Face has no such architecture.
     """
     if config.qk_norm and config.qkv_bias:
         raise CheckpointError("no architecture of Hugging Face has both model.qk_norm and model.qkv_bias")

@@ -1,10 +1,10 @@
-"""Weights of Hugging Face models, in and out: Llama, Qwen2, Qwen3 (family llama) and GPT-2 (family gpt).
+"""Imports and exports Hugging Face models: Llama, Qwen2, Qwen3 (family llama) and GPT-2 (family gpt).
 
     python checkpoint.py import FOLDER [OUT]     a config that starts from a Hugging Face folder
-    python checkpoint.py export RUN OUT          a run's newest checkpoint, or one step's, as such a folder
+    python checkpoint.py export RUN OUT          a run's newest checkpoint, or a given one, as such a folder
 
-A folder holds config.json and model.safetensors, or shards of it with an index; names.py says what is where. Files
-are memory-mapped: of a model that is imported each rank reads the rows that it keeps, and an export holds one tensor.
+A folder holds config.json and model.safetensors, or shards of it with an index. Files are memory-mapped: on import each
+rank reads only its own rows, and an export holds one tensor at a time.
 """
 
 import json
@@ -29,31 +29,31 @@ from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
 
 INDEX = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5_000_000_000  # of an exported file, as transformers has it
+MAX_SHARD_BYTES = 5_000_000_000  # of an exported file, as in transformers
 
 
 def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mapping[str, Tensor]:
-    """The weights of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder, under our names.
+    """The weights of a run (its newest checkpoint), a checkpoint or a Hugging Face folder, under our names.
 
-    Files are memory-mapped, and a sharded checkpoint's tensors are put together when they are looked at.
+    Files are memory-mapped. Tensors of a sharded checkpoint are assembled on access.
 
     Args:
         verify: hash a checkpoint's files first.
 
     Raises:
-        CheckpointError: it is none of those, is damaged, or its config is that of another model.
+        CheckpointError: it is none of those, is damaged, or holds a different model.
     """
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         theirs = from_hf_config(storage.read_json(folder / "config.json"))
-        del theirs["vocab_size"]  # shapes tell, with the tokenizer's
+        del theirs["vocab_size"]  # compared later, by shape
         if config.family == "llama" and config.max_seq_len < theirs["max_seq_len"]:
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine
         _compare(folder, theirs, config)
         return drop_tied(from_hf(_read_shards(folder), config.family), config)
     if not (found := storage.checkpoints_of(folder)):
         raise CheckpointError(
-            f"model.init_from: {path} is no run with a checkpoint, no checkpoint and no Hugging Face folder"
+            f"model.init_from: {path} is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
         )
     folder = found[-1]
     state = storage.read_state(folder, named_by_step=False)
@@ -65,7 +65,7 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
 
 
 def whole_weights(folder: Path) -> Mapping[str, Tensor]:
-    """The model's tensors of a checkpoint, by our names; a sharded one's are put together when they are looked at.
+    """Verify a checkpoint and return the model's tensors.
 
     Raises:
         CheckpointError: it is damaged.
@@ -76,7 +76,7 @@ def whole_weights(folder: Path) -> Mapping[str, Tensor]:
 
 
 def read_weights(folder: Path) -> Mapping[str, Tensor]:
-    """The same of a checkpoint that has been verified."""
+    """The model's tensors of a verified checkpoint. Those of a sharded one are assembled on access."""
     if storage.read_manifest(folder).state_dict == "sharded":
         return dcp_storage.WholeTensors(folder, "model.")
     try:
@@ -89,7 +89,7 @@ def config_of(folder: Path) -> ModelConfig:
     """The [model] section for a Hugging Face folder.
 
     Raises:
-        CheckpointError: its architecture is not ours, or a value makes no sense.
+        CheckpointError: its architecture is not supported, or a value is invalid.
     """
     return ModelConfig.model_validate(from_hf_config(storage.read_json(folder / "config.json")))
 
@@ -98,7 +98,7 @@ def trained_config(folder: Path) -> ModelConfig:
     """The [model] section that a checkpoint was trained with.
 
     Raises:
-        CheckpointError: the checkpoint does not hold it.
+        CheckpointError: the checkpoint does not contain it.
     """
     state = storage.read_state(folder, named_by_step=False)
     if not state.config:
@@ -112,9 +112,9 @@ def trained_config(folder: Path) -> ModelConfig:
 
 
 def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | None:
-    """The token that ends a document of the text that a checkpoint was trained on; None if nothing says it.
+    """The token that ends a document in a checkpoint's training data; None if unknown.
 
-    Older checkpoints do not record it. Theirs is what the config names, or the tokenizer's usual one.
+    Older checkpoints do not record it. For them it is the config's, else the tokenizer's usual one.
     """
     if state.end_token is not None or tokenizer is None:
         return state.end_token
@@ -125,13 +125,13 @@ def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | N
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text, by the config.json of a Hugging Face folder: one number, a list, or none."""
+    """The end tokens in the config.json of a Hugging Face folder."""
     named = storage.read_json(folder / "config.json").get("eos_token_id")
     return tuple(end for end in (named if isinstance(named, list) else [named]) if type(end) is int)
 
 
 def _compare(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
-    """What a folder says of its model, against ours."""
+    """Compare a folder's model keys with the config's."""
     here = config.resolved()
     saved = {f"model.{key}": value for key, value in theirs.items()}
     wanted = {f"model.{key}": here[key] for key in theirs}
@@ -147,7 +147,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name in names:
         if Path(name).name != name or ((folder / name).is_symlink() and not (folder / name).exists()):
-            raise CheckpointError(f"{index} names {name}, which is no file of this folder")
+            raise CheckpointError(f"{index} names {name}, which is not a file of this folder")
         try:
             weights |= load_file(folder / name)
         except Exception as error:
@@ -156,49 +156,49 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 
 def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write a run's newest checkpoint, or the checkpoint in a folder, as a Hugging Face folder in float32.
+    """Write a checkpoint, or a run's newest one, as a Hugging Face folder in float32.
 
-    It is written beside, and renamed when it is whole. Memory: one tensor.
+    The folder is written under a temporary name and renamed at the end. Memory: one tensor.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, `out` is not empty, or it can't be written.
     """
     if not (found := storage.checkpoints_of(source)):
-        raise CheckpointError(f"{source} is no run with a checkpoint, and no checkpoint")
+        raise CheckpointError(f"{source} is neither a checkpoint nor a run with one")
     folder = found[-1]
     run = folder.parent.parent
     state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise CheckpointError(f"{out} is there already; name a new folder")
+        raise CheckpointError(f"{out} exists already; name a new folder")
     weights = whole_weights(folder)
     specs = dcp_storage.specs(weights)
     if len(specs.get("tok_embeddings.weight", ("", ()))[1]) != 2:
-        raise CheckpointError(f"{folder} has no token embeddings: it is not a checkpoint of a model")
+        raise CheckpointError(f"{folder} has no token embeddings: it is not a model's checkpoint")
     content = to_hf_config(config, specs["tok_embeddings.weight"][1][0])
-    beside = out.with_name(f".{out.name}.tmp")
+    temporary = out.with_name(f".{out.name}.tmp")
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
         tokenizer = None
         if (run / "tokenizer.json").is_file():
-            shutil.copyfile(run / "tokenizer.json", beside / "tokenizer.json")
-            tokenizer = bpe.load(beside / "tokenizer.json")
+            shutil.copyfile(run / "tokenizer.json", temporary / "tokenizer.json")
+            tokenizer = bpe.load(temporary / "tokenizer.json")
         if (end := end_token(state, tokenizer)) is not None:
-            # without these, readers take the architecture's, which are other entries of our vocabulary
+            # without these, readers use the architecture's defaults, which are wrong for our vocabulary
             content |= {"bos_token_id": end, "eos_token_id": end}
-        (beside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _write_shards(beside, weights, specs, config.family, max_shard_bytes)
+        (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write_shards(temporary, weights, specs, config.family, max_shard_bytes)
         if out.is_dir():
             out.rmdir()
-        beside.rename(out)
+        temporary.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_shards(folder: Path, weights: Mapping[str, Tensor], specs: TensorSpecs, family: str, max_bytes: int) -> None:
-    """model.safetensors, or several files of at most so many bytes (a larger tensor has one alone) with an index."""
+    """Write model.safetensors, or files of at most max_bytes (unless one tensor is larger) with an index."""
     parts = hf_names(specs, family)
     theirs = specs_of(
         {name: to_hf(ours, lambda n: torch.empty(specs[n][1], device="meta"), family) for name, ours in parts.items()}
@@ -228,7 +228,7 @@ def _write_shards(folder: Path, weights: Mapping[str, Tensor], specs: TensorSpec
 
 
 def section(folder: Path) -> Iterator[str]:
-    """The lines of a config that goes on from a Hugging Face folder: [model], and [tokenizer] if the folder has one."""
+    """The lines of a config that starts from a Hugging Face folder: [model], and [tokenizer] if there is one."""
     yield "[model]"
     for key, value in from_hf_config(storage.read_json(folder / "config.json")).items():
         yield f"{key} = {toml.format_value(value)}"

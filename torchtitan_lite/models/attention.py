@@ -1,10 +1,8 @@
-"""Causal attention: by PyTorch's kernels, or on the CPU by plain matrix products, a block of queries at a time.
+"""Causal attention, by PyTorch's kernels or, on the CPU, by large matrix products over blocks of queries.
 
-PyTorch's flash kernel for the CPU multiplies small tiles, and reaches a fifth of what one batched product does in
-bfloat16 (BENCHMARKS.md). In `block_attention` a block of queries meets all keys up to its own end: four large products
-where the kernel has many small ones, and only the last square of each block is masked. Half of the (T, T) probabilities
-are kept for backward, in the dtype of the computation: faster than computing them again, and too much memory for long
-sequences.
+PyTorch's CPU flash kernel multiplies small tiles and reaches a fifth of the speed of a batched product in bfloat16
+(BENCHMARKS.md). `block_attention` multiplies each block of queries by all keys up to the block's end and masks only the
+last square. It keeps half of the (T, T) probabilities for backward: faster, but too much memory for long sequences.
 """
 
 import functools
@@ -17,14 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128  # queries; 64 and 256 were slower
-MAX_SEQ_LEN = 1024  # beyond, SDPA is as fast and keeps nothing of size (T, T)
+MAX_SEQ_LEN = 1024  # beyond this, SDPA is as fast and stores nothing of size (T, T)
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of each token to itself and those before it: softmax(q k^T / sqrt(E)) v, softmax in float32.
-
-    Queries, keys and values, (B, H, T, E) each, any float dtype -> (B, H, T, E).
-    """
+    """Causal softmax(q k^T / sqrt(E)) v with softmax in float32; (B, H, T, E) each -> (B, H, T, E), any float dtype."""
     batched = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))  # (N, T, E), N = B H
     return _BlockAttention.apply(*batched).view(q.shape)  # type: ignore[no-untyped-call]
 
@@ -43,7 +38,7 @@ class _BlockAttention(torch.autograd.Function):
                 q.new_empty(()), q[:, start:end], k[:, :end].transpose(1, 2), beta=0, alpha=1 / math.sqrt(width)
             )  # (N, end - start, end)
             scores[:, :, start:].masked_fill_(future[: end - start, : end - start], -math.inf)
-            probabilities = torch.softmax(scores, -1)  # in float32, rounded at its end
+            probabilities = torch.softmax(scores, -1)  # computed in float32, then rounded
             out[:, start:end] = torch.bmm(probabilities, v[:, :end])
             kept.append(probabilities)
         ctx.save_for_backward(q, k, v, *kept)
@@ -55,7 +50,7 @@ class _BlockAttention(torch.autograd.Function):
         q, k, v, *kept = ctx.saved_tensors
         length, scale = q.shape[1], 1 / math.sqrt(q.shape[2])
         dq = torch.empty_like(q)
-        # a key is used by every later block: their sum is formed in float32
+        # every later block adds to a key's gradient: sum in float32
         dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
         for start, probabilities in zip(range(0, length, BLOCK), kept, strict=True):
             end = min(start + BLOCK, length)
@@ -69,18 +64,18 @@ class _BlockAttention(torch.autograd.Function):
 
 
 class KeysValues:
-    """The keys and values of one block for the tokens so far: generation computes those of new tokens only."""
+    """The key-value cache of one layer, for generation."""
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Cached tokens."""
         return 0 if self._kept is None else self._kept[0].shape[1]
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of T new tokens, (B, T, heads, width) each; returns those of all."""
+        """Append T new tokens, (B, T, heads, E) each. Returns the keys and values of all tokens."""
         if self._kept is not None:
             k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
         self._kept = k, v
@@ -88,17 +83,17 @@ class KeysValues:
 
 
 def within_documents(positions: Tensor, *, dense: bool) -> Any:
-    """Which tokens each token may look at: itself and those before it in its document, which begins at position 0.
+    """A causal mask that confines attention to each document.
 
     Args:
-        positions: (B, T) int64.
-        dense: as a (B, 1, T, T) tensor of bool for scaled_dot_product_attention; else as a BlockMask for FlexAttention,
-            which skips the blocks that lie in other documents.
+        positions: (B, T) int64; a document begins at position 0.
+        dense: return a (B, 1, T, T) bool tensor for scaled_dot_product_attention. Otherwise return a BlockMask for
+            FlexAttention, which skips blocks of other documents.
     """
-    documents = (positions == 0).cumsum(1)  # (B, T), a number for each
+    documents = (positions == 0).cumsum(1)  # (B, T), the index of each token's document
     if dense:
         return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-    from torch.nn.attention import flex_attention as flex  # not needed, nor imported, without a GPU
+    from torch.nn.attention import flex_attention as flex  # used only on a GPU
 
     def allowed(batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (documents[batch, q] == documents[batch, k])
@@ -110,12 +105,11 @@ def within_documents(positions: Tensor, *, dense: bool) -> Any:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, *, by_blocks: bool = False
 ) -> Tensor:
-    """Attention that looks back only, and with `mask` (of within_documents) only as far as it allows.
-
-    Queries, keys and values, (B, T, H, E) each -> (B, T, H, E). Fewer queries than keys are the last ones.
+    """Causal attention, (B, T, H, E) each -> (B, T, H, E). Fewer queries than keys are those of the last tokens.
 
     Args:
-        by_blocks: use block_attention where it is the faster way.
+        mask: from within_documents.
+        by_blocks: use block_attention where it is faster.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     plain = mask is None and dropout == 0 and q.shape == k.shape and q.device.type == "cpu"
@@ -132,14 +126,14 @@ def attend(
 
 @functools.cache
 def _flex_attention() -> Callable[..., Tensor]:
-    """FlexAttention as the one kernel that it is only when compiled."""
+    """FlexAttention, compiled: it is a fused kernel only then."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
 
 
 def causal(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """How attention is told to look back only: (B, heads, T, width) queries are the last T of the tokens of `k`."""
+    """Arguments that make SDPA causal. The queries, (B, H, T, E), belong to the last T tokens of `k`."""
     n, of = q.shape[2], k.shape[2]
     if n == of:
         return {"is_causal": True}

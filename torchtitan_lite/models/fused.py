@@ -1,8 +1,7 @@
-"""RMSNorm and rotary positions with a backward of their own, for the CPU: in few passes over memory.
+"""RMSNorm and rotary positions for the CPU, with their own backward and few passes over memory.
 
-PyTorch computes both out of small operators, each of which reads and writes all activations, and keeps float32 copies
-of them for backward. These compute in float32 too, in place where they can, and keep no more than their input.
-(`compile.enabled` fuses the plain ones better than this.)
+PyTorch builds both from small operators, which each read and write all activations and keep float32 copies for
+backward. These versions compute in float32 too, but mostly in place, and keep only their input.
 """
 
 from typing import Any
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 
 
 def use_fused(x: Tensor) -> bool:
-    """Whether these functions are the faster ones."""
+    """Whether these functions are faster than PyTorch's. (torch.compile fuses the plain ones better.)"""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A copy to compute in."""
+    """A copy in float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
@@ -58,9 +57,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What llama.rotate computes. (B, T, H, E), and (T, E) or (B, T, E) float32 tables -> (B, T, H, E).
+    """llama.rotate, fused: (B, T, H, E), and (T, E) or (B, T, E) float32 tables -> (B, T, H, E).
 
-    The halves of the tables are equal, as rotary_tables makes them: backward is then the inverse rotation.
+    Backward is the inverse rotation, which requires tables with equal halves, as rotary_tables makes them.
     """
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Text from a model, token by token: what `generate` and the samples of a training run share."""
+"""Text generation, shared by the `generate` command and the samples of a training run."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ from torchtitan_lite.models.attention import KeysValues
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws the next token. It has a generator of its own: torch's, which training may use, stays as it is."""
+    """Draws the next token, from its own random generator: torch's global one is left to training."""
 
-    temperature: float = 0.8  # 0: always the likeliest
-    top_k: int = 0  # draw from so many of the likeliest only; 0: from all
-    top_p: float = 1.0  # draw from the likeliest that together have this probability
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int = 0  # draw from the k likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the smallest set of likeliest tokens with this total probability
     seed: int = 0
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu"), init=False)
 
@@ -37,14 +37,14 @@ class Sampler:
         if self.temperature == 0:
             return likeliest
         logits = logits.float().cpu() / self.temperature
-        if not logits.isfinite().all():  # a temperature this close to 0 is 0
+        if not logits.isfinite().all():  # the temperature is so close to 0 that the division overflows
             return likeliest
         if 0 < self.top_k < len(logits):
             logits[logits < logits.topk(self.top_k).values[-1]] = -torch.inf
         if self.top_p < 1:
             probabilities, order = logits.softmax(0).sort(descending=True)
             before = probabilities.cumsum(0) - probabilities
-            logits[order[1:][before[1:] >= self.top_p]] = -torch.inf  # the likeliest always stays
+            logits[order[1:][before[1:] >= self.top_p]] = -torch.inf  # never removes the likeliest
         return int(torch.multinomial(logits.softmax(0), 1, generator=self._generator))
 
 
@@ -52,12 +52,12 @@ class Sampler:
 def new_tokens(
     model: Transformer, prompt: list[int], max_tokens: int, choose: Callable[[Tensor], int], ends: Collection[int] = ()
 ) -> Iterator[int]:
-    """The tokens that follow a prompt, at most max_tokens, up to an end token or the model's max_seq_len.
+    """Yield at most max_tokens tokens after a prompt, up to an end token or the model's max_seq_len.
 
     Args:
-        choose: the next token, given logits (V,), e.g. a Sampler.
         prompt: at least one token, and fewer than max_seq_len.
-        ends: tokens that end the text; they are not returned.
+        choose: returns the next token for logits (V,), e.g. a Sampler.
+        ends: tokens that end the text; they are not yielded.
     """
     device = model.tok_embeddings.weight.device
     cache = [KeysValues() for _ in model.layers]
@@ -71,12 +71,12 @@ def new_tokens(
 
 
 def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of new tokens as soon as it is known: a token may hold a part of a character only.
+    """Yield the text of new tokens once it is known: a token may end in the middle of a character.
 
-    (tokenizers' own DecodeStream raises when a model without training puts bytes together that are no UTF-8.)
+    (The library's DecodeStream raises on invalid UTF-8, which an untrained model produces.)
     """
     ids = list(prompt)
-    start, shown = max(len(ids) - 4, 0), len(ids)  # some tokens before: a word's space may depend on them
+    start, shown = max(len(ids) - 4, 0), len(ids)  # a leading space may depend on a few earlier tokens
     more = ""
     for token in tokens:
         ids.append(token)

@@ -1,4 +1,4 @@
-"""The tutorial's Transformer, made causal: learned positions, LayerNorm, GELU, dropout (the architecture of GPT-2).
+"""GPT-2's architecture, the tutorial's Transformer made causal: learned positions, LayerNorm, GELU, dropout.
 
 Shapes: B sequences, T tokens, D dim, H heads, V vocabulary.
 """

@@ -1,9 +1,6 @@
-"""Llama and its relatives: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""Llama, Qwen2 (`qkv_bias`) and Qwen3 (`qk_norm`). Weights have Hugging Face's layout: rotary halves, not pairs.
 
-With `qk_norm` this is Qwen3, with `qkv_bias` Qwen2. Weights have the layout of Hugging Face (rotary halves, not pairs),
-so that import and export only rename (huggingface/weights.py).
-
-Shapes: B sequences, T tokens, D dim, H heads, K key and value heads, E head_dim, F hidden_dim, V vocabulary.
+Shapes: B sequences, T tokens, D dim, H heads, K key and value heads, E head_dim.
 """
 
 import math
@@ -20,7 +17,7 @@ from torchtitan_lite.models.transformer import Transformer
 
 
 class Attention(nn.Module):
-    """Causal attention; H / K query heads share a key and value head."""
+    """Causal grouped-query attention."""
 
     by_blocks, fused = False, False  # set by parallelize.apply_fast_paths
 
@@ -44,7 +41,7 @@ class Attention(nn.Module):
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if cache is not None:
             k, v = cache.extend(k, v)
-        # shared heads are copied: faster on the CPU than SDPA's enable_gqa
+        # copying shared heads is faster on the CPU than SDPA's enable_gqa
         k, v = (t.repeat_interleave(self.n_groups, dim=2) if self.n_groups > 1 else t for t in (k, v))
         return self.wo(attend(q, k, v, mask, by_blocks=self.by_blocks).flatten(2))
 
@@ -59,8 +56,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, (max_seq_len, E) float32 each, on the CPU.
 
-    With rope_factor > 1, wavelengths beyond the original context are stretched by the factor, short ones are kept, and
-    those between are blended: Llama 3's way to a longer context (Meta's reference code, 2024).
+    rope_factor > 1 extends the context as Llama 3 does: it stretches wavelengths beyond the original context by the
+    factor, keeps short ones, and blends those between (Meta's reference code, 2024).
     """
     exponents = torch.arange(0, config.dim_of_heads, 2, dtype=torch.float32, device="cpu") / config.dim_of_heads
     frequencies = 1.0 / config.rope_theta**exponents  # (E / 2,), radians per position
@@ -89,7 +86,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each on a normalised copy of the residual stream and added to it."""
+    """Pre-norm attention and feed-forward, each with a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -105,7 +102,7 @@ class TransformerBlock(nn.Module):
 
 
 class Llama(Transformer):
-    """Token embeddings and blocks that are given the rotary tables."""
+    """Token embeddings, and blocks that take the rotary tables."""
 
     rope_cos: Tensor
     rope_sin: Tensor

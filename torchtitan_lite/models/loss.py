@@ -1,11 +1,10 @@
-"""The loss, as a sum, and the output matrix that computes it in chunks of tokens.
+"""The summed loss, and the output matrix that computes it in chunks of tokens.
 
-Whoever needs a mean divides by the number of valid tokens of all ranks and micro-batches: a mean per rank, averaged
-over the ranks, is another number as soon as the ranks hold different counts of targets.
+The loss is a sum because ranks may hold different numbers of targets; callers divide by the global number.
 
-The logits never exist all at once. The gradient of a summed cross-entropy with respect to the logits is softmax -
-onehot, times one number that backward brings. So forward computes the gradients of its inputs as well, chunk by chunk,
-and frees each chunk's logits: memory does not grow with tokens times vocabulary, and a chunk stays in the cache.
+Only one chunk's logits exist at a time. The gradient of a summed cross-entropy with respect to the logits is
+softmax - onehot, up to a factor that backward provides. So forward also computes the gradients of its inputs and frees
+each chunk's logits: memory does not grow with tokens times vocabulary, and a chunk stays in the cache.
 """
 
 import math
@@ -16,16 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORE = -100  # the target of a position that counts for nothing
+IGNORE = -100  # the target of a position without a loss
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The summed negative log-likelihood, in nats and float32.
-
-    Args:
-        logits: (B, T, V), any float dtype.
-        targets: (B, T) int64, IGNORE where there is nothing to learn.
-    """
+    """The summed negative log-likelihood in nats, () float32, of logits (B, T, V) and targets (B, T) or IGNORE."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -35,19 +29,16 @@ def of_each(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:
-    """A summed loss per byte of the text it predicts: comparable between tokenizers, which a loss per token is not."""
+    """A summed loss per byte of text, which unlike a loss per token is comparable between tokenizers."""
     return nats / math.log(2) / n_bytes
 
 
-# Tokens in a chunk. On the CPU the logits of one should fit into the cache, on a GPU a chunk should fill all of it.
+# Tokens in a chunk. On the CPU its logits should fit into the cache; on a GPU it should occupy the whole device.
 CHUNK = {"cpu": 256, "cuda": 4096}
 
 
 class Head(nn.Linear):
-    """The output matrix. Given targets, it returns the summed cross-entropy instead of logits.
-
-    The loss is computed in here because FSDP holds the whole matrix only while this module's forward runs.
-    """
+    """The output matrix. Given targets, it returns the loss: FSDP gathers the matrix only during this forward."""
 
     chunked = False  # set by parallelize.apply_fast_paths
 
@@ -59,7 +50,7 @@ class Head(nn.Linear):
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if x.dtype == torch.float16:
-            # the gradients would be rounded before the scale of the loss is known, which keeps small ones from zero
+            # chunked gradients are rounded before the loss is scaled, and small ones would become zero
             return summed_cross_entropy(F.linear(x, self.weight), targets)
         return chunked_cross_entropy(x, self.weight, targets)
 
@@ -67,15 +58,12 @@ class Head(nn.Linear):
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """summed_cross_entropy(x @ weight.T, targets), a chunk of tokens at a time.
 
-    Logits are rounded to the dtype of `x`; softmax, loss and the sum of the weight's gradient are float32.
+    Logits are rounded to the dtype of `x`. Softmax, loss and the sum of the weight's gradient are float32.
 
     Args:
         x: (B, T, D), any float dtype.
         weight: (V, D), of the same dtype.
-        targets: (B, T) int64, IGNORE where there is nothing to learn.
-
-    Returns:
-        the sum over all targets, () float32.
+        targets: (B, T) int64, or IGNORE.
     """
     learns = torch.is_grad_enabled()
     wanted = learns and x.requires_grad, learns and weight.requires_grad
@@ -117,14 +105,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add(total: Tensor, product: Tensor) -> None:
-    """total += product, (V, D) each, some rows at a time: across dtypes PyTorch would first copy the whole product."""
+    """total += product, (V, D) each, in groups of rows: across dtypes PyTorch would first copy the whole product."""
     step = _rows(total) if total.dtype != product.dtype else len(total)
     for rows, more in zip(total.split(step), product.split(step), strict=True):
         rows += more
 
 
 def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """total * factor in another dtype, without a whole product in between."""
+    """total * factor in another dtype, without an intermediate copy of the product."""
     out = torch.empty(total.shape, dtype=dtype, device=total.device)
     for rows, to in zip(total.split(_rows(total)), out.split(_rows(total)), strict=True):
         to.copy_(rows * factor)
@@ -132,7 +120,7 @@ def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(total: Tensor) -> int:
-    """How many rows stay in a core's cache; on a GPU all."""
+    """Rows that fit into a core's cache; on a GPU, all."""
     return len(total) if total.is_cuda else 1024
 
 
@@ -141,7 +129,7 @@ def _softmax_minus_onehot(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     counts = targets != IGNORE
     index = torch.where(counts, targets, 0)[:, None]
     p = torch.softmax(logits, -1, dtype=torch.float32)
-    # log(sum(exp)) from the largest probability, which is at least 1 / V: no second pass of exponentials
+    # log(sum(exp)) follows from the largest probability (at least 1 / V), without a second pass of exponentials
     normaliser = logits.amax(-1).float() - p.amax(-1).log()
     losses = torch.where(counts, normaliser - logits.gather(1, index)[:, 0].float(), 0.0)
     p.scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""What the families share: the way from tokens to a loss, tied embeddings, initial values."""
+"""The base class of all model families: tokens to logits or loss, tied embeddings, initial values."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,13 @@ from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models.attention import KeysValues, within_documents
 from torchtitan_lite.models.loss import Head, of_each, summed_cross_entropy
 
-Fill = Callable[[str, Tensor, float], None]  # fills a parameter, given its name, with normal values of this deviation
+Fill = Callable[[str, Tensor, float], None]  # fills the named parameter with normal values of this deviation
 
 
 class Transformer(nn.Module):
-    """Embeddings, blocks, a last norm, and the output matrix, which may be the embeddings themselves.
+    """Embeddings, blocks, a final norm and the output matrix. A family provides the modules and `inputs`.
 
-    A family gives it the modules and says what goes into the first block. Shapes: B sequences, T tokens, D dim, V
-    vocabulary.
+    Shapes: B sequences, T tokens, D dim, V vocabulary.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, blocks: list[nn.Module], norm: nn.Module) -> None:
@@ -31,17 +30,13 @@ class Transformer(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make the output matrix the embeddings, if so configured."""
+        """Use the embeddings as the output matrix, if configured."""
         if self.config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """What the first block takes: (B, T, D), and whatever goes to every block unchanged.
-
-        Args:
-            positions: (T,) int64, or (B, T) where sequences differ.
-        """
-        raise AssertionError("a family says it")
+        """The input of the first block, (B, T, D), and what every block gets unchanged. Positions: (T,) or (B, T)."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -52,25 +47,22 @@ class Transformer(nn.Module):
         *,
         per_sequence: bool = False,
     ) -> Tensor:
-        """Logits, or the loss where targets are given.
-
-        The loss is computed in here, and not by the caller, so that it can happen while FSDP holds the whole output
-        matrix: only then can it be computed in chunks, without ever holding all logits (loss.py).
+        """Compute logits, or the loss if targets are given.
 
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
-            targets: (B, T) int64, loss.IGNORE where there is nothing to learn.
-            cache: of each block, when generating; `tokens` follow those that it has seen, and it is extended by them.
-            positions: (B, T) int64, beginning with 0 in each document: attention stays within them. None: 0, 1, ...,
-                and nothing is confined.
+            targets: (B, T) int64, or loss.IGNORE.
+            cache: one per block, for generation: holds the tokens before these, and is extended by these.
+            positions: (B, T) int64, from 0 in each document; confines attention to documents. None: 0, 1, ..., T - 1
+                without that limit.
             per_sequence: return the loss of each sequence.
 
         Returns:
             (B, T, V) logits, or the summed cross-entropy, () float32; per sequence, (B,) float32.
         """
-        more: list[Any] = []  # nothing where there is nothing: what is checkpointed or compiled stays as it was
+        more: list[Any] = []  # stays empty without a mask: the arguments of compiled blocks do not change
         if positions is not None:
-            # FlexAttention does not drop, and on the CPU it has no backward
+            # FlexAttention has no dropout, and no backward on the CPU
             dense = not tokens.is_cuda or (self.training and self.config.dropout > 0)
             more = [None, within_documents(positions, dense=dense)]
         else:
@@ -88,11 +80,11 @@ class Transformer(nn.Module):
         return of_each(summed_cross_entropy, logits, targets) if per_sequence else summed_cross_entropy(logits, targets)
 
     def reset_buffers(self) -> None:
-        """Compute what is neither learned nor saved; a family with buffers says how."""
+        """Compute the buffers, which are neither learned nor saved. For families that have some."""
 
     @torch.no_grad()
     def reset_parameters(self, normal_: Fill) -> None:
-        """Give every parameter its initial value, and compute the buffers: to_empty leaves both without values.
+        """Fill every parameter and buffer, as `to_empty` leaves them uninitialised.
 
             tensor                                   initial value (L = n_layers)
             *_embeddings, wq wk wv, w1 w3, output    normal, deviation 0.02
@@ -101,8 +93,7 @@ class Transformer(nn.Module):
             biases                                   0
 
         Args:
-            normal_: fills one parameter; it is given the parameter's name so that the values need not depend on how
-                the parameters are spread over ranks.
+            normal_: fills one parameter. It gets the name, so that values need not depend on the sharding.
         """
         self.reset_buffers()
         residual = 0.02 / math.sqrt(2 * len(self.layers))

@@ -7,8 +7,11 @@ before you rely on one, above all for b300, gb200 and gb300.
 import re
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
 
 
@@ -107,3 +110,11 @@ def named(reported: str) -> Device | None:
     """The device with this driver name, e.g. "NVIDIA H100 80GB HBM3"; None if unknown or ambiguous."""
     text = re.sub(r"^(nvidia |amd )?(geforce |instinct )?", "", " ".join(reported.lower().split()))
     return next((DEVICES[name] for name, pattern in _NAMES.items() if re.fullmatch(pattern, text)), None)
+
+
+def peak_flops(config: Config, world: World) -> float:
+    """Nominal FLOPs per second of all devices of a run in its dtype; 0 if unknown."""
+    device = named(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    if device is None:
+        return 0.0
+    return world.world_size * (device.fp32_flops if config.fsdp.param_dtype == "float32" else device.bf16_flops)

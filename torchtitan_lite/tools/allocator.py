@@ -1,4 +1,4 @@
-"""Memory by the events of PyTorch's CPU allocator, which unlike a process's resident size are exact."""
+"""Exact memory figures, from the events of PyTorch's CPU allocator."""
 
 import gc
 import os
@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_of(compute: Callable[[], object]) -> int:
-    """The most bytes that `compute` holds beyond what was there before."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says on stderr that it starts and stops
-    gc.collect()  # what is freed in between would be subtracted
+    """The peak of bytes that `compute` allocates on top of what exists."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
+    gc.collect()  # garbage freed during `compute` would be subtracted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         compute()
     assert trace.profiler is not None
@@ -25,6 +25,6 @@ def peak_of(compute: Callable[[], object]) -> int:
 
 
 def own_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this rank's part of tensors; those that share memory, as a group's gradients do, are counted once."""
+    """Bytes of this rank's shards. Shared storage, such as that of a group's gradients, is counted once."""
     own = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())

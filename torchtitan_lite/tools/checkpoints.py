@@ -1,10 +1,10 @@
-"""Checkpoints, looked at and turned into others, without ranks: `python checkpoint.py COMMAND`.
+"""Commands on checkpoints, in one process: `python checkpoint.py COMMAND`.
 
-verify RUN...        hash every file of every checkpoint, and say what is wrong
-inspect FOLDER       what a checkpoint holds: names, shapes, bytes, and where the run was
-convert FOLDER OUT   a full checkpoint from a sharded one, or the other way round (any run loads both as they are)
-export RUN OUT       a Hugging Face folder
-import FOLDER [OUT]  a config that starts from a Hugging Face folder: printed, or written to OUT.toml
+verify RUN...        hash every file of every checkpoint and report problems
+inspect FOLDER       list a checkpoint's files and tensors, and the step of its run
+convert FOLDER OUT   turn a sharded checkpoint into a full one, or the reverse (runs load both)
+export RUN OUT       write a Hugging Face folder
+import FOLDER [OUT]  print, or write to OUT, a config that starts from a Hugging Face folder
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
 
-PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # names in shards, and the full file of them
+PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # name prefix in shards, file of the full state
 
 
 def named_checkpoints(path: Path) -> list[Path]:
@@ -31,11 +31,11 @@ def named_checkpoints(path: Path) -> list[Path]:
     """
     if found := storage.checkpoints_of(path):
         return found
-    raise CheckpointError(f"{path} is no checkpoint, and no run with one")
+    raise CheckpointError(f"{path} is neither a checkpoint nor a run with one")
 
 
 def verify(folders: Sequence[Path]) -> bool:
-    """Print what is wrong with each checkpoint; whether all are whole."""
+    """Print the problems of each checkpoint. Returns whether all are complete."""
     good = True
     for path in folders:
         for folder in named_checkpoints(path):
@@ -46,14 +46,14 @@ def verify(folders: Sequence[Path]) -> bool:
                 print(f"UNREADABLE {error}")
                 continue
             good &= not problems
-            print("\n".join(f"DAMAGED {problem}" for problem in problems) or f"whole   {folder}")
+            print("\n".join(f"DAMAGED {problem}" for problem in problems) or f"complete {folder}")
         for text in storage.incomplete_folders(path / "checkpoints"):
             print(f"note    {text}")
     return good
 
 
 def inspect(folder: Path) -> None:
-    """Print what a checkpoint holds."""
+    """Print a checkpoint's state, files and tensors."""
     manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
     print(
         f"step {state.step}, {state.tokens:,} tokens, {state.samples_consumed:,} samples; {manifest.state_dict} state"
@@ -74,41 +74,41 @@ def inspect(folder: Path) -> None:
 
 
 def convert(folder: Path, out: Path) -> Path:
-    """Write a sharded checkpoint as a full one, or a full one as a sharded one, into a folder of checkpoints.
+    """Convert a sharded checkpoint to a full one, or the reverse, into a folder of checkpoints.
 
-    One tensor at a time is in memory. The folder may be that of a run that is training.
+    From sharded to full, it holds one tensor at a time. `out` may belong to a run that is training.
 
     Raises:
-        CheckpointError: it is damaged, or `out` has one of this step.
+        CheckpointError: it is damaged, or `out` has a checkpoint of this step.
     """
     if problems := storage.verify(folder):
         raise CheckpointError("; ".join(problems))
     manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
     if storage.step_folder(out, state.step).exists():
-        raise CheckpointError(f"{storage.step_folder(out, state.step)} is there already")
-    beside = None
+        raise CheckpointError(f"{storage.step_folder(out, state.step)} exists already")
+    temporary = None
     try:
         out.mkdir(parents=True, exist_ok=True)
-        beside = storage.begin(out, state.step, locked=False)
+        temporary = storage.begin(out, state.step, locked=False)
         if manifest.state_dict == "full":
-            return storage.commit(beside, state, "sharded", 1, _one_shard(folder, beside), replace=False)
+            return storage.commit(temporary, state, "sharded", 1, _one_shard(folder, temporary), replace=False)
         records = {}
         for prefix, file in PARTS:
             tensors = dcp_storage.WholeTensors(folder, prefix)
-            records[file] = write_tensors(beside / file, tensors.specs(), tensors.__getitem__)
-        return storage.commit(beside, state, "full", manifest.world_size, records, replace=False)
+            records[file] = write_tensors(temporary / file, tensors.specs(), tensors.__getitem__)
+        return storage.commit(temporary, state, "full", manifest.world_size, records, replace=False)
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
-        if beside is not None:
-            storage.abandon(beside)  # committed, it has another name by now
+        if temporary is not None:
+            storage.abandon(temporary)  # a committed folder has been renamed
 
 
 def import_config(folder: Path, out: Path | None) -> None:
-    """Print a config that starts from a Hugging Face folder, or write it.
+    """Print or write a config that starts from a Hugging Face folder.
 
     Raises:
-        CheckpointError: it is no such folder, or `out` is there.
+        CheckpointError: it is no such folder, or `out` exists.
     """
     text = "\n".join(weights.section(folder.expanduser().absolute())) + "\n"
     if out is None:
@@ -123,7 +123,7 @@ def import_config(folder: Path, out: Path | None) -> None:
 
 
 def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:
-    """The tensors of a full checkpoint as the part of a single rank."""
+    """Write the tensors of a full checkpoint as the shards of a single rank."""
     try:
         tensors = {prefix + name: t for prefix, file in PARTS for name, t in load_file(folder / file).items()}
     except SafetensorError as error:

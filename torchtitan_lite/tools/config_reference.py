@@ -1,4 +1,4 @@
-"""docs/config.md from the config's own classes: `python -m torchtitan_lite.tools.config_reference > docs/config.md`."""
+"""Generates docs/config.md: `python -m torchtitan_lite.tools.config_reference > docs/config.md`."""
 
 from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.config.schema import Config
@@ -13,7 +13,7 @@ its origin.
 
 
 def lines() -> list[str]:
-    """The page."""
+    """The lines of the page."""
     page = _HEAD.splitlines()
     known = schema.known_keys()
     for section in Config.model_fields:

@@ -1,7 +1,8 @@
-"""`train.py --dry-run`: steps of the real run, and what was planned beside what was measured. Only prepared data stays.
+"""`train.py --dry-run`: three steps of the real run, and a table of planned and measured values. Keeps no files but
+prepared data.
 
-All batches of a run have one shape, so any step is one of the largest. Three are made: the first compiles and takes
-memory that stays, in the second memory is measured, the third is timed.
+All batches have one shape, so three steps are enough: the first compiles and allocates persistent memory, the second
+measures memory, and the third is timed.
 """
 
 import contextlib
@@ -33,12 +34,12 @@ from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], tuple[torch.Tensor, torch.Tensor]]
 STEPS = 3
-IN_ALL = "all, at the fullest moment"
+IN_ALL = "total at the peak"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps of this rank took."""
+    """Memory and time of a step on this rank."""
 
     bytes: dict[str, int]  # by kind; IN_ALL is the peak
     step_s: float
@@ -46,7 +47,7 @@ class Measured:
 
 @contextlib.contextmanager
 def elsewhere(loaded: Loaded) -> Iterator[Loaded]:
-    """The same run, new and in a folder that goes away, unless a rank hangs: then it holds the stacks."""
+    """The same run from step 0 in a temporary folder, which is kept only if a rank hangs: it then holds the stacks."""
     config = loaded.config
     folder = tempfile.mkdtemp(prefix="dry-run-")
     parts: dict[str, BaseModel] = {
@@ -66,7 +67,7 @@ def elsewhere(loaded: Loaded) -> Iterator[Loaded]:
 
 
 def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
-    """The plan for the device that this process would take. To be made before there is a process group."""
+    """The plan for the device that this process would use. Call it before there is a process group."""
     on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
     device = mfu.named(torch.cuda.get_device_name()) if on_gpu else None
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocab_size})
@@ -83,55 +84,55 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
     with elsewhere(loaded) as there:
         config = there.config
         run_folder.make(config.folder)
-        first = env_int("RANK", 0) == 0  # it prints, and the others need no plan
+        first = env_int("RANK", 0) == 0  # only rank 0 prints, and needs the plan
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
         with process_group(config.run) as world:
             require_agreement(loaded.config, world)
             require_same_data(config, data, world)
-            with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as t:
-                measured = measure(t, step)
+            with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as session:
+                measured = measure(session, step)
             if plan is not None:
                 print(compare(plan, measured, loaded.config.folder))
 
 
-def measure(t: Session, step: Step) -> Measured:
-    """Make three steps; every rank has to."""
+def measure(s: Session, step: Step) -> Measured:
+    """Make and measure three steps. Collective."""
     found: dict[str, int] = {}
 
-    def look(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    def measure_gradients(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found[GRADIENTS] = own_bytes(p.grad for p in parameters if p.grad is not None)
 
     def make(number: int) -> None:
-        t.watchdog.step(number)
-        step(t, number)[0].item()  # reading the loss waits for the device
+        s.watchdog.step(number)
+        step(s, number)[0].item()  # reading the loss waits for the device
 
-    t.optimizer.register_step_pre_hook(look)
-    with t.watchdog.explained(), out_of_memory.explained(t.config):
+    s.optimizer.register_step_pre_hook(measure_gradients)
+    with s.watchdog.explained(), out_of_memory.explained(s.config):
         make(1)
-        found[PARAMETERS] = own_bytes((*t.model.parameters(), *t.model.buffers()))
-        found[OPTIMIZER] = own_bytes(v for state in t.optimizer.state.values() for v in state.values())
-        if t.world.device.type == "cuda":
+        found[PARAMETERS] = own_bytes((*s.model.parameters(), *s.model.buffers()))
+        found[OPTIMIZER] = own_bytes(v for state in s.optimizer.state.values() for v in state.values())
+        if s.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             make(2)
             found[IN_ALL] = torch.cuda.max_memory_allocated()
-        elif t.world.rank == 0:
+        elif s.world.rank == 0:
             found[IN_ALL] = found[PARAMETERS] + found[OPTIMIZER] + peak_of(lambda: make(2))
         else:
             make(2)
         before = time.perf_counter()
         make(STEPS)
         seconds = time.perf_counter() - before
-    check_previous_step(t)
+    check_previous_step(s)
     return Measured(found, seconds)
 
 
 def compare(plan: Plan, measured: Measured, folder: Path) -> str:
-    """The plan beside the measurement, as a table."""
+    """A table of planned and measured values."""
     config, layout, kinds = plan.config, plan.layout, plan.simulated.peak
     rows = [("memory of rank 0", "planned", "measured", "")]
     for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, *(k for k in kinds if k not in measured.bytes), IN_ALL):
-        # gradients: what is held when the optimizer steps, which need not be the fullest moment
+        # gradients are measured when the optimizer steps, which need not be the peak
         guess = sum(plan.device_bytes.values()) if kind == IN_ALL else _of(plan, kind)
         real = measured.bytes.get(kind)
         ratio = f"{real / guess:.2f}" if real and guess else ""
@@ -146,14 +147,14 @@ def compare(plan: Plan, measured: Measured, folder: Path) -> str:
     table = ["  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))]) for row in rows]
     return "\n".join(
         [
-            f"dry run of {folder}: three steps were made and forgotten; the run itself was not touched",
+            f"dry run of {folder}: three steps in a temporary folder; the run itself was not changed",
             model_line(config, f"{plan.n_parameters:,} parameters"),
             batch_line(config, layout, plan.world_size),
             f"fsdp    {fsdp_line(config)}",
             "",
             *(line.rstrip() for line in table),
-            *["(the plan does not count what compiled blocks save)"] * config.compile.enabled,
-            "saves, validations and samples come on top of the time",
+            *["(the plan ignores the memory that compiled blocks save)"] * config.compile.enabled,
+            "times exclude saves, validations and samples",
         ]
     )
 

@@ -1,7 +1,7 @@
 """Text from a trained model: `python -m torchtitan_lite.generate RUN --prompt "def "`.
 
-RUN is a run (its newest whole checkpoint), one of its checkpoints, or a Hugging Face folder such as an export. Text
-goes to stdout as it is made, everything else to stderr.
+RUN is a run (its newest complete checkpoint), a checkpoint, or a Hugging Face folder such as an export. Generated text
+is streamed to stdout; everything else goes to stderr.
 """
 
 import argparse
@@ -26,29 +26,29 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     """The tokens of a prompt.
 
     Raises:
-        ConfigError: it is empty, is not text, can't be encoded, or leaves no room for an answer.
+        ConfigError: it is empty, is not valid UTF-8, can't be encoded, or is too long for the model.
     """
     try:
         prompt.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
+    except UnicodeEncodeError:  # the command line holds bytes that are not UTF-8
         raise ConfigError(f"the prompt is not valid UTF-8: {prompt[:40]!a}") from None
     try:
         ids = [int(i) for i in opened.tokenizer.encode(prompt, add_special_tokens=False).ids]
-    except BaseException as error:  # for a word without an entry; the library panics with one of its own
+    except BaseException as error:  # e.g. a word without an entry; the library's panics are no Exception
         raise ConfigError(f"the tokenizer can't encode the prompt {prompt[:40]!a}: {bpe.reason(error)}") from None
     limit = opened.model.config.max_seq_len
     if not ids:
         raise ConfigError('the prompt is empty; give the model a beginning, e.g. --prompt "def "')
     if len(ids) >= limit:
         raise ConfigError(
-            f"the prompt has {len(ids)} tokens, and the model sees {limit} with what it adds (max_seq_len): "
+            f"the prompt has {len(ids)} tokens; prompt and answer together have at most {limit} (max_seq_len): "
             f"a prompt of at most {limit - 1} works"
         )
     return ids
 
 
 def answer(opened: Opened, prompt: str, max_tokens: int, sampler: Sampler) -> str:
-    """Print the prompt and what follows it, as it is made. Returns a line about how fast that was.
+    """Print the prompt and stream the model's continuation. Returns a line with token rates.
 
     Raises:
         ConfigError: see `encode`.
@@ -82,9 +82,10 @@ def _line() -> str:
 
 
 def _write(text: str) -> None:
-    """
+    """Print without a newline.
+
     Raises:
-        BrokenPipeError: nobody reads any more.
+        BrokenPipeError: the reader has closed the pipe.
         OutputError: stdout can't be written for another reason.
     """
     try:
@@ -97,12 +98,12 @@ def _write(text: str) -> None:
 
 
 def _drop_output() -> None:
-    """Or Python would try again at its end to write what is buffered."""
+    """Discard buffered output, which Python would otherwise try to write again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def converse(opened: Opened, max_tokens: int, sampler: Sampler) -> None:
-    """Answer line after line, each by itself, until an empty one or the end of the input."""
+    """Answer each line of input independently, until an empty line or the end of the input."""
     with contextlib.suppress(EOFError):
         while prompt := _line():
             try:
@@ -183,7 +184,7 @@ def _run(given: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # e.g. `| head`
         _drop_output()
     return 0
 

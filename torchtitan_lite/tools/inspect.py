@@ -1,4 +1,4 @@
-"""`train.py --inspect`: what `fully_shard` made of the model, before anything is allocated."""
+"""`train.py --inspect`: the sharded model and its FSDP groups, before anything is allocated."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,15 +14,15 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def describe(model: Transformer, config: FsdpConfig) -> str:
     """The wrapped model as PyTorch prints it, and a table of its groups.
 
-    Bytes are those of this rank: of its shards in float32, and of the whole group as it is gathered for computing.
+    Bytes are per rank: of its shards in float32, and of the gathered group in the dtype of the computation.
     """
     groups = groups_of(model, config)
     parameters = dict(model.named_parameters())
-    header = "group", "parameters", "frozen", "shard MiB", "whole MiB", "computes", "reduces", "reshard", "placements"
+    header = "group", "parameters", "frozen", "shard MiB", "full MiB", "computes", "reduces", "reshard", "placements"
     rows = [header, *(_row(group, parameters) for group in groups)]
     n = sum(p.numel() for p in parameters.values())
     mine = sum(local_rows(p)[0].nbytes for p in parameters.values())
-    rows.append(("in all", f"{n:,}", "", f"{mine / 2**20:.2f}", "", "", "", "", ""))
+    rows.append(("total", f"{n:,}", "", f"{mine / 2**20:.2f}", "", "", "", "", ""))
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     numbers = (1, 2, 3, 4)
     lines = [

@@ -1,8 +1,7 @@
-"""From an Accelerate config to ours: `python -m torchtitan_lite.migrate accelerate.yaml > mine.toml`.
+"""Converts an Accelerate config to ours: `python -m torchtitan_lite.migrate accelerate.yaml > mine.toml`.
 
-Every key of the YAML either becomes TOML, or is named in a comment with the reason why it has no counterpart. The
-meaning of Accelerate's keys is that of its documentation and of `FullyShardedDataParallelPlugin` (Accelerate 1.x); how
-FSDP1's options map to FSDP2's is that of PyTorch's FSDP2 tutorial.
+Every key of the YAML either becomes TOML or is listed in a comment with the reason. Sources: Accelerate's documentation
+and `FullyShardedDataParallelPlugin` (Accelerate 1.x), and PyTorch's FSDP2 tutorial for FSDP1's options.
 """
 
 import argparse
@@ -22,14 +21,14 @@ from torchtitan_lite.tools.strict_yaml import read, shown
 
 @dataclass
 class Translation:
-    """What became of an Accelerate config."""
+    """The result of converting an Accelerate config."""
 
-    sets: dict[str, tuple[Any, str]] = field(default_factory=dict)  # by "section.key": value, and where it is from
-    done_anyway: dict[str, str] = field(default_factory=dict)  # by Accelerate's key: nothing to set, because ...
+    sets: dict[str, tuple[Any, str]] = field(default_factory=dict)  # by "section.key": value, origin
+    done_anyway: dict[str, str] = field(default_factory=dict)  # by Accelerate's key: why nothing has to be set
     no_counterpart: dict[str, str] = field(default_factory=dict)  # by Accelerate's key: the reason
 
     def set(self, key: str, value: Any, source: str) -> None:
-        """One of our keys. FSDP1's and FSDP2's spelling of the same thing may both be there."""
+        """Set one of our keys. Two keys of Accelerate, of FSDP1 and FSDP2, may map to it."""
         if key in self.sets and self.sets[key][0] != value:
             raise ConfigError(
                 f"{source} wants {key} = {format_value(value)}, "
@@ -42,7 +41,7 @@ Rule = Callable[[Translation, str, Any], None]
 
 
 def _set(key: str, values: Mapping[Any, Any]) -> Rule:
-    """A key of ours, by the value of theirs; a value that is not in the table is an error."""
+    """Set one of our keys by a table from their values to ours. Other values are an error."""
 
     def rule(t: Translation, name: str, value: Any) -> None:
         known = {str(k).upper(): v for k, v in values.items()}
@@ -62,7 +61,7 @@ def _none(reason: str) -> Rule:
 
 
 def _choice(**rules: Rule) -> Rule:
-    """Another rule for each value, upper or lower case; `other` for the rest."""
+    """A rule for each value, in upper or lower case; `other` for the rest."""
     known = {value.lower(): one for value, one in rules.items()}
 
     def rule(t: Translation, name: str, value: Any) -> None:
@@ -83,7 +82,7 @@ def _all(*rules: Rule) -> Rule:
 
 
 def _count(key: str) -> Rule:
-    """A key of ours that takes a number of ranks."""
+    """Set one of our keys that takes a number of ranks."""
 
     def rule(t: Translation, name: str, value: Any) -> None:
         n = _positive(value)
@@ -96,7 +95,7 @@ def _count(key: str) -> Rule:
 
 
 def _positive(value: Any) -> int | None:
-    """A count as YAML or a person writes it; None for anything else."""
+    """A positive count, as an int or as digits; None for anything else."""
     text = shown(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0 else None
 
@@ -106,11 +105,11 @@ def _offload(t: Translation, name: str, value: Any) -> None:
     if value == "cpu":
         t.set("fsdp.cpu_offload", True, f"{name}: cpu")
     elif value not in ("none", None):
-        t.no_counterpart[name] = "parameters, gradients and optimizer state can be on the host, not on a disk"
+        t.no_counterpart[name] = "parameters, gradients and optimizer state can be offloaded to the host, not to a disk"
 
 
 def _clipping(t: Translation, name: str, value: Any) -> None:
-    """DeepSpeed's 0 is no clipping."""
+    """DeepSpeed's 0 means no clipping."""
     try:
         norm = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
@@ -129,10 +128,10 @@ def _prefetch(t: Translation, name: str, value: Any) -> None:
 
 
 YES = {True: True, False: False}
-_LAUNCH = _anyway("the launcher's: the command below")
+_LAUNCH = _anyway("an option of the launcher: see the command below")
 _TPU = _none("for TPUs")
-_ONE_PROCESS_READS = _anyway("always so: no rank holds the whole model, each gets its own rows")
-_BLOCKS = _anyway("always so: each block of the model is a group, its embeddings and its head are two more")
+_ONE_PROCESS_READS = _anyway("always on: each rank gets only its own rows of the model")
+_BLOCKS = _anyway("always on: each block, the embeddings and the head are groups")
 _STRATEGY_BY_NUMBER = dict(
     zip("12345", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *list(STRATEGIES)[2:4]], strict=True)
 )
@@ -147,11 +146,11 @@ TOP: dict[str, Rule] = {
     "compute_environment": _choice(LOCAL_MACHINE=_LAUNCH, other=_none("start torchrun in your cloud's own way")),
     "debug": _none("TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment checks collectives"),
     "distributed_type": _choice(
-        FSDP=_anyway("always so"),
+        FSDP=_anyway("always on"),
         MULTI_GPU=_set("fsdp.sharding_strategy", {"MULTI_GPU": "NO_SHARD"}),
         MULTI_CPU=_set("fsdp.sharding_strategy", {"MULTI_CPU": "NO_SHARD"}),
         DEEPSPEED=_anyway("its ZeRO stage becomes a sharding strategy"),
-        NO=_anyway("python train.py is a world of one"),
+        NO=_anyway("python train.py runs one process"),
         other=_none("not supported"),
     ),
     "downcast_bf16": _TPU,
@@ -173,15 +172,15 @@ TOP: dict[str, Rule] = {
     "tpu_use_sudo": _TPU,
     "tpu_zone": _TPU,
     "use_cpu": _set("run.device", {True: "cpu", False: "auto"}),
-    "enable_cpu_affinity": _none("numactl before torchrun does it"),
-    "gpu_ids": _none("CUDA_VISIBLE_DEVICES in the environment"),
+    "enable_cpu_affinity": _none("start torchrun under numactl"),
+    "gpu_ids": _none("set CUDA_VISIBLE_DEVICES in the environment"),
 }
 FSDP: dict[str, Rule] = {
     "fsdp_version": _anyway("always FSDP2"),
     "fsdp_sharding_strategy": _set("fsdp.sharding_strategy", _STRATEGY),
     "fsdp_reshard_after_forward": _choice(
         **{str(value): _set("fsdp.reshard_after_forward", YES) for value in (True, False, "true", "false")},
-        # Accelerate keeps FSDP1's key for its names as well
+        # Accelerate also accepts FSDP1's strategy names here
         other=_set("fsdp.sharding_strategy", _STRATEGY),
     ),
     "fsdp_auto_wrap_policy": _choice(
@@ -197,8 +196,8 @@ FSDP: dict[str, Rule] = {
         NO_PREFETCH=_none("FSDP2 has BACKWARD_PRE only"),
     ),
     "fsdp_forward_prefetch": _prefetch,
-    "fsdp_limit_all_gathers": _none("no longer needed: FSDP2 frees memory without making the host wait"),
-    "fsdp_use_orig_params": _anyway("always so: FSDP2 has no flat parameters"),
+    "fsdp_limit_all_gathers": _none("not needed: FSDP2 frees memory without blocking the host"),
+    "fsdp_use_orig_params": _anyway("always on: FSDP2 has no flat parameters"),
     "fsdp_cpu_ram_efficient_loading": _ONE_PROCESS_READS,
     "fsdp_sync_module_states": _ONE_PROCESS_READS,
     "fsdp_offload_params": _set("fsdp.cpu_offload", YES),
@@ -208,11 +207,11 @@ FSDP: dict[str, Rule] = {
         SHARDED_STATE_DICT=_set("checkpoint.state_dict", {"SHARDED_STATE_DICT": "sharded"}),
         other=_none("checkpoints are full or sharded state dicts"),
     ),
-    "fsdp_ignored_modules": _none("every parameter is sharded; optim.freeze keeps some from training"),
+    "fsdp_ignored_modules": _none("every parameter is sharded; optim.freeze excludes some from training"),
 }
 FSDP["fsdp_backward_prefetch"] = FSDP["fsdp_backward_prefetch_policy"]
 DEEPSPEED: dict[str, Rule] = {
-    # ZeRO-1 and -2 differ in what is kept of a gradient between micro-batches, which is grad_sync here
+    # ZeRO-1 and ZeRO-2 differ only in gradients between micro-batches, which is grad_sync here
     "zero_stage": _set(
         "fsdp.sharding_strategy", {0: "NO_SHARD", 1: "SHARD_GRAD_OP", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
     ),
@@ -220,8 +219,8 @@ DEEPSPEED: dict[str, Rule] = {
     "offload_optimizer_device": _offload,
     "gradient_clipping": _clipping,
     "gradient_accumulation_steps": _none("it follows from train.global_batch_size and train.micro_batch_size"),
-    "zero3_init_flag": _anyway("always so: the model is built without storage, and sharded before it gets any"),
-    "zero3_save_16bit_model": _none("checkpoints hold float32; export by python checkpoint.py export"),
+    "zero3_init_flag": _anyway("always on: the model is built without storage and sharded before it is allocated"),
+    "zero3_save_16bit_model": _none("checkpoints hold float32; python checkpoint.py export writes a model"),
 }
 DYNAMO: dict[str, Rule] = {
     "dynamo_backend": _choice(
@@ -247,10 +246,10 @@ SECTIONS = {
 
 
 def translate(content: Mapping[Any, Any]) -> Translation:
-    """What an Accelerate config becomes.
+    """Convert an Accelerate config.
 
     Raises:
-        ConfigError: a value that Accelerate does not know either, or two that contradict each other.
+        ConfigError: a value is unknown to Accelerate too, or two values contradict each other.
     """
     t = Translation()
     for name, value in content.items():
@@ -266,7 +265,7 @@ def translate(content: Mapping[Any, Any]) -> Translation:
 
 
 def _reconcile(t: Translation) -> None:
-    """What Accelerate takes side by side, and we refuse: the more specific key counts."""
+    """Resolve combinations that Accelerate accepts and we reject: the more specific key wins."""
     strategy, source = t.sets.get("fsdp.sharding_strategy", ("", ""))
     specific = {"fsdp.reshard_after_forward", "fsdp.dp_replicate", "fsdp.dp_shard"} & t.sets.keys()
     if strategy and specific:
@@ -275,16 +274,16 @@ def _reconcile(t: Translation) -> None:
             if not (key.startswith("dp_") and {"fsdp.dp_replicate", "fsdp.dp_shard"} & specific):
                 t.sets.setdefault(f"fsdp.{key}", (value, source))
     if t.sets.get("run.device", ("", ""))[0] == "cpu" and t.sets.pop("fsdp.cpu_offload", (False, ""))[0]:
-        t.no_counterpart["fsdp_offload_params"] = "on a CPU parameters are on the host anyway"
+        t.no_counterpart["fsdp_offload_params"] = "on a CPU, parameters are on the host anyway"
     if source.startswith("distributed_type") and "fsdp.reduce_dtype" in t.sets:
         t.sets["fsdp.reduce_dtype"] = "float32", f"{source}: DDP with autocast sums in float32"
 
 
 def _apply(t: Translation, rules: Mapping[str, Rule], name: Any, value: Any) -> None:
-    # FSDP1's plugin takes its keys without the prefix as well
+    # FSDP1's plugin also accepts its keys without the prefix
     rule = rules.get(name) or (rules.get(f"fsdp_{name}") if isinstance(name, str) else None)
     if rule is None:
-        t.no_counterpart[shown(name)] = "not a key that this tool knows"
+        t.no_counterpart[shown(name)] = "unknown to this tool"
     elif value is not None:
         # YAML reads a bare no as false
         is_word = name in ("mixed_precision", "distributed_type", "dynamo_backend")
@@ -292,7 +291,7 @@ def _apply(t: Translation, rules: Mapping[str, Rule], name: Any, value: Any) -> 
 
 
 def to_toml(t: Translation, content: Mapping[Any, Any], source: str) -> str:
-    """A config file, and in its comments what has no place in it. Text of the file was made safe by `shown`."""
+    """The config file, with comments on what it lacks. `shown` has escaped all text of the YAML."""
     lines = [f"# from {shown(source)}", ""]
     for section in dict.fromkeys(key.split(".")[0] for key in t.sets):
         lines.append(f"[{section}]")

@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer, in one process: from a run, one of its checkpoints, or a Hugging Face folder."""
+"""Opens a trained model with its tokenizer, in one process: from a run, a checkpoint, or a Hugging Face folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ from torchtitan_lite.models import Transformer, build
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that is ready to be asked."""
+    """A model that is ready to generate."""
 
-    source: str  # what was opened, in words
+    source: str  # a description of the model and its folder
     model: Transformer
     tokenizer: Tokenizer
     ends: tuple[int, ...]  # tokens that end a document
-    notes: list[str]  # checkpoints that were passed over
+    notes: list[str]  # damaged checkpoints that were skipped
 
 
 def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None = None) -> Opened:
-    """The model in a folder: the newest whole checkpoint of a run, a checkpoint, or a Hugging Face folder.
+    """Open the newest complete checkpoint of a run, a checkpoint, or a Hugging Face folder.
 
     Args:
         dtype: of the parameters; rotary tables stay in float32.
-        tokenizer: a tokenizer.json, where the folder has none.
+        tokenizer: a tokenizer.json, if the folder has none.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -51,10 +51,10 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: 
 
 
 def newest_complete(path: Path) -> tuple[Path, list[str]]:
-    """A checkpoint's folder itself, or the newest checkpoint of a run that passes its verification.
+    """A checkpoint's folder itself, or the newest checkpoint of a run that passes verification.
 
     Returns:
-        its folder, and what is wrong with newer ones.
+        the folder, and the problems of newer checkpoints.
 
     Raises:
         CheckpointError: there is none.
@@ -62,18 +62,20 @@ def newest_complete(path: Path) -> tuple[Path, list[str]]:
     candidates = storage.checkpoints_of(path)[::-1]
     if not candidates:
         others = sorted(p.parent for p in path.parent.glob("*/checkpoints")) if path.parent.is_dir() else []
-        known = f"; runs beside it: {', '.join(map(str, others[:8]))}" if others else ""
+        known = f"; other runs there: {', '.join(map(str, others[:8]))}" if others else ""
         what = (
-            "is no run with a checkpoint, no checkpoint and no Hugging Face folder" if path.exists() else "is not there"
+            "is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
+            if path.exists()
+            else "does not exist"
         )
         raise CheckpointError(f"{path} {what}{known}")
     notes: list[str] = []
     for folder in candidates:
         problems = storage.verify(folder)
         if not problems:
-            return folder, [f"damaged, passed over: {note}" for note in notes]
+            return folder, [f"damaged, skipped: {note}" for note in notes]
         notes += problems
-    raise CheckpointError("\n  ".join(["no checkpoint is whole:", *notes]))
+    raise CheckpointError("\n  ".join(["no checkpoint is complete:", *notes]))
 
 
 def _ready(
@@ -88,7 +90,7 @@ def _ready(
     tokenizer, ends = _tokenizer(tokenizer_in, folder)
     embeddings = weights.get("tok_embeddings.weight")
     if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
-        raise CheckpointError(f"{folder} has no token embeddings: it holds another kind of model")
+        raise CheckpointError(f"{folder} has no token embeddings: it holds a different kind of model")
     if problems := model_conflicts(config):
         raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
     with torch.device("meta"):
@@ -98,7 +100,7 @@ def _ready(
     if bpe.size(tokenizer) > model.tok_embeddings.num_embeddings:
         raise DataError(
             f"{tokenizer_in}: its tokenizer has {bpe.size(tokenizer)} entries, and the model in {folder} has "
-            f"{model.tok_embeddings.num_embeddings}: it is another model's"
+            f"{model.tok_embeddings.num_embeddings}: it belongs to another model"
         )
     placed = {name: weights[name].to(device, dtype) for name in shapes}
     model.load_state_dict(placed, strict=False, assign=True)
@@ -111,10 +113,10 @@ def _ready(
 
 
 def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
-    """The tokenizer.json in a folder, or that file; and the tokens that end a document, as far as they are known."""
+    """The tokenizer in a file or folder, and the tokens that end a document, if known."""
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
-        raise DataError(f"{file} is not there: name the model's own with --tokenizer=FILE")
+        raise DataError(f"{file} does not exist: name the model's tokenizer with --tokenizer=FILE")
     tokenizer = bpe.load(file)
     if (folder / "config.json").is_file():
         return tokenizer, hf.end_tokens(folder)

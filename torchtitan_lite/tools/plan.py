@@ -1,6 +1,6 @@
-"""What a run will need, before there is a GPU: `python -m torchtitan_lite.plan --config x.toml --world-size 64`.
+"""Memory and time of a run, without a GPU: `python -m torchtitan_lite.plan --config x.toml --world-size 64`.
 
-Memory and communication are those of a simulated step (simulate.py); the time is a lower bound, from nominal peaks.
+Memory and communication come from a simulated step (simulate.py). The time is a lower bound from nominal peaks.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Col
 
 GIB = 2**30
 MOST_RANKS = 1_000_000
-RESERVE = 0.06  # of the device's memory: its context, the buffers of NCCL, gaps between blocks of the allocator
+RESERVE = 0.06  # of the device's memory: CUDA context, NCCL buffers, fragmentation
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from a config, a world size and a device. Bytes, seconds and FLOPs are those of one rank."""
+    """The plan for a config, a world size and a device. Bytes, seconds and FLOPs are per rank."""
 
     config: Config
     world_size: int
@@ -39,32 +39,32 @@ class Plan:
     n_parameters: int
     flops_per_token: int
     simulated: Simulated
-    logits_bytes: int  # of one micro-batch, in the dtype of the output matrix and again in float32
+    logits_bytes: int  # of one micro-batch, in the dtype of the output matrix plus float32
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of a rank in a step, with those that only fill the last micro-batches."""
+        """Tokens of a rank in a step, including padding of the last micro-batches."""
         train = self.config.train
         return self.layout.grad_accum_steps * train.micro_batch_size * train.seq_len
 
     def compute_s(self, device: Device) -> float:
-        """Products at the device's peak, with what checkpointing computes again."""
+        """Matrix products at the device's peak, including recomputation."""
         checkpointing = self.config.activation_checkpointing
         again = 1 / (3 * checkpointing.every) if checkpointing.mode == "full" else 0.0
         peak = device.fp32_flops if self.config.fsdp.param_dtype == "float32" else device.bf16_flops
         return self.flops_per_token * (1 + again) * self.computed_tokens / peak
 
     def optimizer_s(self, device: Device) -> float:
-        """The update reads and writes parameters and state, and reads gradients."""
+        """Time to read and write parameters and state, and to read gradients."""
         start = self.simulated.peaks["start"]
         return (3 * start[PARAMETERS] + 2 * start[OPTIMIZER]) / device.memory_bandwidth
 
     def least_s(self, device: Device) -> float:
-        """Seconds that a step takes at least: computing or communication, whichever is longer, and the optimizer."""
+        """Lower bound of a step: the longer of computation and communication, plus the optimizer."""
         return max(self.compute_s(device), sum(self.sent_s(device).values())) + self.optimizer_s(device)
 
     def sent_s(self, device: Device) -> dict[str, float]:
-        """Seconds of each kind of collective, if nothing else used the links."""
+        """Seconds by kind of collective, on otherwise idle links."""
         found: Counter[str] = Counter()
         for collective, times in self.collectives.items():
             found[collective.kind] += times * link_s(collective, device, self.layout, self.world_size)  # type: ignore[assignment]
@@ -72,30 +72,30 @@ class Plan:
 
     @property
     def collectives(self) -> Counter[Collective]:
-        """Those of a whole step."""
+        """The collectives of a step."""
         return self.simulated.of_step(self.layout.grad_accum_steps)
 
     @property
     def device_bytes(self) -> dict[str, int]:
-        """The peak by kind, without what `cpu_offload` keeps on the host."""
+        """Peak bytes by kind, without those that `cpu_offload` keeps on the host."""
         on_host = (PARAMETERS, OPTIMIZER, GRADIENTS) if self.config.fsdp.cpu_offload else ()
         return {kind: n for kind, n in self.simulated.peak.items() if kind not in on_host}
 
     def fits(self, device: Device) -> bool:
-        """Whether the peak leaves the reserve."""
+        """Whether the peak fits into the device's memory minus the reserve."""
         return sum(self.device_bytes.values()) <= (1 - RESERVE) * device.memory_gib * GIB
 
 
 def link_s(collective: Collective, device: Device, layout: Layout, world_size: int) -> float:
-    """The least time that a collective needs: what has to cross the slowest link.
+    """Lower bound of a collective's time, from the bytes that cross the slowest link.
 
-    Ranks of one shard group are neighbours, copies (all-reduce) are dp_shard ranks apart. Between machines all ranks
-    of a machine send their share at the same time.
+    Ranks of a shard group are neighbours; copies (all-reduce) are dp_shard ranks apart. All ranks of a machine send
+    their share to other machines at the same time.
     """
     per_node = min(device.per_node, world_size)
     if collective.kind == "all-reduce":
         ranks, machines, rounds = layout.dp_replicate, min(layout.dp_replicate, -(-world_size // per_node)), 2
-        network = device.inter_node  # each rank has partners of its own
+        network = device.inter_node  # each rank has its own partners
     else:
         ranks, machines, rounds = collective.ranks, -(-collective.ranks // per_node), 1
         network = device.inter_node * per_node
@@ -105,7 +105,7 @@ def link_s(collective: Collective, device: Device, layout: Layout, world_size: i
 
 
 def vocabulary(config: Config) -> tuple[int, str]:
-    """Entries of the tokenizer that training would use, and what is not known of it here; empty if all is.
+    """Entries of the tokenizer that training would use, and a note if that is uncertain here.
 
     Raises:
         ConfigError: `tokenizer.path` is not on this machine.
@@ -124,10 +124,10 @@ def vocabulary(config: Config) -> tuple[int, str]:
 
 
 def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu: bool | None = None) -> Plan:
-    """Simulate a step and count.
+    """Simulate a step and collect the figures.
 
     Args:
-        on_gpu: whether it is a GPU, if that does not follow from `device`: one whose figures are not known.
+        on_gpu: whether to plan for a GPU; None: if `device` is given. Needed for a GPU with unknown figures.
     """
     vocab_size = config.model.vocab_size or vocabulary(config)[0]
     with torch.device("meta"):
@@ -151,7 +151,7 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
 
 
 def describe(plan: Plan, mfu: float) -> str:
-    """All of it, in lines."""
+    """The printed plan."""
     return "\n".join([*_model_lines(plan), *_memory_lines(plan), *_sent_lines(plan), *_time_lines(plan, mfu)])
 
 
@@ -173,21 +173,21 @@ def _model_lines(plan: Plan) -> list[str]:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    lines = ["", "memory of a rank at its fullest moment"]
+    lines = ["", "peak memory of a rank"]
     lines += [f"  {kind:<24}{size(n):>12}" for kind, n in plan.device_bytes.items()]
     total = sum(plan.device_bytes.values())
-    lines.append(f"  {'in all':<24}{size(total):>12}" + _verdict(plan))
+    lines.append(f"  {'total':<24}{size(total):>12}" + _fit(plan))
     lines.append(f"  activations kept from forward to backward: {size(plan.simulated.kept)}; ")
     lines[-1] += f"logits of a micro-batch: {size(plan.logits_bytes)}"
     if plan.config.fsdp.cpu_offload:
         host = sum(plan.simulated.peak.values()) - total
         lines.append(f"  on the host, per rank: {size(host)}")
     if plan.config.compile.enabled:
-        lines.append("  (compiled blocks keep less: that is not counted)")
+        lines.append("  (compiled blocks keep less; the plan ignores that)")
     return lines
 
 
-def _verdict(plan: Plan) -> str:
+def _fit(plan: Plan) -> str:
     if plan.device is None:
         return ""
     usable = (1 - RESERVE) * plan.device.memory_gib
@@ -198,7 +198,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _sent_lines(plan: Plan) -> list[str]:
-    lines = ["", "communication of a step: bytes that are gathered, scattered or summed"]
+    lines = ["", "communication of a step: bytes gathered, scattered or summed"]
     kinds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for collective, times in plan.collectives.items():
@@ -221,7 +221,7 @@ def _time_lines(plan: Plan, mfu: float) -> list[str]:
     ]
     device = plan.device
     if device is None:
-        return [*lines, "time    not bounded: the peak of this device is not known; give --peak-tflops and bandwidths"]
+        return [*lines, "time    unknown: the peak of this device is not known; give --peak-tflops and bandwidths"]
     parts = {"computing": plan.compute_s(device), "communication": sum(plan.sent_s(device).values())}
     bound = max(parts, key=lambda name: parts[name])
     step_s = plan.least_s(device)
@@ -239,7 +239,7 @@ def _time_lines(plan: Plan, mfu: float) -> list[str]:
 
 
 def advice(plan: Plan) -> list[str]:
-    """Changes that make it fit, each simulated, the cheapest first; empty if it fits."""
+    """Changes that make the run fit, simulated one by one, the cheapest first; empty if it fits."""
     device = plan.device
     if device is None or plan.fits(device):
         return []
@@ -254,7 +254,7 @@ def advice(plan: Plan) -> list[str]:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
-    """Ever more changes, one on top of the other."""
+    """Cumulative changes: options, config, world size."""
     config, world_size = plan.config, plan.world_size
     values: dict[str, object] = {}
 

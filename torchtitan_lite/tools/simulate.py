@@ -1,14 +1,14 @@
-"""One step of training on tensors without storage, over a process group without peers: what it holds and what it sends.
+"""Simulates the memory and communication of one training step, on FakeTensors and a process group without peers.
 
-The step is the real one: the model, `fully_shard`, activation checkpointing and the optimizer run as in training, on
-FakeTensors, so that every option of FSDP2 counts for what it does, and 405 B parameters take seconds and no memory. A
-dispatch mode sees each operator; the tensors that come out of it are followed until they are freed.
+The model, `fully_shard`, activation checkpointing and the optimizer run as in training, so every option of FSDP2 has
+its real effect, and 405 B parameters take seconds and no memory. A dispatch mode sees each operator and follows its
+output tensors until they are freed.
 
-    timeline:    (born, died, bytes, kind) of each storage  ->  the moment with the most bytes, and of which kinds
-    collectives: (operator, bytes, ranks) by micro-batch    ->  what a step sends
+    timeline:    (born, died, bytes, kind) of each storage  ->  the peak, by kind
+    collectives: (operator, bytes, ranks) by micro-batch    ->  the communication of a step
 
-A deep model is simulated at two small depths. Between them each part of the step (the forward of the second block, the
-backward of the last, the head, ...) changes by what one block more brings, and so on to the full depth.
+A deep model is simulated at two small depths. Each part of the step (the forward of the second block, the backward of
+the last, the head, ...) is then extrapolated linearly to the full depth.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS)
 
 @dataclass
 class Storage:
-    """Bytes that were held from one moment to another; `died` is None as long as they are."""
+    """Bytes that were held from one moment to another; `died` is None if they still are."""
 
     born: int
     bytes: int
@@ -61,14 +61,14 @@ class Storage:
 
 @dataclass(frozen=True)
 class Collective:
-    """What one rank sends: `bytes` is the size of the whole that is gathered, scattered or summed, over `ranks`."""
+    """One collective over `ranks`; `bytes` is the full size that is gathered, scattered or summed."""
 
     kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce"
     bytes: int
     ranks: int
 
 
-Peaks = dict[str, dict[str, int]]  # by part of the step: bytes by kind, at the moment with the most in that part
+Peaks = dict[str, dict[str, int]]  # by part of the step: bytes by kind at its peak
 
 
 @dataclass
@@ -77,15 +77,15 @@ class Simulated:
 
     peaks: Peaks
     kept: int  # bytes of activations between forward and backward of a micro-batch
-    collectives: list[Counter[Collective]]  # of the first micro-batch, one in the middle, the last; fewer if there are
+    collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, or fewer
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes by kind, at the moment with the most."""
+        """Bytes by kind at the peak of the step."""
         return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
 
     def of_step(self, grad_accum_steps: int) -> Counter[Collective]:
-        """All collectives of a step with so many micro-batches."""
+        """All collectives of a step with `grad_accum_steps` micro-batches."""
         first, last = self.collectives[0], self.collectives[-1]
         if grad_accum_steps == 1:
             return last
@@ -98,7 +98,7 @@ class Simulated:
 
 
 class Timeline(TorchDispatchMode):
-    """Follows every storage from the operator that makes it until it is freed, and every collective."""
+    """Follows every storage from allocation to release, and counts collectives."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,11 +106,11 @@ class Timeline(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.collectives: Counter[Collective] = Counter()
         self.phase, self.micro = "forward", 0
-        self._parts: list[tuple[int, str]] = [(0, "start")]  # from which moment on it is which part of the step
-        self._alive: dict[int, tuple[Any, Storage]] = {}  # by id, with the weak reference that tells of its death
+        self._parts: list[tuple[int, str]] = [(0, "start")]  # first moment and name of each part of the step
+        self._alive: dict[int, tuple[Any, Storage]] = {}  # by id: the weak reference that reports its release
 
     def part(self, name: str) -> None:
-        """What happens from now on belongs to this part of the step."""
+        """Begin a part of the step."""
         self._parts.append((self.now + 1, name))
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +124,7 @@ class Timeline(TorchDispatchMode):
         return out
 
     def follow(self, tensor: Tensor, kind: str) -> None:
-        """Count a tensor's storage from now on, or say what it is."""
+        """Follow a tensor's storage, or set the kind of one that is followed already."""
         storage = tensor.untyped_storage()
         key = id(storage)
         known = self._alive.get(key)
@@ -145,7 +145,7 @@ class Timeline(TorchDispatchMode):
         self._alive.pop(key)[1].died = self.now
 
     def _resized(self, storage: Any) -> None:
-        """FSDP frees gathered parameters, and takes memory for them again, by resizing their storage."""
+        """FSDP frees and allocates gathered parameters by resizing their storage."""
         if known := self._alive.get(id(storage)):
             reference, entry = known
             self.now += 1
@@ -171,7 +171,7 @@ class Timeline(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow everything in here."""
+        """Follow all storages and collectives of the block."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
@@ -192,7 +192,7 @@ class Timeline(TorchDispatchMode):
         return sum(s.bytes for s in alive if s.kind == kind)
 
     def peaks(self) -> Peaks:
-        """The moment with the most bytes in each part of the step."""
+        """The peak of each part of the step."""
         changes = [(s.born, s.bytes) for s in self.storages]
         changes += [(s.died, -s.bytes) for s in self.storages if s.died is not None]
         changes.sort()
@@ -214,7 +214,7 @@ class Timeline(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """A process group whose collectives do nothing; this process is rank 0, which holds no less than the others."""
+    """A process group whose collectives do nothing. This process is rank 0, which never holds less than the others."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
@@ -223,10 +223,10 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 
 def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) -> Simulated:
-    """Rank 0's step. Compilation and host offload are left out.
+    """Simulate rank 0's step, without compilation and host offload.
 
     Args:
-        on_gpu: attention with dropout needs no T x T matrices, as it does on the CPU.
+        on_gpu: attention with dropout needs T x T matrices on the CPU only.
     """
     layers, prefetch, every = config.model.n_layers, 1, 1
     if config.fsdp.explicit_prefetching:
@@ -243,7 +243,7 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
 
 
 def _extrapolated(one: Simulated, more: Simulated, times: int) -> Simulated:
-    """`one`, and so many times what `more` has more."""
+    """`one` plus `times` the difference between `more` and `one`."""
     peaks = {
         name: {kind: n + times * (more.peaks[name][kind] - n) for kind, n in kinds.items()}
         for name, kinds in one.peaks.items()
@@ -268,7 +268,7 @@ def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, o
     apply_fsdp(model, mesh, fsdp)
     if on_gpu:
         for norm in (module for module in model.modules() if isinstance(module, RMSNorm)):
-            norm.fused = True  # CUDA's own kernel keeps as little as ours for the CPU
+            norm.fused = True  # CUDA's kernel keeps as little as our CPU version
         for layer in model.layers:
             layer.attention.dropout = 0.0  # type: ignore[union-attr]  # a block of ours
     _mark_blocks(model, timeline)
@@ -285,7 +285,7 @@ def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, o
 
 
 def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
-    """Name the parts of the step by blocks, counted from the nearer end: these are the same at every depth."""
+    """Name the parts of the step by block, counted from the nearer end: these names exist at every depth."""
     n = len(model.layers)
 
     def before(i: int, *_: Any) -> None:

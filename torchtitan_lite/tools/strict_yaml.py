@@ -1,7 +1,6 @@
-"""YAML files from elsewhere, read strictly: no text of theirs gets out of its place, and none takes memory without end.
+"""A strict reader for untrusted YAML files.
 
-PyYAML alone takes the last of two equal keys, follows aliases that double with each line, and raises errors of many
-kinds.
+Plain PyYAML keeps the last of two equal keys, expands aliases exponentially, and raises many kinds of errors.
 """
 
 from collections.abc import Hashable
@@ -17,17 +16,17 @@ MAX_SHOWN = 120  # characters of a name or a value in a message
 
 
 def shown(value: Any) -> str:
-    """A name or a value of the file, safe in a TOML comment and in a terminal: one line of printable ASCII."""
+    """A name or value of the file as one line of printable ASCII, safe in a TOML comment and a terminal."""
     if isinstance(value, list | dict | set):
         return "a list" if isinstance(value, list) else "a table"  # its text may be long
     if isinstance(value, int) and value.bit_length() > 4 * MAX_SHOWN:
-        return "a very large number"  # Python refuses to write out thousands of digits
+        return "a very large number"  # Python refuses to convert thousands of digits
     text = str(value).encode("unicode_escape").decode("ascii")
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as `accelerate config` writes it: no aliases (they can multiply without end), no tags, no key twice."""
+    """YAML without aliases (which can expand exponentially), tags and duplicate keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -57,7 +56,7 @@ def read(file: Path) -> dict[Any, Any]:
     """The keys and values of an Accelerate config.
 
     Raises:
-        ConfigError: it can't be read, it is not YAML, or it is not a table.
+        ConfigError: it can't be read, or is not a YAML table.
     """
     try:
         with file.open("rb") as stream:
@@ -72,7 +71,7 @@ def parse(raw: bytes) -> dict[Any, Any]:
     """The keys and values in the bytes of a file.
 
     Raises:
-        ConfigError: what is wrong with them, to be read behind the file's name.
+        ConfigError: the problem, phrased to follow the file's name.
     """
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"is larger than {MAX_BYTES:,} bytes: an Accelerate config has about 1,000")

@@ -1,4 +1,4 @@
-"""Checks of a config that need the model's names or a tokenizer, and neither storage nor a process group."""
+"""Config checks that need the model's parameter names or a tokenizer, but no process group."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torchtitan_lite.training.sampling import wrong_prompts
 
 
 def check_patterns(config: Config) -> dict[str, str]:
-    """Compare names in the config with the model's parameters. Returns the broken rules, as `conflicts` does."""
+    """Check parameter patterns against the model. Returns the broken rules, as `conflicts` does."""
     with torch.device("meta"):
         model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
     checks: dict[str, Callable[[], object]] = {
@@ -36,7 +36,7 @@ def check_patterns(config: Config) -> dict[str, str]:
 
 
 def check_prompts(config: Config) -> dict[str, str]:
-    """Compare the prompts with the tokenizer, if there is one already. Returns the broken rules."""
+    """Check the prompts with the tokenizer, if it exists already. Returns the broken rules."""
     try:
         tokenizer = known_tokenizer(config)
     except DataError as error:
@@ -45,10 +45,10 @@ def check_prompts(config: Config) -> dict[str, str]:
 
 
 def known_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of a run that samples: the one that is named, or was trained before; None if it is not there yet.
+    """The tokenizer of a run that samples: a configured one, or one trained earlier. None if there is none yet.
 
     Raises:
-        DataError: `tokenizer.path` is no tokenizer.json.
+        DataError: `tokenizer.path` is not a tokenizer.json.
     """
     if not config.sample.every or not config.sample.prompts:
         return None
@@ -56,10 +56,10 @@ def known_tokenizer(config: Config) -> Tokenizer | None:
         return bpe.load(expand(config.tokenizer.path))
     named = config.data.sources or ([config.data.path] if isinstance(config.data.path, str) else [])
     prepared = [expand(path) for path in named if path and not problem(path) and is_prepared(path)]
-    with contextlib.suppress(DataError):  # a damaged folder is reported when it is opened
+    with contextlib.suppress(DataError):  # a damaged folder is reported when the run opens it
         if prepared:
             return bpe.load(prepared[0] / "tokenizer.json")
-        own: Path = config.folder / "tokenizer.json"  # of this run, if it has begun
+        own: Path = config.folder / "tokenizer.json"  # of this run, if it has started before
         if not problem(own) and bpe.size(tokenizer := bpe.load(own)) == config.tokenizer.vocab_size:
             return tokenizer
     return None

@@ -1,4 +1,4 @@
-"""Validation: a fixed random subset of the held-out sequences, summed over all ranks, per token and per byte."""
+"""Validation on a fixed random subset of the held-out sequences: loss per token and bits per byte."""
 
 import math
 from collections.abc import Iterator
@@ -17,36 +17,36 @@ from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
 
-# The seed of the permutation that picks the sequences. It is not run.seed: runs with other seeds must be comparable.
+# The seed of the subset. It is not run.seed, so that runs with different seeds are comparable.
 SUBSET_SEED = 0
 
 
 @dataclass
 class Validation:
-    """A fixed set of sequences: the first n_samples of a permutation of the whole validation split."""
+    """The first n_samples of a fixed permutation of the validation split."""
 
     loader: Loader
     n_samples: int
     bytes_per_token: Tensor  # (V,) int64
-    n_available: int = 0  # sequences of the whole split
-    unigram: float | None = None  # bits per byte; the first evaluation counts the targets
+    n_available: int = 0  # sequences in the split
+    unigram: float | None = None  # bits per byte, computed by the first evaluation
 
     @classmethod
     def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
-        """eval.samples random sequences of the held-out text, or all if there are fewer, mixed as in training."""
+        """eval.samples random sequences, or all if there are fewer; sources are mixed as in training."""
         samples = open_samples(data, "val", config.train.seq_len, config.data.packing)
         n_samples = samples.longest_prefix(config.eval.samples)
         loader = Loader(samples, micro_batch_size, rank, world_size, SUBSET_SEED, config.data.document_mask)
         lengths = torch.from_numpy(bytes_per_token(Tokenizer.from_file(str(data.folder / "tokenizer.json"))))
-        lengths[data.end_token] = 0  # it stands for no text, also where it is an ordinary entry of the vocabulary
+        lengths[data.end_token] = 0  # stands for no text, even if it is an ordinary vocabulary entry
         return cls(loader, n_samples, lengths, samples.n_samples)
 
     def identity(self) -> dict[str, int]:
-        """Which sequences these are: losses over different ones do not compare."""
+        """Identifies the subset: losses on different subsets are not comparable."""
         return {"samples": self.n_samples, "of": self.n_available, "seed": SUBSET_SEED}
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """This rank's sequences, read one micro-batch at a time; every rank gets as many."""
+        """Read this rank's sequences, one micro-batch at a time. Every rank gets the same number."""
         per_round = self.loader.micro_batch_size * self.loader.world_size
         for first in range(0, self.n_samples, per_round):
             yield from self.loader.batch(first, min(per_round, self.n_samples - first)).micro_batches
@@ -54,19 +54,19 @@ class Validation:
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a validation. What is not defined is NaN: a standard error of one sequence, bits of no bytes."""
+    """The result of a validation. Undefined values are NaN: the standard error of one sequence, bits of no bytes."""
 
     loss: float  # nats per token
-    loss_stderr: float  # standard error of the mean over sequences, as if they were drawn independently
+    loss_stderr: float  # standard error over sequences, as if they were drawn independently
     bits_per_byte: float
     bits_per_byte_stderr: float
-    unigram_bits_per_byte: float  # what the best model without context would reach: the entropy of the targets
+    unigram_bits_per_byte: float  # entropy of the targets: the score of the best model without context
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> Score:
-    """Score the model on the validation set. Every rank must call it, and gets the same score."""
-    losses, tokens, n_bytes = [], [], []  # of each sequence of this rank
+    """Score the model on the validation set. Collective: every rank gets the same score."""
+    losses, tokens, n_bytes = [], [], []  # by sequence of this rank
     counts = torch.zeros(len(validation.bytes_per_token), dtype=torch.int64)  # how often each token is a target
     model.eval()
     for micro in validation.micro_batches():
@@ -80,7 +80,7 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     reshard(model)
     if validation.unigram is None:
         validation.unigram = unigram_bits_per_byte(sum_over_ranks(counts.to(device)).cpu(), validation.bytes_per_token)
-    # (3, N), float64: N sequences of this rank. Masked rows are zeros, and add nothing to any sum.
+    # (3, N), float64: N sequences of this rank. Masked rows are zeros.
     values = torch.stack([torch.cat(part).double().cpu() for part in (losses, tokens, n_bytes)])
     n = (values[1] > 0).sum().double()
     sums = torch.cat((n[None], values.sum(1), (values @ values.T).flatten()))
@@ -91,12 +91,27 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     return Score(loss, loss_stderr, bits_per_byte(nats, 1), bits_per_byte(nats_stderr, 1), validation.unigram)
 
 
+def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
+    """The log line of a validation. Undefined values (see Score) are left out."""
+    loss, stderr = score.loss, score.loss_stderr
+    parts = [f"eval    step {step}", f"loss {loss:.4f}" + (f" +- {stderr:.4f}" if math.isfinite(stderr) else "")]
+    of = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
+    bits, stderr, unigram = score.bits_per_byte, score.bits_per_byte_stderr, score.unigram_bits_per_byte
+    if not math.isnan(unigram):
+        parts.append(f"bits/byte {bits:.3f}" + (f" +- {stderr:.3f}" if math.isfinite(stderr) else ""))
+        of = f"unigram {unigram:.3f}; {of}"
+    if unigram > 0 and math.isfinite(bits):
+        gain = 100 * (1 - bits / unigram)
+        of = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {of}"
+    return "  ".join([*parts, f"({of})"])
+
+
 def unigram_bits_per_byte(counts: Tensor, lengths: Tensor) -> float:
-    """The entropy of targets that occur so often, in bits per byte of their text; NaN if they stand for no text.
+    """The entropy of the targets in bits per byte of text; NaN if they have no text.
 
     Args:
         counts: (V,) int64, how often each token is a target.
-        lengths: (V,) int64, the bytes of text that each token stands for.
+        lengths: (V,) int64, bytes of text of each token.
     """
     n_bytes = int((counts * lengths).sum())
     weights = counts.double()
@@ -107,13 +122,13 @@ def unigram_bits_per_byte(counts: Tensor, lengths: Tensor) -> float:
 def _ratio(totals: Tensor, products: Tensor, of: int, n: int) -> tuple[float, float]:
     """The summed loss over another sum, and the standard error of that ratio over n sequences.
 
-    The ratio R of two sums is, to first order, as uncertain as the mean of y - R x: of the sequences' loss above or
-    below what R predicts for their length. With sequences of one length that is the usual standard error of a mean.
+    To first order, the error of a ratio R = sum(y) / sum(x) is that of the mean residual y - R x. For sequences of
+    equal length this is the usual standard error of a mean.
 
     Args:
         totals: (3,) sums over sequences of loss, tokens, bytes.
         products: (3, 3) sums of their products.
-        of: which sum to divide by.
+        of: the index of the sum to divide by.
     """
     total = float(totals[of])
     if not total:

@@ -1,4 +1,4 @@
-"""Python's garbage collector on a schedule."""
+"""Garbage collection on a schedule."""
 
 import contextlib
 import gc
@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def on_schedule(every: int) -> Iterator[None]:
-    """Leave garbage to the loop, which calls gc.collect() every so many steps; 0 changes nothing.
+    """Disable automatic collection: the loop calls gc.collect() itself. `every` = 0 changes nothing.
 
-    Left alone, Python collects whenever enough objects have been made: on another rank at another step, and all ranks
-    wait for each of them. What exists now (torch's modules above all) is never looked at again, so that a collection
-    takes milliseconds.
+    Automatic collection happens at a different step on each rank, and all ranks wait for each one. Existing objects
+    (mostly torch's modules) are frozen, so a collection takes milliseconds.
     """
     if not every:
         yield

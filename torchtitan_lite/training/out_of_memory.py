@@ -1,4 +1,4 @@
-"""Out of memory, in words: what to set instead."""
+"""Out-of-memory errors with advice."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,10 +9,7 @@ from torchtitan_lite.errors import NoMemoryError, is_out_of_memory
 
 @contextlib.contextmanager
 def explained(config: Config) -> Iterator[None]:
-    """
-    Raises:
-        NoMemoryError: instead of the device's or the host's own error, with what to try next.
-    """
+    """Turn out-of-memory errors of the device or the host into NoMemoryError, which says what to try next."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -25,7 +22,7 @@ def explained(config: Config) -> Iterator[None]:
 
 
 def advice(config: Config) -> str:
-    """The next thing to try, in the order of what it costs."""
+    """The cheapest change that is left to try."""
     if config.train.micro_batch_size > 1:
         half = config.train.micro_batch_size // 2
         return f"try --train.micro_batch_size={half}: the same global batch in more micro-batches, with the same result"

@@ -1,12 +1,11 @@
-"""Being asked to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1, or the time limit. The step is finished first.
+"""Preemption: on a signal (TERM, INT, HUP, USR1) or at the time limit, the run finishes its step, saves and exits.
 
-A signal only sets a reason. The loop adds up the requests of all ranks in the reduction that it does anyway, so that
-all ranks stop after the same step, and save. Another signal more than two seconds later ends this process at once,
-without saving. Signals within these two seconds are copies of one request: torchrun forwards what a terminal has
-already sent, and Slurm signals the launcher and its workers.
+A signal only sets a reason. Each step's reduction sums the requests of all ranks, so all stop after the same step.
+A second signal more than two seconds later ends the process at once, without saving. Signals within two seconds are one
+request: torchrun forwards signals that the terminal has sent already, and Slurm signals both launcher and workers.
 
-Python runs its handlers in the main thread and between two instructions, so not while that thread waits for another
-rank or for a disk. Therefore a thread reads the signals from a pipe, into which the C handler writes them.
+Python runs signal handlers only in the main thread, so not while that waits for another rank or a disk. A thread
+therefore reads the signals from the pipe that the C handler writes to.
 """
 
 import contextlib
@@ -29,26 +28,26 @@ SAME_REQUEST_S = 2.0
 
 
 class Preemption:
-    """Whether this process was asked to stop, and why. Handlers are installed while it is used as a context.
+    """Whether this process was asked to stop, and why. As a context manager it installs and restores the handlers.
 
     Args:
         max_minutes: the time limit; 0: none.
-        clock: in seconds; must not go backwards.
-        end: ends the process with an exit code, at once.
+        clock: monotonic, in seconds.
+        end: ends the process at once, with an exit code.
     """
 
     def __init__(
         self, max_minutes: float, clock: Callable[[], float] = time.monotonic, end: Callable[[int], Any] = os._exit
     ) -> None:
         self.reason = ""
-        self.agreed = False  # whether a rank was asked; known one step late, and the same on all ranks
+        self.agreed = False  # whether any rank was asked; one step late, equal on all ranks
         self._requests: HostCopy | None = None
-        self.on_abort: Callable[[str], Any] = lambda _: None  # is told why the process ends at once
+        self.on_abort: Callable[[str], Any] = lambda _: None  # called with the reason before the process ends at once
         self._limit_s = 60 * max_minutes if max_minutes else float("inf")
         self._max_minutes = max_minutes
         self._clock, self._end = clock, end
         self._started = clock()
-        self._first: tuple[int, float] | None = None  # the first signal, and when it came
+        self._first: tuple[int, float] | None = None  # the first signal and its time
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
@@ -69,7 +68,7 @@ class Preemption:
         os.close(writing)  # which ends the thread
 
     def in_child(self) -> None:
-        """A forked process has the same pipe, and must not answer for this one."""
+        """Restore the handlers in a forked child, which shares the pipe."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -82,7 +81,7 @@ class Preemption:
         os.close(reading)
 
     def received(self, number: int) -> None:
-        """A signal came."""
+        """Handle a signal."""
         name, now = signal.Signals(number).name, self._clock()
         if self._first is None:
             self._first = number, now
@@ -96,10 +95,10 @@ class Preemption:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())  # the main thread may hold the lock of sys.stderr
-        # in a thread of its own: a file system that does not answer must not keep this process
-        telling = threading.Thread(target=self.on_abort, args=(why,), daemon=True)
-        telling.start()
-        telling.join(timeout=2)
+        # in a thread, because a hanging file system must not keep this process alive
+        reporting = threading.Thread(target=self.on_abort, args=(why,), daemon=True)
+        reporting.start()
+        reporting.join(timeout=2)
         self._end(128 + number)
 
     def requested(self) -> bool:
@@ -109,11 +108,11 @@ class Preemption:
         return bool(self.reason)
 
     def share(self, requests: Tensor) -> None:
-        """Keep how many ranks were asked to stop, a () tensor that is equal on all ranks, for `update_agreed`."""
+        """Keep the number of ranks that were asked to stop, a () tensor equal on all ranks, for `update_agreed`."""
         self._requests = HostCopy(requests)
 
     def update_agreed(self) -> None:
-        """Read what was shared last. It is read a step later, so that the host does not wait for the device."""
+        """Read the number shared last. One step later the host does not have to wait for the device."""
         if self._requests is not None:
             self.agreed |= any(self._requests.read())
             self._requests = None
@@ -131,15 +130,15 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def prepare_process() -> None:
-    """What train.py does before anything else: end with the launcher, and print whatever stdout and stderr are."""
+    """Make this process end with its launcher, and make stdout and stderr safe to print to."""
     die_with_launcher()
     prepare_streams()
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Python must have a handler, or nothing comes through the pipe."""
+    """Without a Python handler the C handler writes nothing to the pipe."""
 
 
 def _stays_ignored(number: int) -> bool:
-    """Whether this process was started by nohup. (torchrun handles SIGHUP even then, and its workers with it.)"""
+    """Whether SIGHUP is ignored because of nohup. (torchrun handles SIGHUP even then.)"""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -1,6 +1,6 @@
-"""What the model writes while it is trained: the prompts of [sample], continued at a step.
+"""Samples during training: the model continues the prompts of [sample].
 
-Every rank computes every forward, because each holds a part of the parameters; rank 0 chooses the tokens and speaks.
+Every rank computes every forward, because each holds shards of the parameters. Rank 0 draws the tokens and logs.
 """
 
 import json
@@ -34,10 +34,10 @@ class Prompts:
 
     @classmethod
     def of(cls, config: Config, data: DataSet) -> "Prompts":
-        """The prompts of [sample]; none, if it is switched off.
+        """Encode the prompts of [sample]; none if sampling is off.
 
         Raises:
-            ConfigError: one is empty or too long for the model.
+            ConfigError: a prompt is empty or too long for the model.
         """
         tokenizer = bpe.load(data.folder / "tokenizer.json")
         wanted = config.sample.prompts if config.sample.every else []
@@ -48,10 +48,10 @@ class Prompts:
 
 
 def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
-    """What is wrong with the prompts of [sample]; nothing, if it is switched off.
+    """Problems of the prompts of [sample]; none if sampling is off.
 
     Args:
-        tokenizer: None if it is not known yet; then only an empty prompt is wrong.
+        tokenizer: None if it does not exist yet; then only an empty prompt is a problem.
     """
     found, limit = [], config.model.max_seq_len
     for prompt in config.sample.prompts if config.sample.every else []:
@@ -60,7 +60,7 @@ def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
         else:
             try:
                 n = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
-            except BaseException as error:  # the library panics with one of its own
+            except BaseException as error:  # the library's panics are no Exception
                 found.append(f"sample.prompts: the tokenizer can't encode {prompt[:40]!a}: {bpe.reason(error)}")
                 continue
             fits = 0 < n < limit
@@ -73,17 +73,17 @@ def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
 
 
 def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: World, log: Log) -> None:
-    """Continue every prompt, say it, and write it to samples.jsonl. Every rank must call it."""
+    """Continue every prompt, log the text and write it to samples.jsonl. Collective."""
     before = time.perf_counter()
     model.eval()
-    # a block that was compiled for training would be compiled again for each length
+    # compiled blocks would be recompiled for each length
     with torch.compiler.set_stance("force_eager"):
         for i, ids in enumerate(prompts.ids):
             began = time.perf_counter()
             sampler = Sampler(prompts.config.temperature, seed=seed + i)
 
             def agreed(logits: Tensor, sampler: Sampler = sampler) -> int:
-                """Rank 0's token: the ranks may not run into different ends."""
+                """Rank 0's token, so that all ranks stop at the same end."""
                 token = torch.tensor([sampler(logits)], device=world.device)
                 dist.broadcast(token, src=0)
                 return int(token)
@@ -98,9 +98,9 @@ def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: Wo
     reshard(model)
     seconds = time.perf_counter() - before
     if seconds > 10:
-        log.info(f"sample  step {step}  took {seconds:.0f} s; sample.every or sample.max_tokens make it less")
+        log.info(f"sample  step {step}  took {seconds:.0f} s; raise sample.every or lower sample.max_tokens")
 
 
 def _quoted(text: str) -> str:
-    """On one line."""
+    """The text in quotes, on one line."""
     return json.dumps(text, ensure_ascii=False)

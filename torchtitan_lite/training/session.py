@@ -1,10 +1,10 @@
-"""What the loop of train.py works with, and what it logs: checks, steps, validations, saves."""
+"""The state of the training loop, and the parts of a step that log: checks, metrics, validation, saves."""
 
 import contextlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,13 +26,13 @@ from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import learning_rate
-from torchtitan_lite.training.evaluate import Score, Validation, evaluate
+from torchtitan_lite.training.evaluate import Validation, eval_line, evaluate
 from torchtitan_lite.training.preemption import Preemption
 from torchtitan_lite.training.sampling import Prompts
 
 
 class Saves(Protocol):
-    """What the loop wants of a Checkpointer (checkpoint.py, which this package does not import)."""
+    """The part of a Checkpointer that the loop uses. (The package does not import checkpoint.py.)"""
 
     folder: Path
     aside: list[tuple[int, str]]
@@ -45,7 +45,7 @@ class Saves(Protocol):
 
 @dataclass
 class Session:
-    """What the loop works with."""
+    """Everything that the training loop works with."""
 
     config: Config
     layout: Layout
@@ -62,11 +62,11 @@ class Session:
     checkpointer: Saves
     state: TrainState
     log: Log
-    clock: Clock
-    samples: Mixture  # what the loader draws from
+    samples: Mixture  # the loader draws from it
     profile: Any  # monitoring.profiler.Profile, or None
-    peak_tokens_per_second: float  # at the peak of all devices together; 0 if it is not known
-    loaded: TrainState | None = None  # the state as it was saved, if the run is resumed
+    peak_tokens_per_second: float  # of all devices together; 0 if unknown
+    loaded: TrainState | None = None  # the saved state, if the run is resumed
+    clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         def on_abort(why: str) -> None:
@@ -75,14 +75,14 @@ class Session:
         self.preemption.on_abort = self.watchdog.on_abort = on_abort
 
     def close(self) -> None:
-        """End the threads that work beside the loop."""
+        """End the background threads."""
         self.loader.close()
         self.watchdog.close()
 
 
 @contextlib.contextmanager
 def closed_on_error(*things: Any) -> Iterator[None]:
-    """Close these if an error leaves the block."""
+    """Close these objects if the block raises."""
     try:
         yield
     except BaseException:
@@ -91,33 +91,17 @@ def closed_on_error(*things: Any) -> Iterator[None]:
         raise
 
 
-def peak_flops(config: Config, world: World) -> float:
-    """What all devices of a run can compute per second in its dtype, as their makers say; 0 if one is not known."""
+def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
+    """Tokens per second at the nominal peak of all devices, for MFU; 0 if the peak is unknown."""
     if world.device.type != "cuda":
         return 0.0
-    from torchtitan_lite.monitoring import mfu
+    from torchtitan_lite.monitoring.mfu import flops_per_token, peak_flops
 
-    device = mfu.named(torch.cuda.get_device_name(world.device))
-    if device is None:
-        return 0.0
-    return world.world_size * (device.fp32_flops if config.fsdp.param_dtype == "float32" else device.bf16_flops)
-
-
-def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
-    """What the devices of a run could do at their peak: its MFU is the share that it reaches. 0 if one is not known."""
-    if not (peak := peak_flops(config, world)):
-        return 0.0
-    from torchtitan_lite.monitoring.mfu import flops_per_token
-
-    return peak / flops_per_token(model, config.train.seq_len)
+    return peak_flops(config, world) / flops_per_token(model, config.train.seq_len)
 
 
 def check_previous_step(s: Session) -> None:
-    """Learn whether the last update was finite: stop the run, or record that it was skipped.
-
-    Raises:
-        NonFiniteError
-    """
+    """Stop the run (NonFiniteError) or record a skipped step, if the last update was not finite."""
     s.guard.check()
     s.preemption.update_agreed()
     if s.guard.skipped and s.guard.skipped[-1] == s.state.step and s.state.step not in s.state.skipped:
@@ -128,7 +112,7 @@ def check_previous_step(s: Session) -> None:
 
 
 def validate(s: Session, step: int) -> None:
-    """Score the validation set, and say what a model without context would reach."""
+    """Evaluate the validation set, then record and log the score."""
     before = time.perf_counter()
     score = evaluate(s.model, s.validation, s.world.device)
     seconds = time.perf_counter() - before
@@ -146,14 +130,14 @@ def validate(s: Session, step: int) -> None:
 
 
 def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:
-    """The step line and its record. Rates are over the n_tokens since the last line, without saves and validations."""
+    """Record and log a step. Rates cover the n_tokens since the last line, excluding saves and validations."""
     seconds, parts = s.clock.lap()
     if s.world.device.type == "cuda":
-        parts.pop("optimizer_s", None)  # the host only starts it
+        parts.pop("optimizer_s", None)  # the host only launches the kernels
     record: dict[str, Any] = {
         "step": step,
-        "loss": loss if math.isfinite(loss) else None,  # of a step that was skipped
-        "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # float16: a step that was skipped
+        "loss": loss if math.isfinite(loss) else None,  # not finite in a skipped step
+        "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
         "lr": learning_rate(s.config.optim, step, s.config.train.steps),
         "tokens": s.state.tokens,
         "tokens_per_second": n_tokens / seconds,
@@ -173,7 +157,7 @@ def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: 
 
 
 def source_lines(s: Session) -> list[str]:
-    """What a run has seen of each source of a mixture."""
+    """Tokens seen of each source of a mixture, one line each."""
     if len(s.samples.sources) < 2:
         return []
     seen = s.samples.seen(s.state.samples_consumed)
@@ -181,11 +165,7 @@ def source_lines(s: Session) -> list[str]:
 
 
 def save(s: Session, *, last: bool) -> None:
-    """Save a checkpoint, after the one before.
-
-    Raises:
-        SaveError: the last one of a run could not be written.
-    """
+    """Wait for the previous save, then save a checkpoint. Raises SaveError if the last save of a run fails."""
     report_save(s, wait=True)
     s.checkpointer.save(replace(s.state, grad_scaler=s.scaler.state_dict()))
     error = report_save(s, wait=last or not s.config.checkpoint.async_save)
@@ -194,34 +174,16 @@ def save(s: Session, *, last: bool) -> None:
 
 
 def report_save(s: Session, *, wait: bool) -> str:
-    """Say what came of a save, and only then that it is saved. Returns the error of a failed one.
-
-    A failed save does not end a run: older checkpoints are there still, and the next one may succeed.
-    """
+    """Log a save once it is committed, or has failed. Returns the error, which does not end the run."""
     saved = s.checkpointer.wait() if wait or s.checkpointer.finished() else None
     if saved is None:
         return ""
     if saved.error:
-        s.log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training goes on")
+        s.log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training continues")
     else:
-        beside = f", training stood still for {saved.stopped_s:.1f} s" if s.config.checkpoint.async_save else ""
-        s.log.record({"step": saved.step, "save_s": saved.stopped_s if beside else saved.seconds, "bytes": saved.bytes})
-        s.log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{beside})")
+        paused = f", training paused for {saved.stopped_s:.1f} s" if s.config.checkpoint.async_save else ""
+        s.log.record({"step": saved.step, "save_s": saved.stopped_s if paused else saved.seconds, "bytes": saved.bytes})
+        s.log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{paused})")
     if saved.note:
         s.log.info(f"note    older checkpoints were not deleted: {saved.note}")
     return saved.error
-
-
-def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
-    """A validation on one line. What is not defined (see Score) is left out."""
-    loss, stderr = score.loss, score.loss_stderr
-    parts = [f"eval    step {step}", f"loss {loss:.4f}" + (f" +- {stderr:.4f}" if math.isfinite(stderr) else "")]
-    of = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
-    bits, stderr, unigram = score.bits_per_byte, score.bits_per_byte_stderr, score.unigram_bits_per_byte
-    if not math.isnan(unigram):
-        parts.append(f"bits/byte {bits:.3f}" + (f" +- {stderr:.3f}" if math.isfinite(stderr) else ""))
-        of = f"unigram {unigram:.3f}; {of}"
-    if unigram > 0 and math.isfinite(bits):
-        gain = 100 * (1 - bits / unigram)
-        of = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {of}"
-    return "  ".join([*parts, f"({of})"])

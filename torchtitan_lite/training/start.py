@@ -1,7 +1,7 @@
-"""An attempt to train, from its beginning to the moment before its first step.
+"""The start of a training attempt, up to its first step.
 
-A command can be refused for many reasons: its values, the weights it names, a disk without space. So the run's folder
-changes last, at the end of `start`: config, run.json, records of steps that come again, checkpoints to set aside.
+An attempt can fail for many reasons: wrong values, missing weights, a full disk. So `start` changes the run's folder
+last: config, run.json, records of steps that will be repeated, checkpoints to set aside.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from torchtitan_lite.training.session import Session
 def start(
     loaded_config: Loaded, data: DataSet, world: World, log: Log, build: Callable[..., Session]
 ) -> Session | None:
-    """What the loop works with; None if the run has made all its steps.
+    """Build the session and prepare the run's folder. None if the run is complete.
 
     Args:
         build: `train.build`.
 
     Raises:
-        UserError: on every rank. Apart from the status in run.json, the folder is as it was.
+        UserError: on every rank. Only the status in run.json has changed.
     """
     config = loaded_config.config
     resume = run_folder.begin(config.folder, world, config.checkpoint.resume)
     if resume != config.checkpoint.resume:
-        done = f'checkpoint.resume = "{config.checkpoint.resume}" was carried out by an earlier attempt of this launch'
-        log.info(f"note    {done}: this one resumes from what was saved since")
+        done = f'checkpoint.resume = "{config.checkpoint.resume}" was applied by an earlier attempt of this launch'
+        log.info(f"note    {done}: this attempt resumes from the newest checkpoint saved since")
     machines = require_agreement(config, world)
     require_same_data(config, data, world)
     s = build(config, data, world, log, resume)
@@ -46,7 +46,7 @@ def start(
         step = s.state.step
         if step >= config.train.steps:
             log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
-            # later checkpoints that would be set aside are still there: the run has got further than this
+            # if later checkpoints would be set aside, the run has got further than this step
             run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
             return None
         with s.watchdog.loading("comparing the space on the disk"):
@@ -72,14 +72,15 @@ def start(
 
 
 def require_same_data(config: Config, data: DataSet, world: World) -> None:
-    """
+    """Check this rank's data.
+
     Raises:
-        DataError: this rank has other data than rank 0.
+        DataError: it differs from rank 0's.
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
     """
     if from_rank0(data.identity()) != data.identity():
         raise DataError(
-            f"rank {world.rank} prepared other data than rank 0: is data.path the same text on every machine?"
+            f"rank {world.rank} prepared different data than rank 0: is data.path the same text on every machine?"
         )
     if 0 < config.model.vocab_size < data.vocab_size:
         raise ConfigError(

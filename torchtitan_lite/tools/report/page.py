@@ -1,4 +1,4 @@
-"""The page of `report`: HTML around curves that plotly draws. Whatever comes from a run is escaped."""
+"""The HTML page of `report`, with plotly figures. All text of a run is escaped."""
 
 import html
 import json
@@ -13,14 +13,14 @@ from torchtitan_lite.monitoring.console import duration
 from torchtitan_lite.tools.report.runs import Records, Run
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
-POINTS = 2000  # of a curve; more are not seen on a screen, and make the page slow
-SAMPLES = 12  # of a prompt
+POINTS = 2000  # per curve: more would slow the page without being visible
+SAMPLES = 12  # per prompt
 
 Points = tuple[list[int], list[float | None]]
 
 
 def thinned(x: list[int], y: list[float | None]) -> Points:
-    """At most POINTS points: the lowest and the highest of each stretch, so that no spike is lost."""
+    """At most POINTS points: the lowest and highest of each interval, so that spikes are kept."""
     if len(x) <= POINTS:
         return x, y
     width = math.ceil(len(x) / (POINTS // 2))
@@ -36,7 +36,7 @@ def thinned(x: list[int], y: list[float | None]) -> Points:
 
 
 def curve(records: Records, key: str) -> Points:
-    """Steps and values of the records that have a key. None, what is not finite, is a gap."""
+    """Steps and values of the records that have a key. None (not finite) is a gap."""
     found = [r for r in records if key in r]
     return thinned([r["step"] for r in found], [r[key] for r in found])
 
@@ -45,7 +45,7 @@ def curve(records: Records, key: str) -> Points:
 
 
 def trace(run: Run, colour: str, points: Points, what: str, many: bool, **style: Any) -> dict[str, Any]:
-    """One line of a figure, named by what it is, and by its run if there are several."""
+    """One line of a figure, named by `what`, preceded by the run if there are several."""
     x, y = points
     name = html.escape(f"{run.name} {what}".strip() if many else what)
     mode = "lines+markers" if len(x) < 40 else "lines"
@@ -56,10 +56,10 @@ def trace(run: Run, colour: str, points: Points, what: str, many: bool, **style:
 def lines_figure(
     runs: list[Run], title: str, unit: str, parts: Iterable[tuple[str, str, str, dict[str, Any]]], **axis: Any
 ) -> dict[str, Any] | None:
-    """A figure over steps; None if no run has anything to show.
+    """A figure over steps; None if no run has values.
 
     Args:
-        parts: which records ("steps" or "validations"), their key, what it is called, and the line's style.
+        parts: records ("steps" or "validations"), key, label and style of each line.
     """
     traces = []
     for i, run in enumerate(runs):
@@ -73,7 +73,7 @@ def lines_figure(
 
 
 def time_figure(runs: list[Run]) -> dict[str, Any] | None:
-    """Where the time went: one bar for each run."""
+    """A bar per run with the time of each activity."""
     kinds: list[tuple[str, str, Callable[[Run], float]]] = [
         (
             "forward and backward",
@@ -110,7 +110,7 @@ def _sum(records: Records, *keys: str) -> float:
 
 
 def figures(runs: list[Run]) -> list[dict[str, Any]]:
-    """All figures that have something to show."""
+    """All figures that have values."""
     dot = {"dash": "dot"}
     one = {"color": COLOURS[1]} if len(runs) == 1 else {}
     unigram = {"color": "#888888", "width": 1.2} if len(runs) == 1 else {"width": 1}
@@ -150,7 +150,7 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def page(runs: list[Run]) -> str:
-    """The whole page."""
+    """The page as HTML."""
     shown = figures(runs)
     cells = "".join(f'<figure><div class="plot" id="plot{i}"></div></figure>' for i in range(len(shown)))
     data = json.dumps(shown, allow_nan=False).replace("</", "<\\/")
@@ -167,7 +167,7 @@ def page(runs: list[Run]) -> str:
         *(_samples(run, len(runs) > 1) for run in runs),
         *(_config(run, len(runs) > 1) for run in runs),
     ]
-    # the policy forbids every request, and whatever a run's text might smuggle in
+    # the policy forbids all requests, even if text of a run got into the markup
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -192,8 +192,8 @@ def _notes(runs: list[Run]) -> list[str]:
     for run in runs:
         if len(run.steps) > POINTS:
             notes.append(
-                f"{run.name}: {len(run.steps):,} records, drawn as up to {POINTS:,} points a curve: the lowest and the "
-                "highest of each stretch."
+                f"{run.name}: {len(run.steps):,} records, drawn as at most {POINTS:,} points per curve: the lowest and "
+                "highest of each interval."
             )
         bad = [r["step"] for r in run.steps if r["loss"] is None]
         if bad:
@@ -205,7 +205,7 @@ def _notes(runs: list[Run]) -> list[str]:
 
 
 def _summary(run: Run, many: bool) -> str:
-    """The figures that one looks for first."""
+    """Tiles with the main results of a run."""
     last = run.steps[-1]
     losses = [r["loss"] for r in run.steps if r["loss"] is not None]
     rates = sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second"))
@@ -268,7 +268,7 @@ def _samples(run: Run, many: bool) -> str:
     blocks = []
     for prompt, samples in prompts.items():
         shown = samples
-        if len(samples) > SAMPLES:  # evenly over the run, with the first and the last
+        if len(samples) > SAMPLES:  # evenly spaced, including the first and the last
             shown = [samples[round(i * (len(samples) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
         rows = "".join(
             f"<tr><th>{s['step']:,}</th><td><pre><mark>{html.escape(prompt)}</mark>{html.escape(s['text'])}</pre></td></tr>"

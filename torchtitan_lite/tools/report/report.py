@@ -1,7 +1,6 @@
 """One page about one or several runs: `python -m torchtitan_lite.report RUN [RUN ...]` writes report.html.
 
-The page needs no network: plotly's JavaScript is inside. Only files of the run folders are read; training knows nothing
-of this. runs.py reads the folders, page.py makes the page.
+The page contains plotly's JavaScript and needs no network. runs.py reads the run folders, page.py writes the page.
 """
 
 import argparse
@@ -21,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.report",
         description="Writes one page about one or several runs: curves, samples, configs and their differences.",
-        epilog="Without RUN it is the run of train.py with the same options, e.g. --config configs/debug.toml.",
+        epilog="Without RUN: the run of train.py with the same options, e.g. --config configs/debug.toml.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -46,7 +45,7 @@ def _report(given: argparse.Namespace, rest: Sequence[str]) -> int:
             raise
         raise ConfigError('a report needs plotly: pip install "torchtitan_lite[report]"') from None
     try:
-        # a half of a surrogate pair, which JSON can hold, can't be written
+        # JSON can hold lone surrogates, which UTF-8 can't encode
         out.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"--out: {out} can't be written: {error}") from None

@@ -1,4 +1,4 @@
-"""The runs that a report shows, as their folders have them: config, status, records of metrics.jsonl."""
+"""Reads run folders for a report: config, status, metrics and samples."""
 
 import contextlib
 import json
@@ -18,21 +18,21 @@ Records = list[dict[str, Any]]
 
 @dataclass
 class Run:
-    """What a run folder says. Whatever is missing is empty."""
+    """The content of a run folder. Missing parts are empty."""
 
     name: str
     folder: Path
-    status: dict[str, str] = field(default_factory=dict)  # the texts of run.json
+    status: dict[str, str] = field(default_factory=dict)  # the strings of run.json
     config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
     steps: Records = field(default_factory=list)
     validations: Records = field(default_factory=list)
     saves: Records = field(default_factory=list)
     skipped: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be read
+    notes: list[str] = field(default_factory=list)  # files and lines that could not be read
 
 
-# what the page computes with; a record that has something else there was not written by a run
+# Keys with numbers. A record with anything else there was not written by a run.
 NUMBERS = {
     *("loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
     *("seconds", "data_s", "optimizer_s", "eval_s", "save_s"),
@@ -40,14 +40,14 @@ NUMBERS = {
 }
 
 
-LARGEST = 1e100  # above what any dtype holds that a run computes in; sums of these are still finite
+LARGEST = 1e100  # above the values that a run computes; sums of these are still finite
 
 
 LONGEST_LINE = 1 << 24  # characters
 
 
 def read_run(folder: Path) -> Run:
-    """The files of a run folder.
+    """Read a run folder.
 
     Raises:
         DataError: it has no metrics.jsonl with a record, or can't be read.
@@ -60,7 +60,7 @@ def read_run(folder: Path) -> Run:
 
 def _read_run(folder: Path) -> Run:
     if not (folder / "metrics.jsonl").is_file():
-        raise DataError(f"{folder} has no metrics.jsonl: it is no folder of a run that has made a step")
+        raise DataError(f"{folder} has no metrics.jsonl: it is not the folder of a run that has made a step")
     run = Run(folder.resolve().name, folder)
     kinds = {"loss": run.steps, "val_loss": run.validations, "save_s": run.saves, "skipped_samples": run.skipped}
     for record in _read_lines(folder / "metrics.jsonl", run.notes):
@@ -77,10 +77,10 @@ def _read_run(folder: Path) -> Run:
 
 
 def _read_lines(file: Path, notes: list[str], texts: tuple[str, ...] = ()) -> Records:
-    """The records of a file; a line that is none (a killed process may leave half of one) is passed over.
+    """The records of a file. Damaged lines are skipped: a killed process may leave half a line.
 
     Args:
-        texts: keys that each record has to have, with a text.
+        texts: keys that must hold a string.
     """
     if not file.is_file():
         return []
@@ -93,12 +93,12 @@ def _read_lines(file: Path, notes: list[str], texts: tuple[str, ...] = ()) -> Re
             else:
                 records.append(record)
     if bad:
-        notes.append(f"{file.name}: {bad} damaged {'line' if bad == 1 else 'lines'} passed over")
+        notes.append(f"{file.name}: {bad} damaged {'line' if bad == 1 else 'lines'} skipped")
     return records
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """A record with a step, in which the keys of NUMBERS are finite numbers or None; None if it is not one."""
+    """Parse a record: it has a step, and its NUMBERS are finite or None. Returns None for any other line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -131,7 +131,7 @@ def _read_status(file: Path, notes: list[str]) -> dict[str, str]:
 
 
 def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
-    """Values, and the origins that `settings.to_toml_with_origins` writes behind them as comments."""
+    """Values, and their origins from the comments that `toml.to_toml_with_origins` writes."""
     values: dict[str, str] = {}
     try:
         text = file.read_text(encoding="utf-8")
@@ -139,7 +139,7 @@ def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
             inside = table if isinstance(table, dict) else {"": table}
             values |= {f"{section}.{key}".rstrip("."): toml.format_value(value) for key, value in inside.items()}
     except FileNotFoundError:
-        notes.append(f"{file.name}: there is none, so the config is not shown")
+        notes.append(f"{file.name}: does not exist, so the config is not shown")
         return {}
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{file.name}: can't be read, so the config is not shown: {error}")
@@ -151,11 +151,11 @@ def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
         elif match := _COMMENTED.fullmatch(line):
             key = f"{section}.{match[2]}"
             with contextlib.suppress(ValueError):
-                # a line inside of a longer string can look like an assignment: it has to be the one that was parsed
+                # a line of a multi-line string can look like an assignment: compare with the parsed value
                 if toml.format_value(tomli.loads(match[1])[match[2]]) == values.get(key):
                     origins[key] = match[3].strip()
     return {key: (value, origins.get(key, "")) for key, value in values.items()}
 
 
-# an assignment on one line, and the comment behind it: the first # outside of a string
+# an assignment on one line, and the comment after it: the first # outside a string
 _COMMENTED = re.compile(r"""(([\w-]+)\s*=(?:[^#"']|"(?:\\.|[^"\\])*"|'[^']*')*)#(.*)""")
