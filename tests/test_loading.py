@@ -154,7 +154,7 @@ def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_pa
 def test_what_the_config_gets_wrong(folders: dict[str, Path]) -> None:
     tar = str(folders["tar"])
     for values, expected in (
-        ({"data.path": [tar, "tests"]}, r"is a prepared folder, and has to stand alone"),
+        ({"data.path": [tar, "tests"]}, r"is a prepared folder, which can't be in a list"),
         ({"data.path": tar, "data.sources": {tar: 1.0}}, r"data\.path and data\.sources are both set"),
         ({"data.sources": {tar: 0.0}}, r"data\.sources=.*should be greater than 0"),
         ({"data.sources": {"nowhere": 1.0}}, r"data\.sources: nothing found at nowhere"),

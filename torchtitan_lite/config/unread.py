@@ -1,7 +1,7 @@
-"""Keys that are read only when another key says so. A value that nothing reads is never ignored without a word.
+"""Keys that are read only if another key, the choice, has a certain value. A value that nothing reads is never ignored.
 
-If the file or the command that sets such a key also makes the choice (or comes later), it is refused. If it comes from
-below, e.g. from a `base` of which another file changes the optimizer, it is left at its default, with a note.
+It is an error if it is set in the same layer as the choice or in a later one. If it comes from a lower layer, e.g. a
+`base` file whose optimizer another file replaces, it stays at its default, with a note.
 """
 
 import functools
@@ -15,13 +15,13 @@ from torchtitan_lite.config.schema import Config
 
 @dataclass(frozen=True)
 class Rule:
-    """Keys that are read only when `holds`."""
+    """Keys that are read only if `holds`."""
 
     keys: tuple[str, ...]
-    choice: tuple[str, ...]  # the keys that decide it
-    needs: str  # what would have to be set
+    choice: tuple[str, ...]  # the keys that decide
+    needs: str  # what would have to be set, for the message
     holds: Callable[[Config], bool]
-    refuse: bool = True  # False: only ever a note, because what is switched off for a while may keep its settings
+    refuse: bool = True  # False: always a note, never an error: a feature that is switched off may keep its values
 
 
 def _keys(section: str, *names: str) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ RULES = (
         _keys("model", *_ROPE),
         ("model.family", "model.rope_factor"),
         "model.rope_factor above 1",
-        # of a family without rotary positions: the rules above
+        # families without rotary positions are covered by the rules above
         lambda c: c.model.family not in families_with("rope_factor") or c.model.rope_factor > 1,
     ),
     Rule(_keys("optim", "betas", "eps"), ("optim.name",), 'optim.name = "adamw"', lambda c: c.optim.name == "adamw"),
@@ -66,7 +66,7 @@ RULES = (
     Rule(
         _keys("optim", "min_lr_ratio"),
         ("optim.schedule",),
-        "an optim.schedule that falls",
+        "an optim.schedule that decays",
         lambda c: c.optim.schedule != "constant",
     ),
     Rule(
@@ -106,7 +106,7 @@ RULES = (
         "profile.steps, e.g. [10, 12]",
         lambda c: bool(c.profile.steps),
     ),
-    # a cadence of 0 switches something off, perhaps only for this command
+    # an interval of 0 may switch a feature off for this command only
     Rule(_keys("eval", "samples"), ("eval.every",), "eval.every above 0", lambda c: c.eval.every > 0, refuse=False),
     Rule(
         _keys("sample", "prompts", "max_tokens", "temperature"),
@@ -149,7 +149,7 @@ class Unread:
 
 
 def unread(config: Config) -> Iterator[Unread]:
-    """The keys with a value of their own that this config does not read."""
+    """The keys with a non-default value that this config does not read."""
     for rule in RULES:
         if rule.holds(config):
             continue
@@ -158,11 +158,11 @@ def unread(config: Config) -> Iterator[Unread]:
             section = getattr(config, section_name)
             value, default = getattr(section, name), type(section).model_fields[name].default
             if value != default:
-                yield Unread(key, f"{key} = {value} means nothing without {rule.needs}", rule)
+                yield Unread(key, f"{key} = {value} has no effect without {rule.needs}", rule)
 
 
 def _all_prepared(config: Config) -> bool:
-    """Whether there is no text to prepare. A path that can't be looked at is reported by rules.py."""
+    """Whether all data is already prepared. Unreadable paths are reported by rules.py."""
     data = config.data
     named = list(data.sources) if data.sources else [data.path] if isinstance(data.path, str) else []
     try:
