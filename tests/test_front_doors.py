@@ -130,7 +130,7 @@ def test_a_user_without_a_name_and_a_home(tmp_path: Path) -> None:
     given = [f"--run.out_dir={tmp_path}", "--run.device=cpu"]
     result = ranks(1, "--inspect", *given, entry="tests.door_worker", env={"DOOR": "homeless"})
     assert result.returncode == 2, result.stderr
-    assert "there is no place for prepared text, because HOME is not set" in result.stderr
+    assert "there is no default folder, because HOME is not set" in result.stderr
     assert "data.cache_dir =" in result.stderr
     result = ranks(1, "--check-config", "--data.path=~/x", entry="tests.door_worker", env={"DOOR": "homeless"})
     assert result.returncode == 2

@@ -317,7 +317,9 @@ def test_a_shard_that_is_cut_while_training_is_an_error(folders: dict[str, Path]
     with (tmp_path / "tar/train-00000.bin").open("r+b") as stream:
         stream.truncate(1000)
     ahead = PrefetchingLoader(Loader(samples, 4, 0, 1, seed=0), CPU)
-    with pytest.raises(DataError, match=r"train-00000\.bin ends before token .*: it was cut while it was being read"):
+    with pytest.raises(
+        DataError, match=r"train-00000\.bin ends before token .*: it was truncated after the run started"
+    ):
         ahead.batch(0, 4)
     ahead.close()
 

@@ -1,4 +1,4 @@
-"""The registry of model families: class, config keys and named sizes. It is plain data: reading a config needs no torch.
+"""The registry of model families: class, config keys and named sizes. It is plain data, so a config needs no torch.
 
 A new family is one file in models/ and one entry of FAMILIES. A size name below 100M counts the matrices of the layers
 only; embeddings depend on the vocabulary. The larger sizes have the parameter counts in PARAMETERS.

@@ -265,7 +265,8 @@ def model_conflicts(model: ModelConfig) -> dict[str, str]:
         )
     if "rope_theta" in reads and model.dim_of_heads % 2:
         found["model.head_dim model.dim"] = (
-            f"rotary positions need an even head_dim, not {model.dim_of_heads}; head_dim = {model.dim_of_heads + 1} works"
+            f"rotary positions need an even head_dim, not {model.dim_of_heads}; "
+            f"head_dim = {model.dim_of_heads + 1} works"
         )
     stretched = "rope_factor" in reads and model.rope_factor > 1
     if stretched and model.rope_low_freq_factor >= model.rope_high_freq_factor:

@@ -382,7 +382,7 @@ class CheckpointConfig(Section):
     state_dict: Literal["full", "sharded"] = "full"
     """full: rank 0 writes full tensors; sharded: each rank writes its own shards, to a shared file system"""
     api: Literal["dtensor", "dcp"] = "dtensor"
-    """API for gathering and distributing state dicts: DTensor or torch.distributed.checkpoint; the files are the same"""
+    """API that gathers and distributes state dicts: DTensor or torch.distributed.checkpoint; the files are the same"""
     async_save: bool = False
     """save in the background; costs a host copy of each rank's shards (full with dcp: of the whole state on rank 0)"""
     resume: PathText = "auto"

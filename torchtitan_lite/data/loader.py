@@ -84,7 +84,7 @@ class Loader:
 
 
 def positions(rows: Rows) -> Array:
-    """Each token's position in its document, counted from the start of the sequence if the document began before; (N, T)."""
+    """Each token's position (N, T) in its document; a document that began earlier counts from the sequence's start."""
     places = np.broadcast_to(np.arange(rows.tokens.shape[1]), rows.tokens.shape)
     return places - np.maximum.accumulate(np.where(rows.begins, places, 0), axis=1)
 

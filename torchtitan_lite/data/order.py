@@ -1,19 +1,19 @@
 """The order of samples: a stateless permutation per epoch, and a periodic table that mixes sources.
 
 Sample i of a run is dataset sample `sample_index(i, n, seed)`: position i % n in a permutation of 0..n-1 for epoch
-i // n. The permutation is a Feistel network on the smallest even number of bits that holds n. Values outside 0..n-1 are
-encrypted again until they fall inside ("cycle walking", Black and Rogaway, 2002; fewer than four passes on average,
-because the domain is at most 4 n). A round function sees half of the bits, so a table of at most 8 sqrt(n) values
-caches it, and a batch takes a few numpy operations.
+i // n. The permutation is a Feistel network on the smallest even number of bits that holds n. Values outside 0..n-1
+are encrypted again until they fall inside ("cycle walking", Black and Rogaway, 2002; fewer than four passes on
+average, because the domain is at most 4 n). A round function sees half of the bits, so a table of at most 8 sqrt(n)
+values caches it, and a batch takes a few numpy operations.
 
 The state is therefore one integer, and the order depends neither on the world size nor on batch sizes or steps.
 
-A mixture (`Interleave`) repeats a table of P entries. With weights 0.7 and 0.3 it has ten: seven of one source and three
-of the other, spread evenly, so each source's share is exact to within one sample at any time. Sample i is entry i % P.
-Each source has its own epochs and its own order.
+A mixture (`Interleave`) repeats a table of P entries. With weights 0.7 and 0.3 it has ten: seven of one source and
+three of the other, spread evenly, so each source's share is exact to within one sample at any time. Sample i is entry
+i % P. Each source has its own epochs and its own order.
 
-The table is an earliest-deadline-first schedule: the j-th sample of a source with share w is released at (j - 1) / w and
-due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996; Tijdeman, 1980).
+The table is an earliest-deadline-first schedule: the j-th sample of a source with share w is released at (j - 1) / w
+and due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996; Tijdeman, 1980).
 """
 
 import functools

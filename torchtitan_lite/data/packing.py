@@ -1,8 +1,8 @@
 """Best-fit packing of documents into sequences. The index is built once and mapped by every run.
 
-A document of L tokens, with its end token, takes L of the T places of a sequence; longer ones are cut into pieces of T.
-In each window of 32,768 documents, the pieces are placed longest first, each into the sequence with the least sufficient
-room (best-fit decreasing). The rest of a sequence is padding. No token is dropped or repeated within an epoch.
+A document of L tokens, including its end token, takes L of the T places of a sequence; longer ones are cut into pieces
+of T. In each window of 32,768 documents, the pieces are placed longest first, each into the sequence with the least
+sufficient room (best-fit decreasing). The rest of a sequence is padding. An epoch has every token exactly once.
 
     packed-T-HASH/train.pieces   (P, 2) int64: the start of each piece in the token stream, and its length
     packed-T-HASH/train.rows     (R + 1, 2) int64: the number of pieces, and of tokens, before sequence r

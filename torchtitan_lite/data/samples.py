@@ -158,7 +158,7 @@ class Mixture:
         return self.interleave.consumed(n)
 
     def seen(self, n: int) -> dict[str, dict[str, float]]:
-        """Tokens and epochs of each source in a run's first n samples (best_fit: from the mean tokens of a sequence)."""
+        """Tokens and epochs of each source in a run's first n samples (best_fit: by a sequence's mean tokens)."""
         return {
             name: {"tokens": round(count * source.mean_tokens), "epochs": round(count / source.n_samples, 4)}
             for name, source, count in zip(self.names, self.sources, self.consumed(n), strict=True)
