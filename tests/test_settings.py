@@ -164,7 +164,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
             'sharding_strategy = "FULL_SHARD" means reshard_after_forward = true; leave one of the two out',
         ),
         (["--fsdp.sharding_strategy=NO_SHARD", "--fsdp.dp_shard=2"], "means dp_shard = 1"),
-        (["--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.dp_replicate=1"], 'without them it is "FULL_SHARD"'),
+        (["--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.dp_replicate=1"], 'without them use "FULL_SHARD"'),
         (["--fsdp.grad_sync=all_reduce_last"], 'but dp_replicate = 1 and dp_shard = 1; "every" or "last" works'),
         (["--fsdp.cpu_offload"], "but this run uses no GPU; fsdp.cpu_offload = false works"),
         (["--fsdp.forward_prefetch=3"], "fsdp.forward_prefetch = 3 has no effect without fsdp.explicit_prefetching"),
@@ -236,7 +236,7 @@ def test_the_names_of_fsdp1(strategy: str, more: list[str], expected: tuple[bool
 
 def test_a_hybrid_strategy_without_shards_is_another_strategy() -> None:
     argv = ["--fsdp.sharding_strategy=_HYBRID_SHARD_ZERO2", "--fsdp.dp_shard=1"]
-    with pytest.raises(ConfigError, match='without them it is "NO_SHARD"'):
+    with pytest.raises(ConfigError, match='without them use "NO_SHARD"'):
         cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4)
     assert cli.parse(argv, world_size=1, n_gpus=0), "one rank on a machine: the strategy itself means that"
 

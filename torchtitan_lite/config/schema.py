@@ -307,7 +307,7 @@ many ranks; default: true for all but the head, which backward needs first"""
     """free gathered parameters after backward; false: keep them for the next micro-batch of the step"""
     grad_sync: Literal["every", "last", "all_reduce_last"] = "every"
     """when to reduce gradients: after every micro-batch, or after the last of a step (more memory); all_reduce_last: \
-reduce-scatter within a replica after every one, all-reduce between replicas after the last"""
+reduce_scatter within a replica after every one, all_reduce between replicas after the last"""
     param_dtype: Dtype = "float32"
     """dtype of the parameters in forward and backward (they are stored and updated in float32)"""
     reduce_dtype: Dtype = "float32"
