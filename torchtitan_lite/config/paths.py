@@ -88,21 +88,13 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether this is a regular file, or a link to one.
-
-    Raises:
-        DataError: permission denied.
-    """
+    """Whether this is a regular file, or a link to one. Raises DataError if permission is denied."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether this is a folder, or a link to one.
-
-    Raises:
-        DataError: permission denied.
-    """
+    """Whether this is a folder, or a link to one. Raises DataError if permission is denied."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
 

@@ -86,7 +86,6 @@ class Samples:
         return run_samples if seed is None else sample_indices(run_samples, self.n_samples, seed)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See SampleSource."""
         indices = self.indices(run_samples, seed).tolist()
         rows = Rows.empty(len(indices), self.seq_len)
         for row, index in enumerate(indices):
@@ -116,7 +115,6 @@ class Samples:
         rows.begins[row, at : at + 1] = True  # the padding does not belong to the last document
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See SampleSource."""
         if self._pieces is None:
             return len(run_samples) * self.seq_len
         indices = self.indices(run_samples, seed)
@@ -133,7 +131,6 @@ class Mixture:
         self.interleave = Interleave(weights)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See SampleSource."""
         rows = Rows.empty(len(run_samples), self.seq_len)
         which, numbers = self.interleave.locate(run_samples)
         for k, source in enumerate(self.sources):
@@ -144,7 +141,6 @@ class Mixture:
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See SampleSource."""
         which, numbers = self.interleave.locate(run_samples)
         return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
 
