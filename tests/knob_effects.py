@@ -343,7 +343,7 @@ def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
     ):
         with pytest.raises(ConfigError, match=expected):
             build(fsdp__precision_overrides=[{"match": match, "param_dtype": "bfloat16"}])
-    with pytest.raises(ConfigError, match="an earlier pattern has all that it matches"):
+    with pytest.raises(ConfigError, match="earlier patterns match all of its parameters"):
         build(fsdp__precision_overrides=[{"match": m, "param_dtype": "bfloat16"} for m in ("*", "layers.0.*")])
     ordered = [
         {"match": "layers.0.*", "reduce_dtype": "bfloat16"},

@@ -43,7 +43,7 @@ def test_a_flipped_token_is_named_where_it_is_read(folder: Path) -> None:
     read_meta(folder)  # the quick look passes
     samples = Samples(folder, "train", 32)
     expected = (
-        rf"train-00000\.bin is damaged: token {bad:,} \(at byte {2 * bad:,}\) is 60000, and the vocabulary has 257"
+        rf"train-00000\.bin is damaged: token {bad:,} \(at byte {2 * bad:,}\) is 60000, but the vocabulary has 257"
     )
     with pytest.raises(DataError, match=expected):
         samples.draw(np.array([bad // 32]), None)
@@ -66,10 +66,10 @@ def test_a_run_on_damaged_tokens_ends_with_the_file(folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("number", "value", "expected"),
     [
-        (0, -5, r"document 0 \(at byte 0\) ends at token -5, and should end after 1 "),
-        (2, 1, r"document 2 \(at byte 16\) ends at token 1, and should end after "),
-        (1, 10**12, r"document 1 \(at byte 8\) ends at token 1,000,000,000,000, and should .* and at most at "),
-        (-1, None, r"document \d+ .* ends at token .*, and should end after "),
+        (0, -5, r"document 0 \(at byte 0\) ends at token -5, but should end after 1 "),
+        (2, 1, r"document 2 \(at byte 16\) ends at token 1, but should end after "),
+        (1, 10**12, r"document 1 \(at byte 8\) ends at token 1,000,000,000,000, but should .* and at most at "),
+        (-1, None, r"document \d+ .* ends at token .*, but should end after "),
     ],
 )
 def test_document_ends_are_compared_with_the_tokens(

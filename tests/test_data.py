@@ -284,11 +284,11 @@ def test_json_lines_are_read(tmp_path: Path) -> None:
         (b'{"text": "cut', r"a\.jsonl: line 3: not JSON: "),
         (b"\xff\xfe", r"a\.jsonl: line 3: not JSON: .*can't decode"),
         (b'{"body": "x"}', r'a\.jsonl: line 3: no "text": its keys are body; data\.text_key names the key'),
-        (b'{"text": "\\ud83d"}', r'a\.jsonl: line 3: "text" is no text: surrogates not allowed'),
-        (b'["text"]', r'a\.jsonl: line 3: no "text": it is no object'),
-        (b'{"text": null}', r'a\.jsonl: line 3: "text" should be text, and is null'),
-        (b'{"text": ""}', r'a\.jsonl: line 3: "text" should be text, and is ""'),
-        (b'{"text": [1, 2]}', r'a\.jsonl: line 3: "text" should be text, and is \[1, 2\]'),
+        (b'{"text": "\\ud83d"}', r'a\.jsonl: line 3: "text" is not valid text: surrogates not allowed'),
+        (b'["text"]', r'a\.jsonl: line 3: no "text": it is not an object'),
+        (b'{"text": null}', r'a\.jsonl: line 3: "text" should be text, but is null'),
+        (b'{"text": ""}', r'a\.jsonl: line 3: "text" should be text, but is ""'),
+        (b'{"text": [1, 2]}', r'a\.jsonl: line 3: "text" should be text, but is \[1, 2\]'),
     ],
 )
 def test_a_bad_json_line_is_named(line: bytes, expected: str, tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
 
 def test_a_folder_without_text_and_a_file_of_another_kind_are_errors(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"no text at .*folder: it takes \.txt, \.jsonl"):
+    with pytest.raises(DataError, match=r"no text at .*folder; supported: \.txt, \.jsonl"):
         corpus.find(str(tmp_path / "folder"))
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     with pytest.raises(DataError, match=r"a\.pdf: only \.txt, \.jsonl and"):

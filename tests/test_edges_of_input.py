@@ -37,7 +37,7 @@ def test_other_text_of_the_same_size_and_time_is_noticed(tmp_path: Path, capsys:
     assert text.stat().st_size == before.st_size
     capsys.readouterr()
     assert main(command) == 2
-    assert "was made from something else" in capsys.readouterr().err
+    assert "was made from other text or options" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["data.path", "tokenizer.path"])

@@ -130,7 +130,7 @@ def test_a_user_without_a_name_and_a_home_is_told_what_to_set(tmp_path: Path) ->
     given = [f"--run.out_dir={tmp_path}", "--run.device=cpu"]
     result = ranks(1, "--inspect", *given, entry="tests.door_worker", env={"DOOR": "homeless"})
     assert result.returncode == 2, result.stderr
-    assert "there is no place for prepared text, because HOME is not set" in result.stderr
+    assert "there is no default folder, because HOME is not set" in result.stderr
     assert "data.cache_dir =" in result.stderr
     result = ranks(1, "--check-config", "--data.path=~/x", entry="tests.door_worker", env={"DOOR": "homeless"})
     assert result.returncode == 2
@@ -174,7 +174,7 @@ def test_an_invalid_environment_is_an_error(
         (["--run.out_dir=~nobody2/x"], "there is no user nobody2; write the path in full"),
         (["--run.seed=" + "9" * 30], "should be a number of at most 64 bits"),
         (["--model.n_layers=1000000000"], "should be less than or equal to 2048"),
-        (["--sample.temperature=1e-40"], "should be 0 (always the likeliest token), or at least 1e-06"),
+        (["--sample.temperature=1e-40"], "should be 0 (greedy), or at least 1e-06"),
     ],
 )
 def test_unusable_values_are_errors(argv: list[str], expected: str) -> None:
@@ -327,14 +327,17 @@ def test_prompts_are_checked_with_an_existing_tokenizer(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--optim.momentum=0.8"], 'optim.momentum = 0.8 means nothing without optim.name = "sgd"'),
-        (["--optim.name=sgd", "--optim.eps=1e-6"], 'optim.eps = 1e-06 means nothing without optim.name = "adamw"'),
-        (["--optim.decay_ratio=0.3"], 'optim.decay_ratio = 0.3 means nothing without optim.schedule = "wsd"'),
-        (["--optim.schedule=constant", "--optim.min_lr_ratio=0"], "means nothing without an optim.schedule that falls"),
-        (["--model.rope_high_freq_factor=5"], "means nothing without model.rope_factor above 1"),
-        (["--train.max_skipped=3"], 'means nothing without train.on_nonfinite = "skip"'),
-        (["--log.wandb_project=x"], 'means nothing without log.trackers = ["wandb"]'),
-        (["--profile.memory_snapshot"], "means nothing without profile.steps, e.g. [10, 12]"),
+        (["--optim.momentum=0.8"], 'optim.momentum = 0.8 has no effect without optim.name = "sgd"'),
+        (["--optim.name=sgd", "--optim.eps=1e-6"], 'optim.eps = 1e-06 has no effect without optim.name = "adamw"'),
+        (["--optim.decay_ratio=0.3"], 'optim.decay_ratio = 0.3 has no effect without optim.schedule = "wsd"'),
+        (
+            ["--optim.schedule=constant", "--optim.min_lr_ratio=0"],
+            "has no effect without an optim.schedule that decays",
+        ),
+        (["--model.rope_high_freq_factor=5"], "has no effect without model.rope_factor above 1"),
+        (["--train.max_skipped=3"], 'has no effect without train.on_nonfinite = "skip"'),
+        (["--log.wandb_project=x"], 'has no effect without log.trackers = ["wandb"]'),
+        (["--profile.memory_snapshot"], "has no effect without profile.steps, e.g. [10, 12]"),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused(argv: list[str], expected: str) -> None:
@@ -348,8 +351,8 @@ def test_an_inherited_key_that_nothing_reads_is_noted(tmp_path: Path, capsys: py
     assert loaded.config.optim.momentum == 0.9
     assert loaded.origins["optim.momentum"] == loaded.origins["model.rope_theta"] == "default"
     assert [note.split(": ", 1)[1] for note in loaded.notes] == [
-        'model.rope_theta = 500000.0 means nothing without model.family = "llama"; it stays at its default',
-        'optim.momentum = 0.8 means nothing without optim.name = "sgd"; it stays at its default',
+        'model.rope_theta = 500000.0 has no effect without model.family = "llama"; it stays at its default',
+        'optim.momentum = 0.8 has no effect without optim.name = "sgd"; it stays at its default',
     ]
     assert train.main(["--check-config", f"--config={tmp_path / 'mine.toml'}", "--optim.name=adamw"]) == 0
     assert "note    " in capsys.readouterr().out
@@ -364,7 +367,7 @@ def test_an_inherited_key_that_nothing_reads_is_noted(tmp_path: Path, capsys: py
 def test_what_a_cadence_of_0_switches_off_is_noted_and_kept() -> None:
     loaded = parse("--eval.every=0", "--eval.samples=5")
     assert loaded.config.eval.samples == 5
-    assert loaded.notes == ["command line: eval.samples = 5 means nothing without eval.every above 0"]
+    assert loaded.notes == ["command line: eval.samples = 5 has no effect without eval.every above 0"]
 
 
 def test_the_table_names_keys_that_exist() -> None:

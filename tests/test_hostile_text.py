@@ -64,7 +64,7 @@ def test_empty_lines_of_json_lines_are_none(between: bytes, tmp_path: Path) -> N
 def test_a_place_after_empty_lines_is_the_line_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.csv").write_bytes(b"\nid,text\n\n1,good\n\n2\n")
     assert main([str(tmp_path / "a.csv"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
-    assert "a.csv: line 6: has 1 columns, and no text" in capsys.readouterr().err
+    assert "a.csv: line 6: has 1 columns, so no text" in capsys.readouterr().err
 
 
 def test_a_csv_with_only_a_header_has_no_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_a_parquet_with_a_duplicate_column_is_an_error(tmp_path: Path, capsys: p
     table = pyarrow.Table.from_arrays([pyarrow.array(TEXTS), pyarrow.array(TEXTS)], names=["text", "text"])
     file = parquet(tmp_path / "a.parquet", table)
     assert main([str(file), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
-    assert 'a.parquet: has 2 columns "text"; it is not clear which holds the text' in capsys.readouterr().err
+    assert 'a.parquet: has 2 columns "text"; which one holds the text is ambiguous' in capsys.readouterr().err
 
 
 def test_parquet_text_that_is_not_utf8_is_named_by_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,9 +104,9 @@ VALUES: list[tuple[list[str], str]] = [
     (["--max-document-bytes=-5"], "--max-document-bytes -5 should be at least 1"),
     (["--max-document-bytes", "9" * 30], "should be at least 1 and at most"),
     (["--val-fraction", "nan"], "should be between 0 and 1"),
-    (["--out", "."], "--out . should name a folder that is not there yet, e.g. --out prepared"),
-    (["--out", "/"], "--out / should name a folder that is not there yet, e.g. --out /prepared"),
-    (["--out", "a/.."], "should name a folder that is not there yet"),
+    (["--out", "."], "--out . should name a new folder, e.g. --out prepared"),
+    (["--out", "/"], "--out / should name a new folder, e.g. --out /prepared"),
+    (["--out", "a/.."], "should name a new folder"),
     (["--tokenizer", "."], "can't be read as a tokenizer.json: it is a folder"),
     (["--tokenizer", "/dev/zero"], "can't be read as a tokenizer.json: it is a device"),
 ]
@@ -162,7 +162,7 @@ def test_a_user_without_a_home_is_an_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WHERE], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
-    assert "there is no place for prepared text, because HOME is not set" in done.stdout, done.stderr
+    assert "there is no default folder, because HOME is not set" in done.stdout, done.stderr
     assert 'data.cache_dir = "/tmp/cache"' in done.stdout
     with pytest.raises(DataError, match=r"data\.cache_dir: the home folder in ~nobody-of-this-name is unknown"):
         cache_folder(DataConfig(cache_dir="~nobody-of-this-name"))

@@ -175,7 +175,7 @@ def test_a_text_that_can_only_be_spelled_with_the_end_mark_is_refused(
     texts[41] = bad
     assert prepared(make(), texts, tmp_path) == 2
     error = capsys.readouterr().err
-    assert "a.jsonl: line 42: would be encoded with the end mark" in error
+    assert "a.jsonl: line 42: would be encoded with the end token" in error
     assert "can't spell it" in error
     assert prepared(make(), texts, tmp_path, "--on-error", "skip") == 0
     assert sum(read_meta(tmp_path / "out").skipped.values()) == 1
@@ -187,13 +187,13 @@ def test_an_end_mark_that_the_text_holds_is_refused(tmp_path: Path, capsys: pyte
     byte_level().save(str(tmp_path / "bytes.json"))
     command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "bytes.json")]
     assert main([*command, "--end-token", "\u010a"]) == 2
-    assert "choose an entry that no text holds (tokenizer.end_token or --end-token)" in capsys.readouterr().err
+    assert "choose one that no text contains (tokenizer.end_token or --end-token)" in capsys.readouterr().err
     assert main([*command, "--end-token", "\u0100"]) == 0, "NUL, which no line has"
 
 
 def test_a_tokenizer_that_fails_on_a_text_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepared(word_level(unknown=False), TEXTS, tmp_path) == 2
-    assert "can't encode what it does not know (WordLevel error: Missing [UNK] token" in capsys.readouterr().err
+    assert "can't encode unknown characters (WordLevel error: Missing [UNK] token" in capsys.readouterr().err
 
 
 def test_verify_counts_end_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +213,7 @@ def test_verify_counts_end_marks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     read_meta(out)
     assert main(["--verify", str(out)]) == 2
     n = meta.n_documents("train")
-    assert f"train: {n + 4:,} end marks (token 0) for {n:,} documents, where {n + 1:,} should be" in (
+    assert f"train: {n + 4:,} end tokens (id 0) for {n:,} documents, where {n + 1:,} should be" in (
         capsys.readouterr().err
     )
 
@@ -261,5 +261,5 @@ def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path: Path, monkeypatch: py
             tokenizer.load(path)
     byte_level().save(str(tmp_path / "t.json"))
     monkeypatch.setattr(tokenizer, "_LONGEST", 1000)
-    with pytest.raises(DataError, match="at most 1,000 are read"):
+    with pytest.raises(DataError, match="the limit is 1,000"):
         tokenizer.load(tmp_path / "t.json")

@@ -154,7 +154,7 @@ def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_pa
 def test_invalid_mixtures_are_errors(folders: dict[str, Path]) -> None:
     tar = str(folders["tar"])
     for values, expected in (
-        ({"data.path": [tar, "tests"]}, r"is a prepared folder, and has to stand alone"),
+        ({"data.path": [tar, "tests"]}, r"is a prepared folder, which can't be in a list"),
         ({"data.path": tar, "data.sources": {tar: 1.0}}, r"data\.path and data\.sources are both set"),
         ({"data.sources": {tar: 0.0}}, r"data\.sources=.*should be greater than 0"),
         ({"data.sources": {"nowhere": 1.0}}, r"data\.sources: nothing found at nowhere"),
@@ -317,7 +317,9 @@ def test_a_shard_that_is_cut_while_training_is_an_error(folders: dict[str, Path]
     with (tmp_path / "tar/train-00000.bin").open("r+b") as stream:
         stream.truncate(1000)
     ahead = PrefetchingLoader(Loader(samples, 4, 0, 1, seed=0), CPU)
-    with pytest.raises(DataError, match=r"train-00000\.bin ends before token .*: it was cut while it was being read"):
+    with pytest.raises(
+        DataError, match=r"train-00000\.bin ends before token .*: it was truncated after the run started"
+    ):
         ahead.batch(0, 4)
     ahead.close()
 

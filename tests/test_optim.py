@@ -88,7 +88,7 @@ def test_groups_have_their_own_rate_and_decay(name: str, model: Transformer) -> 
     ("groups", "expected"),
     [
         ([{"match": "layer.0.*"}], 'match = "layer.0.*" matches no parameter: names look like tok_embeddings.weight'),
-        ([{"match": "*"}, {"match": "*norm*"}], 'match = "*norm*" matches no parameter: an earlier pattern has all'),
+        ([{"match": "*"}, {"match": "*norm*"}], 'match = "*norm*" matches no parameter: earlier patterns match all'),
     ],
 )
 def test_a_pattern_without_parameters_is_an_error(

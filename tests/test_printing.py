@@ -161,5 +161,5 @@ def test_a_tracker_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_complaint_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
-        terminal.complain_once("disk 7 is full")
+        terminal.print_error_once("disk 7 is full")
     assert capfd.readouterr().err == "disk 7 is full\n"

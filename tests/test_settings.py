@@ -120,7 +120,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--model.dim=30", "--model.n_heads=4"], "n_heads = 3 works"),
         (["--optim.warmup_steps=500", "--train.steps=50"], "warmup_steps = 5 works"),
         (["--optim.betas=[0.9, 1.0]"], "should be in [0, 1)"),
-        (["--fsdp.dp_shard=0"], "should be -1 (all that is left) or at least 1"),
+        (["--fsdp.dp_shard=0"], "should be -1 (all remaining ranks) or at least 1"),
         (["--fsdp.dp_replicate=3"], "does not give the world size 1; fsdp.dp_replicate = 1 with fsdp.dp_shard = 1"),
         (["--run.device=cuda"], 'torch sees no GPU here; run.device = "cpu" works'),
         (["--run.name=a/b"], "should be the plain name of a folder"),
@@ -130,11 +130,11 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--model.family=lstm"], "should be 'gpt' or 'llama'"),
         (
             ["--model.family=gpt", "--model.rope_theta=5e5"],
-            'means nothing without model.family = "llama"; leave it out',
+            'has no effect without model.family = "llama"; leave it out',
         ),
-        (["--model.dropout=0.1"], 'means nothing without model.family = "gpt"'),
+        (["--model.dropout=0.1"], 'has no effect without model.family = "gpt"'),
         (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
-        (["--model.head_dim=33"], "can't be rotated in halves; head_dim = 34 works"),
+        (["--model.head_dim=33"], "rotary positions need an even head_dim, not 33; head_dim = 34 works"),
         (
             ["--model.rope_factor=8", "--model.rope_low_freq_factor=4"],
             "should be below model.rope_high_freq_factor = 4.0",
@@ -156,19 +156,19 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--fsdp.param_dtype=float8"], "should be 'float32', 'bfloat16' or 'float16'"),
         (["--fsdp.reshard_after_forward=1"], 'should be "default", true, false, or a number of ranks above 1'),
         (["--fsdp.reshard_after_forward=never"], 'should be "default", true, false, or a number of ranks above 1'),
-        (["--fsdp.reshard_after_forward=2"], "should divide the dp_shard = 1 ranks of a copy, and be less; true works"),
-        (["--fsdp.dp_replicate=0"], "fsdp.dp_replicate = 0 should be -1 (all that is left) or at least 1"),
+        (["--fsdp.reshard_after_forward=2"], "should divide dp_shard = 1 and be less than it; true works"),
+        (["--fsdp.dp_replicate=0"], "fsdp.dp_replicate = 0 should be -1 (all remaining ranks) or at least 1"),
         (["--fsdp.sharding_strategy=ZERO"], "should be '', 'FULL_SHARD', 'SHARD_GRAD_OP'"),
         (
             ["--fsdp.sharding_strategy=FULL_SHARD", "--fsdp.reshard_after_forward=false"],
-            'sharding_strategy = "FULL_SHARD" stands for reshard_after_forward = true; leave one of the two out',
+            'sharding_strategy = "FULL_SHARD" means reshard_after_forward = true; leave one of the two out',
         ),
-        (["--fsdp.sharding_strategy=NO_SHARD", "--fsdp.dp_shard=2"], "stands for dp_shard = 1"),
-        (["--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.dp_replicate=1"], 'without them it is "FULL_SHARD"'),
-        (["--fsdp.grad_sync=all_reduce_last"], 'there are 1 copies over 1 ranks each; "every" or "last" works'),
-        (["--fsdp.cpu_offload"], "there is no GPU here: on the CPU they are on the host anyway"),
-        (["--fsdp.forward_prefetch=3"], "fsdp.forward_prefetch = 3 means nothing without fsdp.explicit_prefetching"),
-        (["--grad_scaler.min_scale=2"], 'means nothing without a dtype "float16" in [fsdp]'),
+        (["--fsdp.sharding_strategy=NO_SHARD", "--fsdp.dp_shard=2"], "means dp_shard = 1"),
+        (["--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.dp_replicate=1"], 'without them use "FULL_SHARD"'),
+        (["--fsdp.grad_sync=all_reduce_last"], 'but dp_replicate = 1 and dp_shard = 1; "every" or "last" works'),
+        (["--fsdp.cpu_offload"], "but this run uses no GPU; fsdp.cpu_offload = false works"),
+        (["--fsdp.forward_prefetch=3"], "fsdp.forward_prefetch = 3 has no effect without fsdp.explicit_prefetching"),
+        (["--grad_scaler.min_scale=2"], 'has no effect without a dtype "float16" in [fsdp]'),
         (
             ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=8", "--grad_scaler.min_scale=9"],
             "grad_scaler.min_scale = 9.0 is above grad_scaler.init_scale = 8.0",
@@ -177,12 +177,12 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
             ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=1e39"],
             "than or equal to 1267",
         ),
-        (["--activation_checkpointing.every=2"], 'means nothing without activation_checkpointing.mode = "full"'),
+        (["--activation_checkpointing.every=2"], 'has no effect without activation_checkpointing.mode = "full"'),
         (
             ["--activation_checkpointing.mode=full", "--activation_checkpointing.every=9"],
-            "reaches only the first of model.n_layers = 4; every = 3 works",
+            "applies only to the first of model.n_layers = 4; every = 3 works",
         ),
-        (["--compile.backend=eager"], "compile.backend = eager means nothing without compile.enabled = true"),
+        (["--compile.backend=eager"], "compile.backend = eager has no effect without compile.enabled = true"),
         (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "0.match field required"),
         (["--fsdp.precision_overrides=[{match = '*', param_dtype = 'int8'}]"], "0.param_dtype should be 'float32'"),
     ],
@@ -194,8 +194,8 @@ def test_each_invalid_option_has_its_message(argv: list[str], expected: str) -> 
 @pytest.mark.parametrize(
     ("path", "headers", "expected"),
     [
-        ("", True, "compile.enabled = true needs the C++ compiler g++ (or another one in $CXX), which is not here"),
-        (None, False, "Python.h; python3-dev or similar), which is not here"),
+        ("", True, "compile.enabled = true needs the C++ compiler g++ (or another one in $CXX), which is missing"),
+        (None, False, "Python.h; python3-dev or similar), which is missing"),
     ],
 )
 def test_compilation_without_a_compiler_is_an_error(
@@ -238,7 +238,7 @@ def test_fsdp1_strategies_become_their_fsdp2_options(
 
 def test_a_hybrid_strategy_without_shards_is_another_strategy() -> None:
     argv = ["--fsdp.sharding_strategy=_HYBRID_SHARD_ZERO2", "--fsdp.dp_shard=1"]
-    with pytest.raises(ConfigError, match='without them it is "NO_SHARD"'):
+    with pytest.raises(ConfigError, match='without them use "NO_SHARD"'):
         cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4)
     assert cli.parse(argv, world_size=1, n_gpus=0), "one rank on a machine: the strategy itself means that"
 

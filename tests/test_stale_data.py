@@ -142,7 +142,7 @@ def test_a_part_that_was_cut_is_made_again(
     else:
         os.truncate(file, int(file.stat().st_size * keep))
     succeeds(source, "--out", tmp_path / "out", *QUIET)
-    assert f"{name} is shorter than it was: begin again" in capsys.readouterr().err
+    assert f"{name} has been truncated: starting over" in capsys.readouterr().err
     succeeds(source, "--out", tmp_path / "straight", *QUIET)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
@@ -162,7 +162,7 @@ def test_overwritten_tokens_of_a_part_are_found(
     with (tmp_path / "out.partial/train-00000.bin").open("r+b") as stream:
         stream.write(b"\0" * 1000)
     assert main([str(source), "--out", str(tmp_path / "out"), *QUIET]) == 2
-    assert "what was written is not what the disk has now: train: " in capsys.readouterr().err
+    assert "the files differ from what was written: train: " in capsys.readouterr().err
     succeeds(source, "--out", tmp_path / "out", *QUIET)
     assert not verify(tmp_path / "out")
 
@@ -325,7 +325,7 @@ def test_a_foreign_folder_named_partial_is_not_touched(
     (tmp_path / "out.partial" / name).write_text("mine")
     source = write(tmp_path / "a.jsonl", TEXTS)
     assert main([str(source), "--out", str(tmp_path / "out"), *QUIET]) == 2
-    assert f"out.partial holds {name}, which is not of a preparation" in capsys.readouterr().err
+    assert f"out.partial contains {name}, which is not part of a preparation" in capsys.readouterr().err
     assert (tmp_path / "out.partial" / name).read_text() == "mine"
 
 

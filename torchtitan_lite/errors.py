@@ -1,7 +1,4 @@
-"""Errors that a person can act on. They are shown without a traceback; anything else is a bug of ours.
-
-`run_cli` is the one place that does so: every command goes through it.
-"""
+"""Errors that a user can act on. `run_cli` prints them without a traceback; any other exception is a bug of ours."""
 
 import contextlib
 import errno
@@ -13,25 +10,25 @@ from collections.abc import Callable
 
 
 class UserError(Exception):
-    """The message says what was wrong, with the value, and what to do. The process exits with `exit_code`."""
+    """The message names the wrong value and the fix. The process exits with `exit_code`."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A configuration that can't be run: a file, a key, a value or a combination of values."""
+    """A config file, key, value or combination of values is invalid."""
 
 
 class DataError(UserError):
-    """Text that can't be read, or too little of it."""
+    """Text or prepared data is unreadable, damaged or too short."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that can't be read, or that belongs to another model or other data."""
+    """A checkpoint is damaged, or belongs to another model or other data."""
 
 
 class UnreadableError(CheckpointError):
-    """The system could not read a checkpoint (permissions, a disk or network error). It may be undamaged."""
+    """The system failed to read a checkpoint (permissions, disk, network). The checkpoint may be intact."""
 
 
 class SaveError(UserError):
@@ -41,13 +38,13 @@ class SaveError(UserError):
 
 
 class OutputError(UserError):
-    """Text that a person asked for can't be written."""
+    """The requested output can't be written."""
 
     exit_code = 1
 
 
 class StuckError(UserError):
-    """Another rank was lost, or kept this one waiting for too long."""
+    """Another rank died, or made this one wait too long."""
 
     exit_code = 1
 
@@ -59,21 +56,21 @@ class NoMemoryError(UserError):
 
 
 class DivergedError(UserError):
-    """Ranks that hold copies of the same parameters hold different ones."""
+    """Replicas of the same parameters differ between ranks."""
 
     exit_code = 1
 
 
 class NonFiniteError(UserError):
-    """The loss or the gradient norm became NaN or infinite. The update of that step was withheld."""
+    """The loss or the gradient norm became NaN or infinite. That step's update was not applied."""
 
     exit_code = 1
 
 
-# --- the front doors --------------------------------------------------------------------------------------------
+# --- commands ---------------------------------------------------------------------------------------------------
 
-# The file system or the machine failed, not the input.
-_OF_THE_MACHINE = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ETIMEDOUT)
+# The file system or the machine failed, not the input: exit code 1, not 2.
+_SYSTEM_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ETIMEDOUT)
 _HINTS = {
     errno.EACCES: "this process runs as uid {uid}; give it access, or choose another path",
     errno.EPERM: "this process runs as uid {uid}; give it access, or choose another path",
@@ -86,17 +83,17 @@ _HINTS = {
 
 
 def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | None = None) -> int:
-    """Run a command. What a person can act on becomes a message and an exit code; a bug keeps its traceback.
+    """Run a command. Errors of the user or the machine become a message and an exit code; a bug keeps its traceback.
 
     Args:
-        name: of the command; each message starts with it.
+        name: the command's name; each message starts with it.
         main: returns the exit code.
-        say: prints a message; by default on stderr.
+        info: prints a message; default: on stderr.
     """
     info = info or _to_stderr
     try:
         code = main()
-        sys.stdout.flush()  # here, where a full disk or a closed pipe can still be reported
+        sys.stdout.flush()  # while a full disk or a closed pipe can still be reported
         return code
     except KeyboardInterrupt:
         info(f"{name}: stopped")
@@ -105,8 +102,8 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
         info(f"{name}: {error}")
         return error.exit_code
     except Exception as error:
-        if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has seen enough
-            _forget_stdout()
+        if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has exited
+            _discard_stdout()
             return 1
         message = explain(error)
         if not message:
@@ -114,13 +111,13 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
         info(f"{name}: {message}")
         try:
             sys.stdout.flush()
-        except OSError:  # it is what failed, and the interpreter would flush it again
-            _forget_stdout()
-        return 1 if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE else UserError.exit_code
+        except OSError:  # stdout itself failed, and the interpreter would flush it again at exit
+            _discard_stdout()
+        return 1 if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS else UserError.exit_code
 
 
 def explain(error: Exception) -> str:
-    """An error of input, or of the machine, in words; empty for any other: that is a bug of ours."""
+    """The message for an error of the input or the machine; empty for any other error, which is a bug of ours."""
     if isinstance(error, OSError):
         if isinstance(error, io.UnsupportedOperation) or error.errno == errno.EBADF:
             return ""
@@ -145,7 +142,7 @@ def explain(error: Exception) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the host or a device has no memory left. (torch's CPU allocator has no class of its own for that.)"""
+    """Whether the host or a device is out of memory. torch's CPU allocator raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "you tried to allocate" in str(error)
@@ -161,13 +158,13 @@ def _explain_os_error(error: OSError) -> str:
 
 
 def shortened(value: object, longest: int = 200) -> str:
-    """A value for a message."""
+    """A value for a message, truncated to `longest` characters."""
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 
 
 def _where(error: Exception) -> str:
-    """The line of ours that met the error: it is no traceback, and enough to find the place."""
+    """The innermost line of this package in the traceback, as " [file:line]"."""
     package = os.path.dirname(os.path.abspath(__file__))
     ours = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
     ours = [f for f in ours if f.filename != os.path.abspath(__file__)]
@@ -179,8 +176,8 @@ def _to_stderr(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def _forget_stdout() -> None:
-    """Send what is still buffered nowhere."""
+def _discard_stdout() -> None:
+    """Point stdout at /dev/null, so that flushing its buffer at exit can't fail."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

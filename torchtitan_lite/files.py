@@ -1,4 +1,4 @@
-"""Files that survive a crash: written next to their place, synced, then renamed."""
+"""Durable file writes: to a temporary file, fsync, then rename."""
 
 import os
 from pathlib import Path
@@ -11,12 +11,12 @@ def flush_to_disk(stream: Any) -> None:
 
 
 def write_durably(file: Path, content: bytes) -> None:
-    """Write a file whole, or not at all."""
-    beside = file.with_name(f"{file.name}.new")
-    with beside.open("wb") as stream:
+    """Write a file atomically."""
+    temporary = file.with_name(f"{file.name}.new")
+    with temporary.open("wb") as stream:
         stream.write(content)
         flush_to_disk(stream)
-    beside.replace(file)
+    temporary.replace(file)
 
 
 def sync_folder(folder: Path) -> None:

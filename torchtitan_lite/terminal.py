@@ -1,6 +1,7 @@
-"""Writing to stdout and stderr in a way that can't end a run: whatever the text is, and whatever the stream is."""
+"""Writes to stdout and stderr that never raise, whatever the text and the state of the stream."""
 
 import contextlib
+import functools
 import io
 import os
 import sys
@@ -8,10 +9,10 @@ from typing import TextIO
 
 
 def prepare_streams() -> None:
-    """Have stdout and stderr escape what their encoding lacks, and put /dev/null where a stream was closed.
+    """Escape unencodable characters on stdout and stderr, and open /dev/null in place of a closed stream.
 
-    Front doors call it first. A file that is opened later would otherwise take the place of a closed stream, and get
-    what libraries print.
+    Entry points call it first. Otherwise the next opened file would get a closed stream's descriptor, and library
+    output with it.
     """
     with contextlib.suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -21,45 +22,41 @@ def prepare_streams() -> None:
 
 
 def _prepared(stream: TextIO | None) -> TextIO:
-    if stream is None:  # what Python makes of a stream that is closed when it starts
-        return open(os.devnull, "w", encoding="utf-8")  # for as long as the process lives
+    if stream is None:  # closed when Python started
+        return open(os.devnull, "w", encoding="utf-8")  # stays open for the life of the process
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     return stream
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """The text, with escapes for the characters that a stream can't encode."""
+    """The text, with characters that the stream can't encode escaped."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def print_line(text: str) -> None:
-    """Print a line. That stdout is full or closed is reported once, on stderr."""
+    """Print a line. A full or closed stdout is reported once, on stderr."""
     try:
         print(encodable(text, sys.stdout), flush=True)
     except (OSError, ValueError) as error:  # ValueError: the stream is closed
-        complain_once(f"stdout can't be written: {error}")
+        print_error_once(f"stdout can't be written: {error}")
 
 
 def print_error(text: str) -> None:
-    """Print a line to stderr, if that can be written."""
+    """Print a line to stderr, if possible."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(encodable(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-_complained: set[str] = set()
-
-
-def complain_once(text: str) -> None:
-    """The same; a text is printed once."""
-    if text not in _complained:
-        _complained.add(text)
-        print_error(text)
+@functools.cache
+def print_error_once(text: str) -> None:
+    """Print a line to stderr the first time only."""
+    print_error(text)
 
 
 def flush() -> None:
-    """Write what is buffered, as far as that can be."""
+    """Flush stdout and stderr, if possible."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

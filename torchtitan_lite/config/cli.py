@@ -1,4 +1,4 @@
-"""The command line of train.py: every key of the config is an option, and `--help` is made from the config itself."""
+"""The command line of train.py. Every config key is an option, and `--help` is generated from the schema."""
 
 import argparse
 import functools
@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_lite.config import load, paths, schema, toml
 from torchtitan_lite.errors import shortened
 
-_BARE = "\0"  # the value of an option that was given none
+_BARE = "\0"  # an option without a value
 
 SHORTHANDS: dict[str, dict[str, Any]] = {
     "--explicit-prefetching": {"fsdp.explicit_prefetching": True},
@@ -20,7 +20,7 @@ SHORTHANDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asks for."""
+    """The parsed command line."""
 
     loaded: toml.Loaded
     print_config: bool
@@ -39,14 +39,15 @@ def parse(
     local_world_size: int = 1,
     checks: Sequence[load.Check] = (),
 ) -> Command:
-    """The command line, checked against the world size and the GPUs of this machine, and by more `checks`.
+    """Parse the command line and check the config for this world size and machine.
 
     Args:
-        elsewhere: the run is for another machine, so files and packages of this one are not asked for.
+        elsewhere: the run is for another machine, so this one's files and packages are not checked.
+        checks: further checks, see `load.build`.
 
     Raises:
-        ConfigError: everything that is wrong with the file and the options.
-        SystemExit: with 0, after `--help`.
+        ConfigError: lists every problem of the file and the options.
+        SystemExit: with code 0, after `--help`.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
@@ -91,18 +92,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.py",
         usage="train.py [--config FILE] [--section.key=value ...] [shorthands]",
-        description="Train a Transformer with FSDP2. Start it with torchrun, or with python as a world of one. "
-        "The same command again resumes the run.",
+        description="Train a Transformer with FSDP2. Start it with torchrun, or with plain python on one rank. "
+        "Run the same command again to resume.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=120),
     )
+    add_flag = functools.partial(parser.add_argument, action="store_true")
     parser.add_argument("--config", type=paths.argument, metavar="FILE", help="a TOML experiment, see configs/")
-    parser.add_argument("--print-config", action="store_true", help="print every value with its origin, and exit")
-    parser.add_argument("--check-config", action="store_true", help="check the config for this world size, and exit")
-    parser.add_argument("--inspect", action="store_true", help="print the sharded model and its groups, and exit")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="three steps in a folder that goes away: memory and time, and exit"
-    )
+    add_flag("--print-config", help="print every value with its origin, and exit")
+    add_flag("--check-config", help="check the config for this world size, and exit")
+    add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
+    add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())
@@ -114,6 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         default = schema.default_of(key)
         shown = "-" if default == "" else toml.format_value(default)
         text = f"{field.description} (default: {shown})".replace("%", "%%")
-        # values stay text here; they are checked, all together, by the config
+        # values stay text here: the config checks them all together
         group.add_argument(f"--{key}", dest=key, nargs="?", const=_BARE, metavar=schema.type_name(key), help=text)
     return parser

@@ -1,4 +1,4 @@
-"""What follows from a config and a world size."""
+"""Values derived from a config and a world size."""
 
 import math
 import os
@@ -10,17 +10,17 @@ from torchtitan_lite.config.schema import Config
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from a config and a world size. Batches count sequences."""
+    """The mesh and the batch layout of a run."""
 
     dp_replicate: int
     dp_shard: int
     grad_accum_steps: int
-    masked_sequences: int  # fully masked sequences that fill the last micro-batches of a step
+    masked_sequences: int  # fully masked sequences that pad the last micro-batches of a step
     tokens_per_step: int
 
 
 def derive(config: Config, world_size: int) -> Layout:
-    """Every number that follows from the config and the world size, in one place."""
+    """Derive the layout. A dp_* of -1 takes all remaining ranks."""
     replicate, shard = config.fsdp.dp_replicate, config.fsdp.dp_shard
     if replicate == -1:
         replicate = 1 if shard == -1 else max(world_size // shard, 1)
@@ -39,11 +39,11 @@ def derive(config: Config, world_size: int) -> Layout:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Every value by "section.key", as JSON has it."""
+    """Every value by "section.key", as JSON types."""
     tree = config.model_dump(mode="json")
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: a scheduler may have given it fewer than the machine has."""
+    """The number of cores that this process may use; a scheduler can limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""The registry of model families: class, config keys and named sizes. Plain data, so reading a config needs no torch.
+"""The registry of model families: class, config keys and named sizes. It is plain data, so a config needs no torch.
 
-A new family is one file in models/ and one entry of FAMILIES. Size names below 100M mean the matrices of the layers:
-the embeddings come on top and depend on the vocabulary. The others have the parameter counts of PARAMETERS.
+A new family is one file in models/ and one entry of FAMILIES. A size name below 100M counts the matrices of the layers
+only; embeddings depend on the vocabulary. The larger sizes have the parameter counts in PARAMETERS.
 """
 
 import importlib
@@ -14,20 +14,16 @@ Sizes = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Family:
-    """What the rest of the package has to know of a family."""
+    """A family of models."""
 
     model: str  # "module:class" of its Transformer
-    sizes: Sizes  # by name, the keys of [model] that each stands for
-    keys: tuple[str, ...] = ()  # keys of [model] that not every family reads, and this one does
-    hidden_dim: tuple[int, int, int] = (
-        4,
-        1,
-        1,
-    )  # (a, b, c): the feed-forward's default width, a/b dim, a multiple of c
-    fused_functions: bool = False  # whether its blocks have the fast paths of models/fused.py
+    sizes: Sizes  # the [model] keys of each size
+    keys: tuple[str, ...] = ()  # family-specific [model] keys that this family reads
+    hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
+    fused_functions: bool = False  # whether its blocks can use models/fused.py
 
     def load(self) -> Any:
-        """The class of its model."""
+        """Import the model class."""
         module, name = self.model.split(":")
         return getattr(importlib.import_module(module), name)
 
@@ -46,15 +42,8 @@ GPT: dict[str, dict[str, Any]] = {
 def _llama(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, *, tied: bool = False, theta: float = 1e4
 ) -> dict[str, Any]:
-    return {
-        "dim": dim,
-        "n_layers": n_layers,
-        "n_heads": n_heads,
-        "n_kv_heads": n_kv_heads,
-        "hidden_dim": hidden_dim,
-        "tie_embeddings": tied,
-        "rope_theta": theta,
-    }
+    names = "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "tie_embeddings", "rope_theta"
+    return dict(zip(names, (dim, n_layers, n_heads, n_kv_heads, hidden_dim, tied, theta), strict=True))
 
 
 LLAMA: dict[str, dict[str, Any]] = {
@@ -70,13 +59,13 @@ LLAMA: dict[str, dict[str, Any]] = {
     "405B": _llama(16384, 126, 128, 8, 53248, theta=5e5),  # Llama 3.1
 }
 
-# name: (vocabulary, parameters); what the publishers' checkpoints hold, GPT-2's with tied embeddings
+# (family, size): (vocabulary, parameters) of the published checkpoints; GPT-2 has tied embeddings
 PARAMETERS = {
     ("gpt", "124M"): (50257, 124_439_808),
     ("gpt", "355M"): (50257, 354_823_168),
     ("gpt", "774M"): (50257, 774_030_080),
     ("gpt", "1558M"): (50257, 1_557_611_200),
-    ("llama", "150M"): (65536, 151_020_288),  # nobody's but ours
+    ("llama", "150M"): (65536, 151_020_288),  # our own size
     ("llama", "1B"): (128256, 1_235_814_400),
     ("llama", "3B"): (128256, 3_212_749_824),
     ("llama", "8B"): (128256, 8_030_261_248),
@@ -100,6 +89,6 @@ FAMILIES: dict[str, Family] = {
 
 
 def families_with(key: str) -> list[str]:
-    """The families that read a key of [model]; all of them, unless the key is listed as one that some read."""
+    """The families that read a key of [model]: all, unless the key is family-specific."""
     listed = [name for name, family in FAMILIES.items() if key in family.keys]
     return listed or list(FAMILIES)

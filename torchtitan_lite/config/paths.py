@@ -1,8 +1,7 @@
-"""Paths as people write them: `~` and globs, folders with links in them, and prepared folders.
+"""Paths from the user: `~`, globs, symbolic links and prepared folders.
 
-`~` and `~name` stand for home folders, everywhere alike. In a search for text nothing is left out silently, and nothing
-is read twice because of a link: a folder that can't be listed is an error, links to folders are followed, and a link
-that leads back to what was already found adds nothing.
+A search for text skips nothing silently: an unreadable folder is an error. Links to folders are followed, and each
+folder is visited once.
 """
 
 import argparse
@@ -21,10 +20,10 @@ from torchtitan_lite.errors import ConfigError, DataError, shortened
 
 
 def expand(path: str | Path) -> Path:
-    """A path with its `~` or `~name` replaced.
+    """Replace `~` or `~name`.
 
     Raises:
-        ConfigError: there is no such user, or no home folder.
+        ConfigError: the user or the home folder is unknown.
     """
     try:
         return Path(path).expanduser()
@@ -35,7 +34,7 @@ def expand(path: str | Path) -> Path:
 
 
 def argument(text: str) -> Path:
-    """The `type` of a command's option that takes a path."""
+    """The argparse `type` of a path."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is no path")
     try:
@@ -45,7 +44,7 @@ def argument(text: str) -> Path:
 
 
 def problem(path: str | Path) -> str:
-    """Why a file or folder can't be read; empty if it can. It is not opened."""
+    """Why a file or folder can't be read; empty if it can. Does not open it."""
     try:
         where = expand(path)
         is_folder = stat.S_ISDIR(where.stat().st_mode)
@@ -62,10 +61,10 @@ def problem(path: str | Path) -> str:
 
 
 def expanded(path: str | Path, key: str) -> Path:
-    """The path with `~` replaced.
+    """`expand` for data: replace `~`; `key` names the option in messages.
 
     Raises:
-        DataError: the home folder is not known, or no path can have this name.
+        DataError: the home folder is unknown, or the path contains a NUL.
     """
     text = os.fspath(path)
     if "\0" in text:
@@ -81,7 +80,7 @@ def expanded(path: str | Path, key: str) -> Path:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Turn an OSError about this path into a message."""
+    """Turn an OSError into a DataError about this path."""
     try:
         yield
     except OSError as error:
@@ -89,27 +88,19 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether this is a regular file; False for a broken link, a FIFO or a device, which are never opened.
-
-    Raises:
-        DataError: it is not permitted to look.
-    """
+    """Whether this is a regular file, or a link to one. Raises DataError if permission is denied."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether this is a folder, or a link to one.
-
-    Raises:
-        DataError: it is not permitted to look.
-    """
+    """Whether this is a folder, or a link to one. Raises DataError if permission is denied."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
 
 
 def _mode(path: str | Path) -> int | None:
-    """The type of what a path leads to; None if it leads nowhere."""
+    """The mode of a path's target; None if there is none."""
     with reading(path):
         try:
             return os.stat(path).st_mode
@@ -120,7 +111,7 @@ def _mode(path: str | Path) -> int | None:
 
 
 def kind_of(path: Path) -> str:
-    """What a path leads to, in words."""
+    """The type of a path's target, for messages."""
     mode = _mode(path)
     if mode is None:
         return "a broken link"
@@ -130,18 +121,15 @@ def kind_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that was listed."""
+    """A folder and its entries."""
 
     path: Path
     linked: bool  # reached through a link
-    names: list[str]  # of what it holds besides folders
+    names: list[str]  # entries other than folders
 
 
 def folders_below(root: Path, hidden: bool) -> list[Folder]:
-    """The folder and all folders below it, each once.
-
-    Real folders come first, so a link to one of them adds nothing. A link to another place is followed once.
-    """
+    """The folder and all folders below it, each once. Links are followed after the real folders."""
     seen: set[tuple[int, int]] = set()
     found: list[Folder] = []
     links = [root]
@@ -168,10 +156,10 @@ def folders_below(root: Path, hidden: bool) -> list[Folder]:
 
 
 def matching(pattern: Path) -> list[tuple[Path, bool]]:
-    """The paths that a glob means, sorted; and whether `**` reached one through a link.
+    """The paths that match a glob, sorted, and whether `**` reached each through a link.
 
-    As `glob.glob(..., recursive=True)`, which would follow a loop of links until the kernel refuses. A path that
-    exists means itself, even if its name contains `[` or `*`.
+    Like `glob.glob(..., recursive=True)`, but safe in a loop of links. An existing path matches itself, even if its
+    name contains `[` or `*`.
 
     Raises:
         DataError: a folder can't be read.
@@ -187,7 +175,7 @@ def matching(pattern: Path) -> list[tuple[Path, bool]]:
 
 
 def _step(bases: dict[Path, bool], part: str, below_stars: bool, last: bool) -> dict[Path, bool]:
-    """What the next part of a pattern makes of the paths so far."""
+    """Extend the matched paths by the next part of the pattern."""
     found: dict[Path, bool] = {}
 
     def add(path: Path, linked: bool) -> None:
@@ -197,7 +185,7 @@ def _step(bases: dict[Path, bool], part: str, below_stars: bool, last: bool) -> 
     for base, linked in bases.items():
         if part == "**":
             for folder in folders_below(base, hidden=False) if is_folder(base) else []:
-                if not last or folder.path != Path():  # as the library has it: "**" is what is below
+                if not last or folder.path != Path():  # as in glob: "**" does not match the folder itself
                     add(folder.path, linked or folder.linked)
                 for name in folder.names if last else []:
                     add(folder.path / name, linked or folder.linked)
@@ -216,7 +204,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def unfound(entry: str) -> str:
-    """Why there is nothing at an entry of `[data] path`; empty if there is something."""
+    """Why an entry of `[data] path` matches nothing; empty if it matches something."""
     try:
         return "" if matching(expanded(entry, "data.path")) else f"nothing found at {entry}"
     except DataError as error:
@@ -227,9 +215,9 @@ _LONGEST_META = 256 << 20  # bytes
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether this is a prepared folder: its meta.json is ours, or it is damaged and has our other files.
+    """Whether this is a prepared folder: it has our meta.json, or a damaged one next to our other files.
 
-    A folder of text may hold a meta.json of its own. What can't be looked at is not ours: who reads it says why.
+    A folder of text may hold an unrelated meta.json. An unreadable folder gives False: reading it reports the error.
     """
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         folder = Path(path).expanduser()

@@ -1,4 +1,4 @@
-"""Patterns that match names of parameters, as [optim] freeze, [[optim.groups]] and precision_overrides have them."""
+"""Patterns of parameter names, for [optim] freeze, [[optim.groups]] and precision_overrides."""
 
 import fnmatch
 from collections.abc import Iterator, Sequence
@@ -7,21 +7,21 @@ from torchtitan_lite.errors import shortened
 
 
 def first_match(name: str, patterns: Sequence[str]) -> int | None:
-    """The first pattern that matches a name: it decides. None if none does."""
+    """The index of the first pattern that matches a name, or None."""
     return next((i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def unused(key: str, names: Sequence[str], patterns: Sequence[str]) -> Iterator[str]:
-    """What is wrong with patterns that decide nothing.
+    """A message for each pattern that is never the first match.
 
     Args:
-        key: of the config, for the message.
-        names: of the parameters; may be empty.
+        key: the config key, for the message.
+        names: the parameters; may be empty.
     """
     used = {first_match(name, patterns) for name in names}
     for i, pattern in enumerate(patterns):
         if i not in used:
             why = f"names look like {names[0]}, {names[-1]}" if names else "everything is frozen"
             if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                why = "an earlier pattern has all that it matches"
+                why = "earlier patterns match all of its parameters"
             yield f'{key}: match = "{shortened(pattern)}" matches no parameter: {why}'

@@ -1,8 +1,7 @@
-"""FSDP1's sharding strategies, and what they stand for here (the migration guide of PyTorch's FSDP2 tutorial).
+"""FSDP1's sharding strategies as [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial).
 
-A strategy fills in [fsdp] keys below those that are set explicitly, as a model size does; one that says something else
-than the strategy is an error. FSDP1 makes the copies of a hybrid strategy as large as a machine, and so does this,
-unless dp_replicate or dp_shard says otherwise.
+A strategy sets [fsdp] keys that are not set explicitly; an explicit key that contradicts it is an error. As in FSDP1,
+a hybrid strategy shards within one machine, unless dp_replicate or dp_shard is set.
 """
 
 from collections.abc import Mapping
@@ -17,13 +16,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def stands_for(strategy: str, explicit: Mapping[str, Any], local_world_size: int) -> dict[str, Any]:
-    """The [fsdp] keys of a strategy; none for an unknown one.
-
-    Args:
-        explicit: the [fsdp] keys that are set.
-        local_world_size: the ranks of a machine.
-    """
+def strategy_keys(strategy: str, explicit: Mapping[str, Any], local_world_size: int) -> dict[str, Any]:
+    """The [fsdp] keys of a strategy, given the explicit ones; empty for an unknown strategy."""
     keys = dict(STRATEGIES.get(strategy, {}))
     if "HYBRID" in strategy and explicit.get("dp_shard", -1) == -1 and explicit.get("dp_replicate", -1) == -1:
         keys["dp_shard"] = local_world_size
@@ -31,12 +25,12 @@ def stands_for(strategy: str, explicit: Mapping[str, Any], local_world_size: int
 
 
 def contradiction(strategy: str, key: str, value: Any) -> str:
-    """What is wrong with an explicit [fsdp] key beside a strategy; empty if nothing is."""
+    """How an explicit [fsdp] key contradicts a strategy; empty if it does not."""
     wanted = STRATEGIES.get(strategy, {})
     if key in wanted and value not in (wanted[key], "default" if key == "reshard_after_forward" else -1):
-        return f'sharding_strategy = "{strategy}" stands for {key} = {str(wanted[key]).lower()}'
+        return f'sharding_strategy = "{strategy}" means {key} = {str(wanted[key]).lower()}'
     if key == "dp_replicate" and "HYBRID" in strategy and value == 1:
-        return f'sharding_strategy = "{strategy}" means copies; without them it is "FULL_SHARD" or "SHARD_GRAD_OP"'
+        return f'sharding_strategy = "{strategy}" needs replicas; without them use "FULL_SHARD" or "SHARD_GRAD_OP"'
     if key == "dp_shard" and "HYBRID" in strategy and value == 1:
-        return f'sharding_strategy = "{strategy}" means shards; without them it is "NO_SHARD"'
+        return f'sharding_strategy = "{strategy}" needs shards; without them use "NO_SHARD"'
     return ""

@@ -1,4 +1,4 @@
-"""Combinations of values that make no sense, each with one that works."""
+"""Rules between config values. Each message names a value that works."""
 
 import importlib.util
 import os
@@ -14,8 +14,8 @@ from torchtitan_lite.config.paths import expand, is_prepared, problem, unfound
 from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
 from torchtitan_lite.errors import ConfigError, shortened
 
-# rules that look at this machine: its files, its packages, its compiler
-_OF_THIS_MACHINE = {
+# rules that depend on this machine's files, packages or compiler
+_LOCAL_RULES = {
     *("data.path", "data.sources", "tokenizer.path", "model.init_from", "checkpoint.resume"),
     *("model.vocab_size tokenizer.vocab_size", "compile.enabled compile.backend run.device"),
     *("log.trackers tensorboard", "log.trackers wandb"),
@@ -25,15 +25,14 @@ _OF_THIS_MACHINE = {
 def conflicts(
     world_size: int, n_gpus: int, local_world_size: int, *, elsewhere: bool = False
 ) -> Callable[[Config], dict[str, str]]:
-    """The rules between keys, for this world size and machine.
+    """The rules for this world size and machine.
 
     Args:
-        n_gpus: of this machine.
-        local_world_size: the ranks of this machine.
-        elsewhere: the run is for another machine, so nothing is asked of this one.
+        n_gpus, local_world_size: GPUs and ranks of this machine.
+        elsewhere: the run is for another machine, so the rules about this one are skipped.
 
     Returns:
-        a function of a config; it returns the broken rules as {"the keys involved": "what is wrong and what works"}.
+        a function that returns a config's broken rules as {"the keys involved": "what is wrong and what works"}.
     """
 
     def check(config: Config) -> dict[str, str]:
@@ -47,7 +46,7 @@ def conflicts(
             | _path_conflicts(config)
             | _log_conflicts(config)
         )
-        return {keys: said for keys, said in found.items() if not (elsewhere and keys in _OF_THIS_MACHINE)}
+        return {keys: message for keys, message in found.items() if not (elsewhere and keys in _LOCAL_RULES)}
 
     return check
 
@@ -75,7 +74,7 @@ def _log_conflicts(config: Config) -> dict[str, str]:
     for name in config.log.trackers:
         if importlib.util.find_spec(name) is None:
             found[f"log.trackers {name}"] = (
-                f'log.trackers = ["{name}"]: it is not installed; pip install -e ".[{name}]" installs it'
+                f'log.trackers = ["{name}"]: {name} is not installed; run pip install -e ".[{name}]"'
             )
     steps = config.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
@@ -99,7 +98,7 @@ def _length_conflicts(config: Config) -> dict[str, str]:
         )
     if optim.warmup_steps >= train.steps:
         found["optim.warmup_steps train.steps"] = (
-            f"optim.warmup_steps = {optim.warmup_steps} leaves none of train.steps = {train.steps}; "
+            f"optim.warmup_steps = {optim.warmup_steps} takes up all of train.steps = {train.steps}; "
             f"warmup_steps = {train.steps // 10} works"
         )
     elif optim.schedule == "wsd" and optim.warmup_steps > (1 - optim.decay_ratio) * train.steps:
@@ -121,7 +120,7 @@ def _length_conflicts(config: Config) -> dict[str, str]:
 def _mesh_conflicts(config: Config, world_size: int) -> dict[str, str]:
     for key, value in (("dp_shard", config.fsdp.dp_shard), ("dp_replicate", config.fsdp.dp_replicate)):
         if value != -1 and value < 1:
-            return {f"fsdp.{key}": f"fsdp.{key} = {value} should be -1 (all that is left) or at least 1"}
+            return {f"fsdp.{key}": f"fsdp.{key} = {value} should be -1 (all remaining ranks) or at least 1"}
     layout = derive(config, world_size)
     if layout.dp_replicate * layout.dp_shard == world_size:
         return {}
@@ -136,24 +135,24 @@ def _mesh_conflicts(config: Config, world_size: int) -> dict[str, str]:
 def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, str]:
     found, fsdp = {}, config.fsdp
     if _mesh_conflicts(config, world_size):
-        return {}  # the sizes below would not mean anything
+        return {}  # dp_shard and dp_replicate below would be wrong
     layout = derive(config, world_size)
     ranks = fsdp.reshard_after_forward
     if not isinstance(ranks, bool | str) and (layout.dp_shard % ranks or ranks >= layout.dp_shard):
         divisors = [str(n) for n in range(2, layout.dp_shard) if layout.dp_shard % n == 0]
         found["fsdp.reshard_after_forward fsdp.dp_shard"] = (
-            f"fsdp.reshard_after_forward = {ranks} should divide the dp_shard = {layout.dp_shard} ranks of a copy, "
-            f"and be less; {' or '.join([*divisors, 'true'])} works"
+            f"fsdp.reshard_after_forward = {ranks} should divide dp_shard = {layout.dp_shard} and be less than it; "
+            f"{' or '.join([*divisors, 'true'])} works"
         )
     if fsdp.grad_sync == "all_reduce_last" and (layout.dp_replicate == 1 or layout.dp_shard == 1):
         found["fsdp.grad_sync fsdp.dp_replicate fsdp.dp_shard"] = (
-            f'fsdp.grad_sync = "all_reduce_last" needs copies of a sharded model, and there are {layout.dp_replicate} '
-            f'copies over {layout.dp_shard} ranks each; "every" or "last" works'
+            f'fsdp.grad_sync = "all_reduce_last" needs replicas of a sharded model, but dp_replicate = '
+            f'{layout.dp_replicate} and dp_shard = {layout.dp_shard}; "every" or "last" works'
         )
     if fsdp.cpu_offload and (config.run.device == "cpu" or n_gpus == 0):
         found["fsdp.cpu_offload run.device"] = (
-            "fsdp.cpu_offload = true moves parameters between a GPU and the host, and there is no GPU here: "
-            "on the CPU they are on the host anyway; fsdp.cpu_offload = false works"
+            "fsdp.cpu_offload = true moves parameters between a GPU and the host, but this run uses no GPU; "
+            "fsdp.cpu_offload = false works"
         )
     if config.grad_scaler.min_scale > config.grad_scaler.init_scale:
         found["grad_scaler.min_scale grad_scaler.init_scale"] = (
@@ -168,19 +167,19 @@ def _block_conflicts(config: Config, n_gpus: int) -> dict[str, str]:
     checkpointing = config.activation_checkpointing
     if checkpointing.mode != "none" and checkpointing.every > max(config.model.n_layers - 1, 1):
         found["activation_checkpointing.every model.n_layers"] = (
-            f"activation_checkpointing.every = {checkpointing.every} reaches only the first of model.n_layers = "
+            f"activation_checkpointing.every = {checkpointing.every} applies only to the first of model.n_layers = "
             f"{config.model.n_layers}; every = {max(config.model.n_layers - 1, 1)} works"
         )
     inductor = config.compile.enabled and config.compile.backend == "inductor"
     if inductor and (missing := _missing_for_inductor(config.run, n_gpus)):
         found["compile.enabled compile.backend run.device"] = (
-            f"compile.enabled = true needs {missing}, which is not here; install it, or compile.enabled = false"
+            f"compile.enabled = true needs {missing}, which is missing; install it, or set compile.enabled = false"
         )
     return found
 
 
 def _missing_for_inductor(run: RunConfig, n_gpus: int) -> str:
-    """What torch.compile's default backend lacks on this machine; empty if it is complete."""
+    """What torch.compile's inductor backend lacks on this machine; empty if nothing."""
     if run.device != "cpu" and n_gpus:
         return "" if importlib.util.find_spec("triton") else "the package triton"
     named = os.environ.get("CXX", "")
@@ -199,7 +198,7 @@ def _path_conflicts(config: Config) -> dict[str, str]:
             f'checkpoint.resume = "{shortened(resume)}" should be auto, never, step-N, or the path of a run or '
             f"checkpoint: {wrong}"
         )
-    # what the run started from may be gone once it has a checkpoint of its own
+    # init_from may be gone once the run has a checkpoint of its own
     init_from = "" if _has_checkpoint(config) else config.model.init_from
     for key, path in (("tokenizer.path", config.tokenizer.path), ("model.init_from", init_from)):
         if path and (wrong := problem(path)):
@@ -215,8 +214,8 @@ def _path_conflicts(config: Config) -> dict[str, str]:
     prepared = [p for p in data.path if not problem(p) and is_prepared(p)] if isinstance(data.path, list) else []
     if prepared:
         found["data.path"] = (
-            f"data.path: {prepared[0]} is a prepared folder, and has to stand alone: "
-            f'path = "{prepared[0]}", or mix it by [data.sources] "{prepared[0]}" = 1.0'
+            f"data.path: {prepared[0]} is a prepared folder, which can't be in a list; use "
+            f'path = "{prepared[0]}", or mix it with [data.sources] "{prepared[0]}" = 1.0'
         )
     if data.sources and data.path:
         found["data.path data.sources"] = (
@@ -226,13 +225,13 @@ def _path_conflicts(config: Config) -> dict[str, str]:
 
 
 def _missing_text(path: str) -> str:
-    """Why there is no text at a path or glob; empty if there is something."""
+    """Why there is no text at a path or glob; empty if there is some."""
     wrong = problem(path)
     return unfound(path) if wrong.startswith("nothing at") else wrong
 
 
 def _not_a_folder(path: str) -> str:
-    """Why no folder can be there or be made there, as far as the path itself says; empty if one can."""
+    """Why a path can't be a folder; empty if it is one, or can become one."""
     try:
         where = expand(path)
         return f"{path} can't be written: it is not a folder" if where.exists() and not where.is_dir() else ""
@@ -255,18 +254,19 @@ def model_conflicts(model: ModelConfig) -> dict[str, str]:
     if model.dim % model.n_heads and not model.head_dim:
         works = max(d for d in range(1, model.n_heads + 1) if model.dim % d == 0)
         found["model.n_heads model.dim"] = (
-            f"model.dim = {model.dim} is no multiple of model.n_heads = {model.n_heads}; n_heads = {works} works"
+            f"model.dim = {model.dim} is not a multiple of model.n_heads = {model.n_heads}; n_heads = {works} works"
         )
     reads = FAMILIES[model.family].keys
     if "n_kv_heads" in reads and model.n_heads % model.kv_heads:
         works = max(k for k in range(1, model.kv_heads + 1) if model.n_heads % k == 0)
         found["model.n_kv_heads model.n_heads"] = (
-            f"model.n_heads = {model.n_heads} is no multiple of model.n_kv_heads = {model.kv_heads}; "
+            f"model.n_heads = {model.n_heads} is not a multiple of model.n_kv_heads = {model.kv_heads}; "
             f"n_kv_heads = {works} works"
         )
     if "rope_theta" in reads and model.dim_of_heads % 2:
         found["model.head_dim model.dim"] = (
-            f"heads of width {model.dim_of_heads} can't be rotated in halves; head_dim = {model.dim_of_heads + 1} works"
+            f"rotary positions need an even head_dim, not {model.dim_of_heads}; "
+            f"head_dim = {model.dim_of_heads + 1} works"
         )
     stretched = "rope_factor" in reads and model.rope_factor > 1
     if stretched and model.rope_low_freq_factor >= model.rope_high_freq_factor:

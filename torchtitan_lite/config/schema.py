@@ -1,8 +1,7 @@
-"""The configuration: what can be set. (What follows from it: derive.py. Which combinations make no sense: rules.py.)
+"""All config keys. It is one file because it is their reference: docs/config.md is generated from it.
 
-Every section of the TOML file is a frozen class, and the string under a field is its help text. Builders are given
-their own section, never the whole. It is one file because it is the reference of all keys: docs/config.md is made from
-it. How files, `base` and the command line become a Config is in load.py.
+Each section of the TOML file is a frozen class, and the string under a field is its help text. A builder gets its own
+section, never the whole config. Derived values are in derive.py, rules between keys in rules.py, loading in load.py.
 """
 
 import functools
@@ -29,7 +28,7 @@ _LARGEST = 2**63 - 1  # TOML's integers have 64 bits
 
 
 class Frozen(BaseModel):
-    """What all parts of a config have in common. The string under a field is its help text."""
+    """The base of all parts of a config."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -49,7 +48,7 @@ class Section(Frozen):
 def _require_toml(value: Any) -> None:
     """
     Raises:
-        ValueError: a number or a text in it can't be written to a TOML file.
+        ValueError: TOML can't represent a number or string in the value.
     """
     if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
         raise ValueError("should be a number of at most 64 bits")
@@ -63,22 +62,22 @@ def _require_toml(value: Any) -> None:
 
 class SpeedConfig(Section):
     chunked_loss: bool = True
-    """compute output matrix and loss together, some tokens at a time: the logits never exist as a whole"""
+    """compute the output projection and the loss in chunks of tokens, without storing all logits"""
     block_attention: bool = True
-    """CPU: attention of up to 1,024 tokens by plain matrix products, a block of queries at a time"""
+    """CPU: attention of up to 1,024 tokens by plain matrix products, one block of queries at a time"""
     fused_functions: bool = True
-    """CPU: RMSNorm and rotary positions in fewer passes over memory, with a backward of their own"""
+    """CPU: RMSNorm and rotary positions in fewer passes over memory, with custom backward functions"""
     shared_memory: bool = True
-    """CPU, all ranks on one machine: parameters and gradients go through shared memory, not through gloo's TCP"""
+    """CPU, all ranks on one machine: exchange parameters and gradients through shared memory, not gloo's TCP"""
     gc_every: NonNegativeInt = 100
-    """collect Python's garbage every so many steps, on all ranks at once; 0: leave it to Python"""
+    """run Python's garbage collector every N steps, on all ranks at once; 0: leave it to Python"""
 
 
 class ProfileConfig(Section):
     steps: list[PositiveInt] = []
-    """profile from the first of these steps to the last, e.g. [10, 12]: traces and a table in profile/"""
+    """first and last step to profile, e.g. [10, 12]; writes traces and a table to profile/"""
     memory_snapshot: bool = False
-    """CUDA: the allocator's history in these steps as well, for pytorch.org/memory_viz"""
+    """CUDA: also record the allocator's history in these steps, for pytorch.org/memory_viz"""
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -96,18 +95,18 @@ def _reshard(value: Any) -> Any:
 
 def _without_nul(value: Any) -> Any:
     if any("\0" in path for path in ([value] if isinstance(value, str) else value)):
-        raise ValueError("should have no NUL character: it names files")
+        raise ValueError("should have no NUL character: it is a path or part of one")
     return value
 
 
 def _temperature(value: float) -> float:
     if 0 < value < MIN_TEMPERATURE:
-        raise ValueError(f"should be 0 (always the likeliest token), or at least {MIN_TEMPERATURE}")
+        raise ValueError(f"should be 0 (greedy), or at least {MIN_TEMPERATURE}")
     return value
 
 
-MIN_TEMPERATURE = 1e-6  # the likeliest token is drawn long before; far below, float32 overflows
-# Bounds far above any use, so that no product of them leaves 64 bits and no typing error fills the memory.
+MIN_TEMPERATURE = 1e-6  # sampling is greedy well above this; far below, float32 overflows
+# Bounds far above any use: products stay within 64 bits, and a typing error does not exhaust the memory.
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 SizeOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Width = Annotated[int, Field(gt=0, le=2**20)]
@@ -117,32 +116,32 @@ PathText = Annotated[str, AfterValidator(_without_nul)]
 
 class RunConfig(Section):
     name: PathText = "default"
-    """name of the run; a config file's own name if it sets none"""
+    """name of the run; if a config file sets none, the file's name"""
     out_dir: PathText = "runs"
-    """folder of all runs; this one lives in <out_dir>/<name>"""
+    """parent folder of all runs; this run's folder is <out_dir>/<name>"""
     seed: NonNegativeInt = 0
-    """decides the initial parameters, the order of the data and dropout"""
+    """seed of the initial parameters, the data order and dropout"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: cuda if there is a GPU, else cpu"""
     threads: int = Field(default=0, ge=0, le=4096)
-    """CPU threads of each rank; 0: the cores divided by the ranks of this machine"""
+    """CPU threads per rank; 0: this machine's cores divided by its ranks"""
     max_minutes: NonNegativeFloat = 0.0
-    """save and leave after so many minutes; 0: no limit"""
+    """save and exit after this many minutes; 0: no limit"""
     timeout_minutes: float = Field(default=20.0, gt=0, le=525_600)
-    """a step that a rank delays for longer, or a save or load without progress for so long, ends the run (stacks/)"""
+    """end the run, with stacks in stacks/, if a rank delays a step or a save or load makes no progress for this long"""
     deterministic: bool = False
-    """CUDA: only deterministic kernels, slower, for a bitwise resume (the CPU always is)"""
+    """CUDA: use only deterministic (slower) kernels, for a bitwise-identical resume; the CPU is always deterministic"""
 
 
 class ModelConfig(Section):
     family: FamilyName = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention"""
     size: str = "1M"
-    """a name for the numbers below, which can also be set one by one; see families.py"""
+    """a preset of the sizes below (families.py); each can also be set by itself"""
     init_from: PathText = ""
-    """start from the weights of a run, a checkpoint or a Hugging Face folder: step 0, a new optimizer"""
+    """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
     vocab_size: SizeOrZero = 0
-    """entries of the embedding; 0: as many as the tokenizer has"""
+    """rows of the token embedding; 0: the size of the tokenizer's vocabulary"""
     dim: Width = 128
     """width of the residual stream"""
     n_layers: int = Field(default=4, gt=0, le=2048)
@@ -150,13 +149,13 @@ class ModelConfig(Section):
     n_heads: Width = 4
     """attention heads"""
     max_seq_len: Size = 1024
-    """longest sequence, in tokens"""
+    """maximum sequence length, in tokens"""
     tie_embeddings: bool = False
-    """the output matrix is the token embeddings"""
+    """use the token embeddings as the output matrix"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """gpt: probability of dropping an activation while training"""
+    """gpt: dropout probability"""
     n_kv_heads: WidthOrZero = 0
-    """llama: heads of keys and values, shared by n_heads; 0: as many as n_heads"""
+    """llama: key and value heads for grouped-query attention; 0: n_heads"""
     head_dim: WidthOrZero = 0
     """llama: width of a head; 0: dim / n_heads"""
     hidden_dim: int = Field(default=0, ge=0, le=2**24)
@@ -164,28 +163,28 @@ class ModelConfig(Section):
     norm_eps: PositiveFloat = 1e-5
     """epsilon of the norms"""
     qk_norm: bool = False
-    """llama: normalise queries and keys (Qwen3)"""
+    """llama: normalize queries and keys (Qwen3)"""
     qkv_bias: bool = False
     """llama: biases of queries, keys and values (Qwen2)"""
     rope_theta: PositiveFloat = 1e4
     """llama: base of the rotary wavelengths"""
     rope_factor: float = Field(default=1.0, ge=1)
-    """llama: stretch long rotary wavelengths by this factor (Llama 3.1's longer context); 1: not"""
+    """llama: stretch long rotary wavelengths by this factor (Llama 3.1's longer context); 1: off"""
     rope_low_freq_factor: PositiveFloat = 1.0
-    """llama: wavelengths above rope_original_max_seq_len / this are stretched in full"""
+    """llama: wavelengths above rope_original_max_seq_len / this are stretched by the full factor"""
     rope_high_freq_factor: PositiveFloat = 4.0
-    """llama: wavelengths below rope_original_max_seq_len / this are kept"""
+    """llama: wavelengths below rope_original_max_seq_len / this are not stretched"""
     rope_original_max_seq_len: Size = 8192
-    """llama: the context before stretching"""
+    """llama: the context length before stretching"""
 
     def resolved(self) -> dict[str, Any]:
-        """Every key, with the numbers that 0 stands for (but for vocab_size, which is the tokenizer's then)."""
+        """Every key, with derived values in place of 0, except vocab_size."""
         derived = {"n_kv_heads": self.kv_heads, "head_dim": self.dim_of_heads, "hidden_dim": self.dim_of_ffn}
         return self.model_dump() | derived
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Key and value heads."""
         return self.n_kv_heads or self.n_heads
 
     @property
@@ -202,59 +201,59 @@ class ModelConfig(Section):
 
 class TokenizerConfig(Section):
     path: PathText = ""
-    """a tokenizer.json to use; empty: one is trained on the text"""
+    """a tokenizer.json to use; empty: train one on the text"""
     end_token: str = ""
-    """with path: the entry that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>. Prepared data \
-brings its own"""
+    """with path: the token that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>. Prepared data \
+keeps its own"""
     vocab_size: int = Field(default=4096, ge=257, le=2**31 - 1)
-    """without path: size of the byte-level BPE vocabulary that is trained (256 bytes, 1 end mark, merges)"""
+    """without path: vocabulary size of the trained byte-level BPE (256 bytes, 1 end token, merges)"""
 
 
 class DataConfig(Section):
     path: Annotated[str | list[str], AfterValidator(_without_nul)] = ""
     """a prepared folder (docs/data.md), or your text: files, folders or globs; empty: Python's standard library"""
     sources: Annotated[dict[str, PositiveFloat], AfterValidator(_without_nul)] = {}
-    """instead of path: prepared folders or texts that are mixed, with weights: [data.sources] "data/web" = 0.7"""
+    """instead of path: a mixture of prepared folders or texts, with weights: [data.sources] "data/web" = 0.7"""
     text_key: str = "text"
     """the key of a .jsonl line, or the column of a .csv or .parquet file, that holds the text"""
     val_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """share of the documents that is held out for validation, chosen by their hash"""
+    """fraction of the documents held out for validation, chosen by hash"""
     packing: Literal["concat", "best_fit"] = "concat"
-    """concat: sequences are cut from the documents one after the other; best_fit: whole documents are put together, \
-and the rest of a sequence is padding"""
+    """concat: cut sequences from the concatenated documents; best_fit: put several whole documents into each sequence \
+and pad the rest"""
     document_mask: bool = False
-    """attention stays within a document, and positions begin again with each"""
+    """restrict attention to the document, and restart positions with each document"""
     cache_dir: PathText = ""
-    """where tokenised text is kept; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
+    """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
 
 
 class TrainConfig(Section):
     steps: int = Field(default=250, gt=0, le=10**12)
     """optimizer steps of the whole run"""
     seq_len: Size = 256
-    """tokens in a sequence"""
+    """tokens per sequence"""
     micro_batch_size: Size = 8
     """sequences per rank in one forward and backward"""
     global_batch_size: Size = 16
-    """sequences per optimizer step, over all ranks; gradient accumulation follows from it"""
+    """sequences per optimizer step, over all ranks; determines gradient accumulation"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """a loss or gradient norm that is not finite stops the run, or its step is skipped and recorded"""
+    """on a non-finite loss or gradient norm: stop the run, or skip and record the step"""
     max_skipped: PositiveInt = 10
-    """with skip: more skipped steps in a row than this stop the run"""
+    """with skip: stop after more than this many skipped steps in a row"""
 
 
 class ParameterGroup(Section):
     match: str
-    """names of parameters, e.g. "*norm*" or "layers.0.*"; the first group that matches counts"""
+    """pattern of parameter names, e.g. "*norm*" or "layers.0.*"; the first matching group applies"""
     lr_factor: NonNegativeFloat = 1.0
     """multiplies the learning rate"""
     weight_decay: NonNegativeFloat | None = None
-    """instead of [optim] weight_decay; absent: as without the group"""
+    """replaces [optim] weight_decay; absent: unchanged"""
 
 
 class OptimConfig(Section):
     name: Literal["adamw", "sgd"] = "adamw"
-    """the optimizer, one of torch's (torch's Adafactor can't take sharded parameters)"""
+    """the optimizer, from torch.optim (its Adafactor does not support sharded parameters)"""
     lr: PositiveFloat = 4e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -264,73 +263,73 @@ class OptimConfig(Section):
     momentum: float = Field(default=0.9, gt=0, lt=1)
     """sgd: momentum"""
     weight_decay: NonNegativeFloat = 0.1
-    """decay of matrices; biases and norms have none"""
+    """weight decay of matrices; biases and norms have none"""
     freeze: list[str] = []
-    """names of parameters that keep their values, e.g. ["tok_embeddings.*", "layers.0.*"]"""
+    """patterns of parameters to freeze, e.g. ["tok_embeddings.*", "layers.0.*"]"""
     groups: list[ParameterGroup] = []
-    """parameters with a learning rate or decay of their own: [[optim.groups]] match = "*", lr_factor, weight_decay"""
+    """per-parameter learning rate or decay: [[optim.groups]] match = "*", lr_factor, weight_decay"""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """shape of the learning rate after warm-up; wsd: constant, then linear over the last decay_ratio of the steps"""
     warmup_steps: NonNegativeInt = 20
     """steps of linear warm-up"""
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
-    """wsd: share of the steps in which the learning rate falls"""
+    """wsd: fraction of the steps with a decaying learning rate"""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """the schedule ends at this share of lr (constant: does not fall)"""
+    """final learning rate as a fraction of lr (not with constant)"""
     max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
-    """gradients are clipped to this global norm; inf: not clipped"""
+    """clip gradients to this global norm; inf: no clipping"""
 
 
 class PrecisionOverride(Section):
     match: str
-    """names of parameters, e.g. "layers.0.*"; the first override that matches counts"""
+    """pattern of parameter names, e.g. "layers.0.*"; the first matching override applies"""
     param_dtype: Dtype | None = None
-    """instead of [fsdp] param_dtype; absent: the same"""
+    """replaces [fsdp] param_dtype; absent: unchanged"""
     reduce_dtype: Dtype | None = None
-    """instead of [fsdp] reduce_dtype; absent: the same"""
+    """replaces [fsdp] reduce_dtype; absent: unchanged"""
     output_dtype: Dtype | None = None
-    """instead of [fsdp] output_dtype; absent: the same"""
+    """replaces [fsdp] output_dtype; absent: unchanged"""
 
 
 class FsdpConfig(Section):
     sharding_strategy: Literal["", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"] = (
         ""
     )
-    """FSDP1's name for a choice of dp_replicate, dp_shard and reshard_after_forward; empty: those decide"""
+    """FSDP1's name for a choice of dp_replicate, dp_shard and reshard_after_forward; empty: use those keys"""
     dp_replicate: int = -1
-    """copies of the sharded model (HSDP); -1: as many as dp_shard leaves, and 1 if that is -1 too"""
+    """number of replicas of the sharded model (HSDP); -1: world size / dp_shard, or 1 if that is -1 too"""
     dp_shard: int = -1
-    """ranks that share one copy; -1: all that dp_replicate leaves; 1: nothing is sharded"""
+    """ranks per replica; -1: world size / dp_replicate; 1: no sharding"""
     reshard_after_forward: Annotated[bool | int | Literal["default"], PlainValidator(_reshard)] = "default"
-    """free gathered parameters after forward (true), keep them for backward (false), or keep them in shards over this \
-many ranks; default: all but the head, which backward needs at once"""
+    """after forward: free gathered parameters (true), keep them for backward (false), or keep them sharded over this \
+many ranks; default: true for all but the head, which backward needs first"""
     reshard_after_backward: bool = True
     """free gathered parameters after backward; false: keep them for the next micro-batch of the step"""
     grad_sync: Literal["every", "last", "all_reduce_last"] = "every"
-    """when gradients are summed over the ranks: with every micro-batch, or with the last of a step (more memory); \
-all_reduce_last: within a copy with every one, between copies with the last"""
+    """when to reduce gradients: after every micro-batch, or after the last of a step (more memory); all_reduce_last: \
+reduce_scatter within a replica after every one, all_reduce between replicas after the last"""
     param_dtype: Dtype = "float32"
-    """dtype of the parameters in forward and backward (they are kept and updated in float32)"""
+    """dtype of the parameters in forward and backward (they are stored and updated in float32)"""
     reduce_dtype: Dtype = "float32"
-    """dtype in which gradients are summed over the ranks"""
+    """dtype of the gradient reduction"""
     output_dtype: Literal["", Dtype] = ""
-    """dtype of what each group hands to the next; empty: its param_dtype"""
+    """dtype of each group's output; empty: its param_dtype"""
     cast_forward_inputs: bool = False
-    """let FSDP cast every floating input of a group, also llama's rotary tables, which lose precision"""
+    """let FSDP cast every floating-point input of a group; llama's rotary tables then lose precision"""
     precision_overrides: list[PrecisionOverride] = []
-    """groups with dtypes of their own: [[fsdp.precision_overrides]] match = "layers.0.*", with any of the dtypes"""
+    """dtypes of single groups: [[fsdp.precision_overrides]] match = "layers.0.*", with any of the dtypes"""
     cpu_offload: bool = False
-    """keep parameters, gradients and optimizer state on the host (with a GPU only)"""
+    """keep parameters, gradients and optimizer state on the host (GPU runs only)"""
     explicit_prefetching: bool = False
-    """issue the first all-gather before the batch is fetched, and each group's next ones by explicit lists"""
+    """issue the first all-gather before the batch is fetched, and prefetch the next groups by explicit lists"""
     forward_prefetch: PositiveInt = 2
-    """with explicit_prefetching: how many groups ahead to gather in forward"""
+    """with explicit_prefetching: groups to prefetch in forward"""
     backward_prefetch: PositiveInt = 2
-    """with explicit_prefetching: how many groups ahead to gather in backward"""
+    """with explicit_prefetching: groups to prefetch in backward"""
 
     @property
     def uses_float16(self) -> bool:
-        """Whether anything is computed or summed in float16, whose range needs a scaled loss."""
+        """Whether any dtype is float16, whose narrow range needs loss scaling."""
         keys = "param_dtype", "reduce_dtype", "output_dtype"
         dtypes = [getattr(section, key) for section in (self, *self.precision_overrides) for key in keys]
         return "float16" in dtypes
@@ -338,78 +337,78 @@ all_reduce_last: within a copy with every one, between copies with the last"""
 
 class ActivationCheckpointingConfig(Section):
     mode: Literal["none", "full", "selective"] = "none"
-    """what backward recomputes instead of keeping it: whole blocks (full), or all but matrix products and attention"""
+    """what to recompute in backward: whole blocks (full), or all but matrix products and attention (selective)"""
     every: PositiveInt = 1
-    """every how many blocks; 1: all of them"""
+    """checkpoint every Nth block; 1: all blocks"""
 
 
 class CompileConfig(Section):
     enabled: bool = False
-    """compile each block by torch.compile, in place"""
+    """compile each block in place with torch.compile"""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """inductor: fused kernels, needs a compiler; the others only trace (to look for the cause of a difference)"""
+    """inductor: fused kernels, needs a compiler; the others only trace (for debugging)"""
 
 
 class GradScalerConfig(Section):
     init_scale: float = Field(default=65536.0, gt=0, le=2.0**100)
-    """float16: the loss is multiplied by this, so that small gradients do not vanish; halved when one overflows"""
+    """float16: initial loss scale, so that small gradients do not underflow; halved on overflow"""
     growth_interval: PositiveInt = 2000
-    """float16: the scale doubles after this many steps without an overflow"""
+    """float16: double the scale after this many steps without overflow"""
     min_scale: float = Field(default=1.0, gt=0, le=2.0**100)
-    """float16: below this scale the run stops"""
+    """float16: stop the run below this scale"""
 
 
 class EvalConfig(Section):
     every: NonNegativeInt = 100
-    """validate every so many steps and at the end; 0: never"""
+    """validate every N steps and at the end; 0: never"""
     samples: PositiveInt = 128
-    """validation sequences, drawn at random from all held-out text; the same ones at every step, in every run"""
+    """validation sequences, drawn at random from the held-out text; the same at every step and in every run"""
 
 
 class SampleConfig(Section):
     every: NonNegativeInt = 100
-    """continue the prompts every so many steps and at the end; 0: never"""
+    """generate from the prompts every N steps and at the end; 0: never"""
     prompts: list[str] = ["def ", "The "]
-    """beginnings of text"""
+    """prompts to continue"""
     max_tokens: PositiveInt = 48
-    """how many tokens to add at most; each gathers all parameters once"""
+    """maximum number of new tokens; each one gathers all parameters once"""
     temperature: Annotated[NonNegativeFloat, AfterValidator(_temperature)] = 0.8
-    """0: always the likeliest token"""
+    """sampling temperature; 0: greedy"""
 
 
 class CheckpointConfig(Section):
     every: NonNegativeInt = 100
-    """save every so many steps and at the end; 0: only at the end"""
+    """save every N steps and at the end; 0: only at the end"""
     state_dict: Literal["full", "sharded"] = "full"
-    """full: rank 0 writes whole tensors; sharded: each rank writes its own part, on a file system that all share"""
+    """full: rank 0 writes full tensors; sharded: each rank writes its own shards, to a shared file system"""
     api: Literal["dtensor", "dcp"] = "dtensor"
-    """how state dicts are gathered and spread: by DTensors, or by torch.distributed.checkpoint; same files"""
+    """API that gathers and distributes state dicts: DTensor or torch.distributed.checkpoint; the files are the same"""
     async_save: bool = False
-    """train on while a copy is written: each rank keeps a copy of its part until then (full by dcp: rank 0 of all)"""
+    """save in the background; costs a host copy of each rank's shards (full with dcp: of the whole state on rank 0)"""
     resume: PathText = "auto"
-    """auto: go on from the newest checkpoint that is whole; never: begin again; step-N: go on from that one; or the \
-path of another run or checkpoint, as long as this run has none"""
+    """auto: resume from the newest complete checkpoint; never: start over; step-N: resume from that one; or the path \
+of another run or checkpoint, which applies while this run has none"""
     verify: Literal["full", "size", "off"] = "full"
-    """what is compared with the manifest before a checkpoint is loaded: SHA-256 and size, size, nothing"""
+    """what to check against the manifest before loading: full: SHA-256 and size; size: size only; off: nothing"""
     keep_latest: NonNegativeInt = 3
     """keep this many of the newest checkpoints; 0: all"""
     keep_every: NonNegativeInt = 0
-    """keep those of every so many steps as well; 0: none"""
+    """also keep the checkpoints of every Nth step; 0: none"""
     keep_best: bool = False
-    """keep the one with the lowest validation loss as well (validate at the steps that are saved)"""
+    """also keep the one with the lowest validation loss (validate at the steps that are saved)"""
 
 
 class LogConfig(Section):
     every: PositiveInt = 10
-    """write a line and a record every so many steps"""
+    """log a line and a record every N steps"""
     trackers: list[Literal["tensorboard", "wandb"]] = []
-    """hand the records on to these as well; each is an extra: pip install -e ".[tensorboard]\""""
+    """also send the records to these trackers; each is an extra: pip install -e ".[tensorboard]\""""
     wandb_project: str = "torchtitan_lite"
     """wandb: the project"""
 
 
 class Config(Frozen):
-    """One experiment. Frozen: what a run was started with is what it runs with."""
+    """The config of one run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -436,7 +435,7 @@ class Config(Frozen):
 
 @functools.cache
 def known_keys() -> dict[str, Any]:
-    """Each "section.key" with pydantic's description of the field, in the order of the file."""
+    """The pydantic field of each "section.key", in file order."""
     return {
         f"{section}.{key}": field
         for section, table in Config.model_fields.items()
@@ -445,7 +444,7 @@ def known_keys() -> dict[str, Any]:
 
 
 def type_name(key: str) -> str:
-    """What `--help` calls the values of "section.key"."""
+    """The metavar of "section.key" in `--help`."""
     annotation = known_keys()[key].annotation
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))

@@ -1,4 +1,4 @@
-"""A config as TOML, and where each of its values came from."""
+"""Writing a config as TOML, with the origin of each value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from torchtitan_lite.config.schema import Config
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and where each of its values came from."""
+    """A config and the origins of its values."""
 
     config: Config
-    origins: dict[str, str]  # by "section.key"; what is absent is a default
-    notes: Sequence[str] = ()  # settings that nothing reads
+    origins: dict[str, str]  # by "section.key"; defaults are absent
+    notes: Sequence[str] = ()  # values that nothing reads
 
 
 def to_toml(config: Config) -> str:
-    """The whole config as TOML; reading it back gives the same config."""
+    """The config as TOML. It loads back as the same config."""
     return tomli_w.dumps(_plain(config.model_dump()))
 
 
 def to_toml_with_origins(loaded: Loaded) -> str:
-    """The whole config as TOML, with the origin of each value beside it; reading it back gives the same config."""
+    """The config as TOML, with each value's origin in a comment. It loads back as the same config."""
     lines = [f"# note: {_in_comment(note)}" for note in loaded.notes]
     for section, table in _plain(loaded.config.model_dump()).items():
         lines.append(f"[{section}]")
@@ -37,7 +37,7 @@ def to_toml_with_origins(loaded: Loaded) -> str:
 
 
 def _in_comment(text: str) -> str:
-    """Text as a comment of one line, which may hold no control characters."""
+    """Text for a one-line comment, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -57,5 +57,5 @@ def format_value(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-    """A key as TOML: quoted, unless it is a plain word."""
+    """A key as TOML, quoted where needed."""
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")

@@ -1,7 +1,7 @@
-"""Keys that are read only when another key says so. A value that nothing reads is never ignored without a word.
+"""Keys that are read only if another key, the choice, has a certain value. A value that nothing reads is never ignored.
 
-If the file or the command that sets such a key also makes the choice (or comes later), it is refused. If it comes from
-below, e.g. from a `base` of which another file changes the optimizer, it is left at its default, with a note.
+It is an error if it is set in the same layer as the choice or in a later one. If it comes from a lower layer, e.g. a
+`base` file whose optimizer another file replaces, it stays at its default, with a note.
 """
 
 import functools
@@ -15,21 +15,18 @@ from torchtitan_lite.config.schema import Config
 
 @dataclass(frozen=True)
 class Rule:
-    """Keys that are read only when `holds`."""
+    """Keys that are read only if `holds`."""
 
     keys: tuple[str, ...]
-    choice: tuple[str, ...]  # the keys that decide it
-    needs: str  # what would have to be set
+    choice: tuple[str, ...]  # the keys that decide
+    needs: str  # what would have to be set, for the message
     holds: Callable[[Config], bool]
-    refuse: bool = True  # False: only ever a note, because what is switched off for a while may keep its settings
+    refuse: bool = True  # False: always a note, never an error: a feature that is switched off may keep its values
 
 
-def _keys(section: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names)
-
-
-_ROPE = "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_seq_len"
-_DTYPES = _keys("fsdp", "param_dtype", "reduce_dtype", "output_dtype", "precision_overrides")
+def _rule(keys: str, choice: str, needs: str, holds: Callable[[Config], bool], refuse: bool = True) -> Rule:
+    """A rule from space-separated keys."""
+    return Rule(tuple(keys.split()), tuple(choice.split()), needs, holds, refuse)
 
 
 def _is_of(families: list[str], config: Config) -> bool:
@@ -37,101 +34,86 @@ def _is_of(families: list[str], config: Config) -> bool:
 
 
 def _family_rules() -> list[Rule]:
-    """A rule for each key of [model] that only some families read."""
+    """A rule for each family-specific key of [model]."""
     rules = []
     for key in sorted({key for family in FAMILIES.values() for key in family.keys}):
         names = families_with(key)
         needs = " or ".join(f'model.family = "{name}"' for name in names)
-        rules.append(Rule(_keys("model", key), ("model.family",), needs, functools.partial(_is_of, names)))
+        rules.append(_rule(f"model.{key}", "model.family", needs, functools.partial(_is_of, names)))
     return rules
 
 
 RULES = (
     *_family_rules(),
-    Rule(
-        _keys("model", *_ROPE),
-        ("model.family", "model.rope_factor"),
+    _rule(
+        "model.rope_low_freq_factor model.rope_high_freq_factor model.rope_original_max_seq_len",
+        "model.family model.rope_factor",
         "model.rope_factor above 1",
-        # of a family without rotary positions: the rules above
+        # families without rotary positions are covered by the rules above
         lambda c: c.model.family not in families_with("rope_factor") or c.model.rope_factor > 1,
     ),
-    Rule(_keys("optim", "betas", "eps"), ("optim.name",), 'optim.name = "adamw"', lambda c: c.optim.name == "adamw"),
-    Rule(_keys("optim", "momentum"), ("optim.name",), 'optim.name = "sgd"', lambda c: c.optim.name == "sgd"),
-    Rule(
-        _keys("optim", "decay_ratio"),
-        ("optim.schedule",),
-        'optim.schedule = "wsd"',
-        lambda c: c.optim.schedule == "wsd",
-    ),
-    Rule(
-        _keys("optim", "min_lr_ratio"),
-        ("optim.schedule",),
-        "an optim.schedule that falls",
+    _rule("optim.betas optim.eps", "optim.name", 'optim.name = "adamw"', lambda c: c.optim.name == "adamw"),
+    _rule("optim.momentum", "optim.name", 'optim.name = "sgd"', lambda c: c.optim.name == "sgd"),
+    _rule("optim.decay_ratio", "optim.schedule", 'optim.schedule = "wsd"', lambda c: c.optim.schedule == "wsd"),
+    _rule(
+        "optim.min_lr_ratio",
+        "optim.schedule",
+        "an optim.schedule that decays",
         lambda c: c.optim.schedule != "constant",
     ),
-    Rule(
-        _keys("train", "max_skipped"),
-        ("train.on_nonfinite",),
+    _rule(
+        "train.max_skipped",
+        "train.on_nonfinite",
         'train.on_nonfinite = "skip"',
         lambda c: c.train.on_nonfinite == "skip",
     ),
-    Rule(
-        _keys("fsdp", "forward_prefetch", "backward_prefetch"),
-        ("fsdp.explicit_prefetching",),
+    _rule(
+        "fsdp.forward_prefetch fsdp.backward_prefetch",
+        "fsdp.explicit_prefetching",
         "fsdp.explicit_prefetching = true",
         lambda c: c.fsdp.explicit_prefetching,
     ),
-    Rule(
-        _keys("grad_scaler", "init_scale", "growth_interval", "min_scale"),
-        _DTYPES,
+    _rule(
+        "grad_scaler.init_scale grad_scaler.growth_interval grad_scaler.min_scale",
+        "fsdp.param_dtype fsdp.reduce_dtype fsdp.output_dtype fsdp.precision_overrides",
         'a dtype "float16" in [fsdp]',
         lambda c: c.fsdp.uses_float16,
     ),
-    Rule(
-        _keys("activation_checkpointing", "every"),
-        ("activation_checkpointing.mode",),
+    _rule(
+        "activation_checkpointing.every",
+        "activation_checkpointing.mode",
         'activation_checkpointing.mode = "full" or "selective"',
         lambda c: c.activation_checkpointing.mode != "none",
     ),
-    Rule(_keys("compile", "backend"), ("compile.enabled",), "compile.enabled = true", lambda c: c.compile.enabled),
-    Rule(
-        _keys("log", "wandb_project"),
-        ("log.trackers",),
-        'log.trackers = ["wandb"]',
-        lambda c: "wandb" in c.log.trackers,
-    ),
-    Rule(
-        _keys("profile", "memory_snapshot"),
-        ("profile.steps",),
-        "profile.steps, e.g. [10, 12]",
-        lambda c: bool(c.profile.steps),
-    ),
-    # a cadence of 0 switches something off, perhaps only for this command
-    Rule(_keys("eval", "samples"), ("eval.every",), "eval.every above 0", lambda c: c.eval.every > 0, refuse=False),
-    Rule(
-        _keys("sample", "prompts", "max_tokens", "temperature"),
-        ("sample.every",),
+    _rule("compile.backend", "compile.enabled", "compile.enabled = true", lambda c: c.compile.enabled),
+    _rule("log.wandb_project", "log.trackers", 'log.trackers = ["wandb"]', lambda c: "wandb" in c.log.trackers),
+    _rule("profile.memory_snapshot", "profile.steps", "profile.steps, e.g. [10, 12]", lambda c: bool(c.profile.steps)),
+    # an interval of 0 may switch a feature off for this command only
+    _rule("eval.samples", "eval.every", "eval.every above 0", lambda c: c.eval.every > 0, refuse=False),
+    _rule(
+        "sample.prompts sample.max_tokens sample.temperature",
+        "sample.every",
         "sample.every above 0",
         lambda c: c.sample.every > 0,
         refuse=False,
     ),
-    Rule(
-        _keys("checkpoint", "keep_every", "keep_best"),
-        ("checkpoint.keep_latest",),
+    _rule(
+        "checkpoint.keep_every checkpoint.keep_best",
+        "checkpoint.keep_latest",
         "checkpoint.keep_latest above 0 (0 keeps all)",
         lambda c: c.checkpoint.keep_latest > 0,
         refuse=False,
     ),
-    Rule(
-        _keys("tokenizer", "vocab_size"),
-        ("tokenizer.path", "data.path", "data.sources"),
+    _rule(
+        "tokenizer.vocab_size",
+        "tokenizer.path data.path data.sources",
         "a tokenizer to train",
         lambda c: not c.tokenizer.path and not _all_prepared(c),
         refuse=False,
     ),
-    Rule(
-        _keys("data", "text_key", "val_fraction", "cache_dir"),
-        ("data.path", "data.sources"),
+    _rule(
+        "data.text_key data.val_fraction data.cache_dir",
+        "data.path data.sources",
         "text to prepare",
         lambda c: not _all_prepared(c),
         refuse=False,
@@ -149,7 +131,7 @@ class Unread:
 
 
 def unread(config: Config) -> Iterator[Unread]:
-    """The keys with a value of their own that this config does not read."""
+    """The keys with a non-default value that this config does not read."""
     for rule in RULES:
         if rule.holds(config):
             continue
@@ -158,11 +140,11 @@ def unread(config: Config) -> Iterator[Unread]:
             section = getattr(config, section_name)
             value, default = getattr(section, name), type(section).model_fields[name].default
             if value != default:
-                yield Unread(key, f"{key} = {value} means nothing without {rule.needs}", rule)
+                yield Unread(key, f"{key} = {value} has no effect without {rule.needs}", rule)
 
 
 def _all_prepared(config: Config) -> bool:
-    """Whether there is no text to prepare. A path that can't be looked at is reported by rules.py."""
+    """Whether all data is already prepared. Unreadable paths are reported by rules.py."""
     data = config.data
     named = list(data.sources) if data.sources else [data.path] if isinstance(data.path, str) else []
     try:

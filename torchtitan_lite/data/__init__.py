@@ -1,1 +1,1 @@
-"""From text to batches: corpus (which text), tokenizer, prepare (text -> token files), order (what when), loader."""
+"""From text to batches: prepare (text to token files), samples and packing (sequences), order, loader (batches)."""

@@ -1,6 +1,6 @@
-"""The data of a run: one prepared folder, or several that are mixed by weight.
+"""The data of a run: one prepared folder, or a weighted mixture of several.
 
-Text is prepared first (prepare/cache.py). A run on prepared data loads nothing of prepare/.
+Text is prepared first (prepare/cache.py). A run on prepared data does not import prepare/.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torchtitan_lite.errors import DataError
 class Source:
     """A prepared folder and its weight in the mixture."""
 
-    name: str  # as the config has it
+    name: str  # as written in the config
     weight: float
     folder: Path
     meta: Meta
@@ -26,7 +26,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DataSet:
-    """All sources of a run. They have one tokenizer."""
+    """All sources of a run. They share a tokenizer."""
 
     sources: tuple[Source, ...]
 
@@ -35,7 +35,7 @@ class DataSet:
         """The data set of {name: (weight, folder)}.
 
         Raises:
-            DataError: a folder is damaged, or two were made with different tokenizers or end documents differently.
+            DataError: a folder is damaged, or two of them differ in tokenizer or end token.
         """
         found = tuple(Source(name, weight, folder, read_meta(folder)) for name, (weight, folder) in folders.items())
         first = found[0]
@@ -57,37 +57,37 @@ class DataSet:
 
     @property
     def folder(self) -> Path:
-        """Where the tokenizer is."""
+        """The folder with the tokenizer."""
         return self.sources[0].folder
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer."""
+        """The tokenizer's vocabulary size."""
         return self.sources[0].meta.vocab_size
 
     @property
     def end_token(self) -> int:
-        """The id that ends a document: what the text was prepared with, whatever the config says."""
+        """The id that ends a document, fixed when the text was prepared."""
         return self.sources[0].meta.end_token
 
     @property
     def tokenizer_sha256(self) -> str:
-        """Of the tokenizer."""
+        """The tokenizer's hash."""
         return self.sources[0].meta.tokenizer_sha256
 
     def tokens(self, split: str) -> int:
-        """Of all sources."""
+        """The number of tokens of all sources."""
         return sum(source.meta.tokens(split) for source in self.sources)
 
     def identity(self) -> dict[str, str]:
-        """What a resume is held against: the hash of the tokens; in a mixture, hash and weight of each by name."""
+        """Compared on resume: the hash of the tokens; in a mixture, hash and weight of each source."""
         if len(self.sources) == 1:
             return {"data": self.sources[0].meta.tokens_sha256}
         return {f"data.sources {s.name}": f"{s.meta.tokens_sha256[:16]} x {s.weight}" for s in self.sources}
 
 
 def as_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
-    """For text that is mixed with a prepared folder: the folder's tokenizer and end mark, where the config has none."""
+    """The config for text that is mixed with a prepared folder: its tokenizer and end token, unless already set."""
     path = config.path or str(folder / "tokenizer.json")
     end = bpe.load(folder / "tokenizer.json").id_to_token(read_meta(folder).end_token)
     return config.model_copy(update={"path": path, "end_token": config.end_token or end})
@@ -96,23 +96,23 @@ def as_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
 def require_end_token(config: TokenizerConfig, folder: Path, meta: Meta) -> None:
     """
     Raises:
-        DataError: the config names another end mark than a prepared folder has.
+        DataError: the config's end token is not that of the prepared folder.
     """
     tokenizer = bpe.load(folder / "tokenizer.json")
     if config.end_token and tokenizer.token_to_id(config.end_token) != meta.end_token:
         raise DataError(
-            f"documents in {folder} end with {bpe.shown(tokenizer, meta.end_token)}, and tokenizer.end_token is "
+            f"documents in {folder} end with {bpe.shown(tokenizer, meta.end_token)}, but tokenizer.end_token is "
             f"{config.end_token!r}; leave tokenizer.end_token out, or prepare the text again with that --end-token"
         )
 
 
 def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> DataSet:
-    """The data of a run: `[data] path`, or each of `[data.sources]`; what is text is prepared if it is not yet.
+    """The data of a run: `[data] path`, or each of `[data.sources]`. Text is prepared, unless it is in the cache.
 
-    Every rank may call it, before there is a process group: one makes it, the others wait.
+    All ranks may call this before the process group exists: one prepares, the others wait for its lock.
 
     Raises:
-        DataError: text that can't be used, or prepared data that is damaged or has another tokenizer.
+        DataError: text is unusable, or prepared data is damaged or has another tokenizer.
     """
     if not data.sources:
         folder = prepare(data, tokenizer, info)
@@ -132,10 +132,10 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[st
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> Path:
-    """The prepared folder of `[data] path`: that folder itself, or one in the cache, made if it is not there yet.
+    """The prepared folder of `[data] path`: the folder itself, or one in the cache, created if needed.
 
     Raises:
-        DataError: the text is missing, can't be used, or is too short.
+        DataError: the text is missing, unusable or too short.
     """
     if isinstance(data.path, str) and data.path and is_prepared(data.path):
         folder = Path(data.path).expanduser()
@@ -150,6 +150,6 @@ def _require_tokenizer(config: TokenizerConfig, folder: Path, meta: Meta) -> Non
     if config.path and (wanted := bpe.sha256(bpe.load(Path(config.path)))) != meta.tokenizer_sha256:
         raise DataError(
             f"{folder} was prepared with another tokenizer ({meta.tokenizer_sha256[:12]}) than tokenizer.path = "
-            f"{config.path} ({wanted[:12]}); leave tokenizer.path out, or prepare the text again with that one"
+            f"{config.path} ({wanted[:12]}); leave tokenizer.path out, or prepare the text again with that tokenizer"
         )
     require_end_token(config, folder, meta)

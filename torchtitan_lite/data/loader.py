@@ -1,8 +1,8 @@
-"""Batches: which tokens each rank gets at a position of the run.
+"""Batches: the tokens of each rank at a position of the run.
 
-The global batch at position `samples_consumed` is the run's samples samples_consumed, ..., samples_consumed + G - 1
-(see order.py and order.py). It is laid out over micro-batches, then ranks, then rows; rows that are left over are
-fully masked, and count for nothing because the loss is divided by the number of valid targets of the whole batch.
+The global batch of size G at position `samples_consumed` is samples samples_consumed, ..., samples_consumed + G - 1 of
+the run (order.py). They are laid out over micro-batches, then ranks, then rows. Surplus rows are fully masked: they do
+not change the loss, which is divided by the number of valid targets of the global batch.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,14 +18,14 @@ from torchtitan_lite.data.samples import Array, Rows, SampleSource
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward takes; on the CPU, in pinned memory if a GPU will fetch it. (B, T) int64 each."""
+    """The inputs of one forward, (B, T) int64 each, in host memory; pinned for a GPU."""
 
     tokens: Tensor
-    targets: Tensor  # IGNORE where there is nothing to learn
-    positions: Tensor | None = None  # within the document, if attention is confined to it
+    targets: Tensor  # IGNORE where masked
+    positions: Tensor | None = None  # within the document, with document_mask
 
     def on(self, device: torch.device) -> tuple[Tensor | None, ...]:
-        """What the model takes, on its device."""
+        """The model's arguments, on its device."""
         tokens, targets = (part.to(device, non_blocking=True) for part in (self.tokens, self.targets))
         if self.positions is None:
             return tokens, targets
@@ -41,7 +41,7 @@ class Batch:
 
 
 class Batches(Protocol):
-    """What the loop wants: a Loader, or one that works ahead."""
+    """A Loader or a PrefetchingLoader."""
 
     def batch(self, first: int, size: int) -> Batch: ...
     def close(self) -> None: ...
@@ -55,21 +55,21 @@ class Loader:
     micro_batch_size: int
     rank: int
     world_size: int
-    seed: int | None  # None: in the order of the file
+    seed: int | None  # None: file order
     document_mask: bool = False
-    pin: bool = False  # a copy to the GPU from pageable memory would make the host wait for the stream
+    pin: bool = False  # a copy from pageable memory would block the host on the GPU's stream
 
     def batch(self, first: int, size: int) -> Batch:
-        """This rank's share of the global batch of run samples first, ..., first + size - 1."""
+        """This rank's share of the global batch of samples first, ..., first + size - 1."""
         per_round = self.micro_batch_size * self.world_size
         rounds = -(-size // per_round)
         starts = np.arange(rounds) * per_round + self.rank * self.micro_batch_size
         mine = (starts[:, None] + np.arange(self.micro_batch_size)).ravel()
-        drawn = self.samples.draw(first + mine[mine < size], self.seed)
-        parts = [drawn.tokens, drawn.targets, *([positions(drawn)] if self.document_mask else [])]
-        if len(drawn.tokens) < len(mine):  # the rows that are left over are the last of mine
-            missing = Rows.empty(len(mine) - len(drawn.tokens), self.samples.seq_len)
-            fill = [missing.tokens, missing.targets, *([positions(missing)] if self.document_mask else [])]
+        rows = self.samples.draw(first + mine[mine < size], self.seed)
+        parts = [rows.tokens, rows.targets, *([positions(rows)] if self.document_mask else [])]
+        if len(rows.tokens) < len(mine):  # the surplus rows are this rank's last ones
+            surplus = Rows.empty(len(mine) - len(rows.tokens), self.samples.seq_len)
+            fill = [surplus.tokens, surplus.targets, *([positions(surplus)] if self.document_mask else [])]
             parts = [np.concatenate(both) for both in zip(parts, fill, strict=True)]
         tensors = [torch.from_numpy(part) for part in parts]
         if self.pin:
@@ -80,30 +80,27 @@ class Loader:
         return Batch(micro_batches, global_tokens=self.samples.n_targets(np.arange(first, first + size), self.seed))
 
     def close(self) -> None:
-        """Nothing runs beside it."""
+        """Do nothing: there is no thread."""
 
 
 def positions(rows: Rows) -> Array:
-    """The place of each token in its document, or, for a document that began earlier, in the sequence; (N, T)."""
+    """Each token's position (N, T) in its document; a document that began earlier counts from the sequence's start."""
     places = np.broadcast_to(np.arange(rows.tokens.shape[1]), rows.tokens.shape)
     return places - np.maximum.accumulate(np.where(rows.begins, places, 0), axis=1)
 
 
 class PrefetchingLoader:
-    """A loader whose next batch is made by a thread while the model computes.
-
-    Which batch that is follows from the one before. Whoever asks for another one gets it all the same, later.
-    """
+    """Loads the next batch in a thread. It expects consecutive batches; any other batch is loaded on request."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader = loader
-        # a thread's current GPU is the first one: pinned memory of all ranks would be registered there
-        chosen = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
-        self._thread = ThreadPoolExecutor(1, "batches", *chosen)
+        # a new thread's current GPU is 0: without this, all ranks would register pinned memory there
+        initializer = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+        self._thread = ThreadPoolExecutor(1, "batches", *initializer)
         self._next: tuple[tuple[int, int], Future[Batch]] | None = None
 
     def batch(self, first: int, size: int) -> Batch:
-        """See Loader. An error of the thread is raised here, by the call that asks for its batch."""
+        """See Loader. An error in the thread is raised by the call that requests its batch."""
         expected, self._next = self._next, None
         if expected is None or expected[0] != (first, size):
             expected = (first, size), self._submit(first, size)
@@ -115,5 +112,5 @@ class PrefetchingLoader:
         return self._thread.submit(self._loader.batch, first, size)
 
     def close(self) -> None:
-        """End the thread, after the batch that it is making."""
+        """End the thread after its current batch."""
         self._thread.shutdown(cancel_futures=True)

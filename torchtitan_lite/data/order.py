@@ -1,24 +1,19 @@
-"""Which sample comes when: a permutation that needs no memory to speak of, and a table that mixes sources.
+"""The order of samples: a stateless permutation per epoch, and a periodic table that mixes sources.
 
-Sample i of a run is dataset sample `sample_index(i, n, seed)`: epoch i // n, position i % n, and one permutation of
-0..n-1 per (seed, epoch). The permutation is a Feistel network on the smallest even number of bits that holds n, and
-values that fall outside 0..n-1 are encrypted again until they fall inside ("cycle walking", Black and Rogaway, 2002:
-fewer than four rounds of it on average, because the network's domain is at most four times n).
+Sample i of a run is dataset sample `sample_index(i, n, seed)`: position i % n in a permutation of 0..n-1 for epoch
+i // n. The permutation is a Feistel network on the smallest even number of bits that holds n. Values outside 0..n-1
+are encrypted again until they fall inside ("cycle walking", Black and Rogaway, 2002; fewer than four passes on
+average, because the domain is at most 4 n). A round function sees half of the bits, so a table of at most 8 sqrt(n)
+values caches it, and a batch takes a few numpy operations.
 
-So the position in the data is one integer, any position is found in constant time, and neither the world size nor the
-batch sizes nor the number of steps can change what comes when.
+The state is therefore one integer, and the order depends neither on the world size nor on batch sizes or steps.
 
-The round function sees half of the bits only, so its values are kept as they are needed: at most 8 sqrt(n) of them.
-That makes a whole batch a few numpy operations.
+A mixture (`Interleave`) repeats a table of P entries. With weights 0.7 and 0.3 it has ten: seven of one source and
+three of the other, spread evenly, so each source's share is exact to within one sample at any time. Sample i is entry
+i % P. Each source has its own epochs and its own order.
 
-A mixture (`Interleave`) uses one short table that repeats. With weights 0.7 and 0.3 the table has ten entries, seven of
-one source and three of the other, spread evenly: after any number of samples each source has had its share, to within
-one sample. Sample i of the run is entry i % P of the table; how often its source came before that is a product and a
-look-up. So a mixture keeps no state either, and each source goes through its own epochs in its own order.
-
-The table is made as real-time schedulers do it: the j-th sample of a source with share w may come no earlier than at
-(j - 1) / w and no later than at j / w, and of those that may come, the one goes first that is due first. With shares
-that sum to 1 nothing is ever late (Baruah et al., 1996; Tijdeman's chairman assignment, 1980).
+The table is an earliest-deadline-first schedule: the j-th sample of a source with share w is released at (j - 1) / w
+and due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996; Tijdeman, 1980).
 """
 
 import functools
@@ -38,7 +33,7 @@ _ROUNDS = 4
 
 
 def sample_index(i: int, n: int, seed: int) -> int:
-    """The dataset sample (0 <= result < n) that is sample `i` (0-based, over all epochs) of a run with this seed."""
+    """The dataset sample (0 <= result < n) at position `i` (0-based, over all epochs) of a run with this seed."""
     return int(sample_indices(np.array([i]), n, seed)[0])
 
 
@@ -47,18 +42,18 @@ def sample_indices(run_samples: Indices, n: int, seed: int) -> Indices:
     epochs, positions = np.divmod(run_samples, n)
     found = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        found[here] = _permutation(n, f"{seed}/{epoch}".encode())(positions[here])
+        selected = epochs == epoch
+        found[selected] = _permutation(n, f"{seed}/{epoch}".encode())(positions[selected])
     return found
 
 
 class Permutation:
-    """One permutation of 0..n-1."""
+    """A keyed permutation of 0..n-1."""
 
     def __init__(self, n: int, key: bytes) -> None:
         self._n, self._key = n, key
         self._half = max((n - 1).bit_length() + 1, 2) // 2
-        self._rounds = np.full((_ROUNDS, 1 << self._half), -1, dtype=np.int64)  # -1: not needed so far
+        self._rounds = np.full((_ROUNDS, 1 << self._half), -1, dtype=np.int64)  # -1: not computed yet
 
     def __call__(self, positions: Indices) -> Indices:
         """The images of positions, all in 0..n-1."""
@@ -78,13 +73,13 @@ class Permutation:
         return left << self._half | right
 
     def _round(self, turn: int, values: Indices) -> Indices:
-        known = self._rounds[turn]
-        for value in np.unique(values[known[values] < 0]).tolist():
-            known[value] = _hash(value, turn, self._key) & ((1 << self._half) - 1)
-        return known[values]
+        cached = self._rounds[turn]
+        for value in np.unique(values[cached[values] < 0]).tolist():
+            cached[value] = _hash(value, turn, self._key) & ((1 << self._half) - 1)
+        return cached[values]
 
 
-_permutation = functools.lru_cache(maxsize=64)(Permutation)  # an epoch or two of each source
+_permutation = functools.lru_cache(maxsize=64)(Permutation)  # one or two epochs of each source
 
 
 def _hash(value: int, turn: int, key: bytes) -> int:
@@ -101,8 +96,8 @@ class Interleave:
     def __init__(self, weights: list[float]) -> None:
         """
         Args:
-            weights: any positive numbers; their ratios count. Where the shares have no common period of at most 65,536
-                samples, the table holds the first 65,536 of them, and the shares are kept to within 1 in 65,536.
+            weights: any positive numbers, normalized to shares. If the shares' period exceeds 65,536 samples, the
+                table is cut there, and the shares are exact to within 1 in 65,536.
 
         Raises:
             ConfigError: a source has less than one sample in 65,536.
@@ -110,24 +105,24 @@ class Interleave:
         shares = shares_of(weights)
         period = math.lcm(*(share.denominator for share in shares))
         self.table = np.array(_schedule(shares, min(period, LONGEST)), dtype=np.int64)  # (P,) the source of each entry
-        once = self.table[:, None] == np.arange(len(weights))
-        self.counts = once.sum(axis=0)  # (K,) entries of each source
+        one_hot = self.table[:, None] == np.arange(len(weights))
+        self.counts = one_hot.sum(axis=0)  # (K,) entries of each source
         if not self.counts.all():
             poor = int(np.flatnonzero(self.counts == 0)[0])
             raise ConfigError(
                 f"data.sources: a weight of {weights[poor]} of {sum(weights)} is less than one sample in {LONGEST:,}; "
                 f"{sum(weights) / 1e4:g} works"
             )
-        self._before = np.cumsum(once, axis=0) - once  # (P, K)
+        self._before = np.cumsum(one_hot, axis=0) - one_hot  # (P, K) entries of each source before this one
 
     def locate(self, run_samples: Indices) -> tuple[Indices, Indices]:
-        """For each sample of the run its source, and its number (0-based) among the samples of that source."""
+        """For each sample of the run: its source, and its 0-based position among the samples of that source."""
         periods, entries = np.divmod(run_samples, len(self.table))
         sources = self.table[entries]
         return sources, periods * self.counts[sources] + self._before[entries, sources]
 
     def consumed(self, n: int) -> list[int]:
-        """How many of the run's first n samples came from each source."""
+        """How many of the run's first n samples come from each source."""
         periods, entry = divmod(n, len(self.table))
         return [periods * int(count) + int(b) for count, b in zip(self.counts, self._before[entry], strict=True)]
 
@@ -140,8 +135,8 @@ def shares_of(weights: list[float]) -> list[Fraction]:
 
 def _schedule(shares: list[Fraction], length: int) -> list[int]:
     sources = []
-    waiting = [(0, k) for k in range(len(shares))]  # (when its next sample may come, source)
-    ready: list[tuple[int, int]] = []  # (when its next sample is due, source)
+    waiting = [(0, k) for k in range(len(shares))]  # (release time of its next sample, source)
+    ready: list[tuple[int, int]] = []  # (deadline of its next sample, source)
     had = [0] * len(shares)
     for entry in range(length):
         while waiting and waiting[0][0] <= entry:

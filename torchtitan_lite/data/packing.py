@@ -1,13 +1,12 @@
-"""Which documents share a sequence, when they are packed whole: an index that is made once, and mapped by every run.
+"""Best-fit packing of documents into sequences. The index is built once and mapped by every run.
 
-A document of L tokens (its end mark counted) takes L of the T places of a sequence. Longer ones are cut into
-pieces of T. Within a window of some ten thousand pieces, each goes, the longest first, to the sequence with the least
-room that is enough for it (best-fit decreasing). What is left of a sequence is padding. Nothing is dropped, and every
-document is in one sequence, so an epoch is still an epoch.
+A document of L tokens, including its end token, takes L of the T places of a sequence; longer ones are cut into pieces
+of T. In each window of 32,768 documents, the pieces are placed longest first, each into the sequence with the least
+sufficient room (best-fit decreasing). The rest of a sequence is padding. An epoch has every token exactly once.
 
-    packed-T-HASH/train.pieces   (P, 2) int64: where a piece begins in the token stream, and its length
-    packed-T-HASH/train.rows     (R + 1, 2) int64: how many pieces, and tokens, the sequences before r have
-    packed-T-HASH/hashes.json    sizes and hashes of these files, which each run checks when it starts
+    packed-T-HASH/train.pieces   (P, 2) int64: the start of each piece in the token stream, and its length
+    packed-T-HASH/train.rows     (R + 1, 2) int64: the number of pieces, and of tokens, before sequence r
+    packed-T-HASH/hashes.json    sizes and hashes of these files, checked at each start
 """
 
 import bisect
@@ -30,19 +29,19 @@ from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, d
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
-_WINDOW = 1 << 15  # documents that are packed together
+_WINDOW = 1 << 15  # documents packed together
 Pairs = NDArray[np.int64]
 NAMES = tuple(f"{split}.{what}" for split in SPLITS for what in ("pieces", "rows"))
 HASHES = "hashes.json"
 REMEDY = f"delete the files {', '.join(NAMES)} and {HASHES} and this folder: the next start makes them again"
-_checked: dict[Path, tuple[tuple[int, ...], ...]] = {}  # indices, and the state of their files when they were hashed
+_checked: dict[Path, tuple[tuple[int, ...], ...]] = {}  # each verified index and the stats of its files
 
 
 def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> Path:
-    """The folder of the index for sequences of this length; made if it is not there yet, else held against its hashes.
+    """The index folder for this sequence length: built if missing, then checked against its hashes.
 
     Raises:
-        DataError: it can't be written, or it is damaged.
+        DataError: the index can't be written or is damaged.
     """
     index = folder / f"packed-{seq_len}-{meta.tokens_sha256[:12]}"
     try:
@@ -50,14 +49,14 @@ def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) ->
             with FileLock(folder / f"{index.name}.lock"):
                 if not index.is_dir():
                     info(f"data    packing documents of {folder} into sequences of {seq_len}, once for all runs ...")
-                    beside = index.with_name(f"{index.name}.partial")
-                    shutil.rmtree(beside, ignore_errors=True)
-                    beside.mkdir()
-                    _write_hashes(beside, _make(folder, meta, seq_len, beside))
-                    beside.rename(index)
+                    partial = index.with_name(f"{index.name}.partial")
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir()
+                    _write_hashes(partial, _make(folder, meta, seq_len, partial))
+                    partial.rename(index)
     except OSError as error:
         raise DataError(
-            f'data.packing = "best_fit" keeps an index in {folder}, which can\'t be written: {error}'
+            f'data.packing = "best_fit" writes an index to {folder}, which is not possible: {error}'
         ) from None
     with reading(index):
         _require_undamaged(index, folder, meta, seq_len, info)
@@ -65,21 +64,21 @@ def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) ->
 
 
 def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> None:
-    """Every process calls this for each split; a file that has not changed since is not read again.
+    """Check the index against its hashes. A process does not read unchanged files again.
 
     Raises:
-        DataError: the index is not what was made.
+        DataError: the index is damaged.
     """
     stats = [(index / name).stat() for name in NAMES if (index / name).is_file()]
     state = tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
     if _checked.get(index) == state:
         return
     wanted = _hashes_of(index)
-    if wanted is None:  # of a version that had no hashes
+    if wanted is None:  # written by an older version
         info(f"data    checking the index {index}, which has no hashes yet ...")
         wanted = _make(folder, meta, seq_len, None)
-        with contextlib.suppress(OSError), FileLock(folder / f"{index.name}.lock"):
-            _write_hashes(index, wanted)  # not into a folder that may only be read: then at each start
+        with contextlib.suppress(OSError), FileLock(folder / f"{index.name}.lock"):  # a read-only folder: at each start
+            _write_hashes(index, wanted)
     for name, file in wanted.items():
         if wrong := _what_is_wrong(index / name, file):
             raise DataError(f"{index}: the index of packed documents is damaged ({name} {wrong}); {REMEDY}")
@@ -113,8 +112,8 @@ def _hashes_of(index: Path) -> dict[str, File] | None:
         raise DataError(f"{index / HASHES} is damaged; delete this file, and the index is checked again") from None
 
 
-class _Hashed:
-    """A file that is written and hashed, or only hashed."""
+class _HashingFile:
+    """Hashes what is written, and writes it to a file if there is a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -128,7 +127,7 @@ class _Hashed:
             self._stream.write(data)
 
     def close(self) -> File:
-        """What was written, on the disk."""
+        """Sync the file and return its size and hashes."""
         if self._stream and self._path:
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -137,10 +136,10 @@ class _Hashed:
 
 
 def _make(folder: Path, meta: Meta, seq_len: int, index: Path | None) -> dict[str, File]:
-    """The files of the index: written to a folder, or, without one, only hashed.
+    """Build the index files in a folder; without a folder, only hash them.
 
     Raises:
-        DataError: the ends of the documents are not what was prepared.
+        DataError: the .idx file has changed since it was prepared.
     """
     made: dict[str, File] = {}
     for split in SPLITS:
@@ -150,13 +149,13 @@ def _make(folder: Path, meta: Meta, seq_len: int, index: Path | None) -> dict[st
             raise DataError(
                 f"{ends_file} has changed since it was made: the prepared data is damaged; {remedy(folder)}"
             )
-        pieces, rows = (_Hashed(index / f"{split}.{what}" if index else None) for what in ("pieces", "rows"))
+        pieces, rows = (_HashingFile(index / f"{split}.{what}" if index else None) for what in ("pieces", "rows"))
         _write(pieces, rows, ends, seq_len)
         made |= {f"{split}.pieces": pieces.close(), f"{split}.rows": rows.close()}
     return made
 
 
-def _write(pieces: _Hashed, rows: _Hashed, ends: Pairs, seq_len: int) -> None:
+def _write(pieces: _HashingFile, rows: _HashingFile, ends: Pairs, seq_len: int) -> None:
     before = np.zeros(2, np.int64)  # pieces, tokens
     rows.write(before.tobytes())
     for first in range(0, len(ends), _WINDOW):
@@ -168,7 +167,7 @@ def _write(pieces: _Hashed, rows: _Hashed, ends: Pairs, seq_len: int) -> None:
 
 
 def _pieces(begin: int, ends: Pairs, seq_len: int) -> Pairs:
-    """(P, 2): beginnings and lengths, at most seq_len each, of the documents that end at `ends`."""
+    """Starts and lengths, (P, 2), of the pieces of at most seq_len tokens of the documents that end at `ends`."""
     begins = np.concatenate(([begin], ends[:-1]))
     counts = -(-(ends - begins) // seq_len)
     document = np.repeat(np.arange(len(ends)), counts)
@@ -178,10 +177,10 @@ def _pieces(begin: int, ends: Pairs, seq_len: int) -> Pairs:
 
 
 def _rows(pieces: Pairs, seq_len: int) -> Iterator[Any]:
-    """The pieces of each sequence, in the order of the text; sequences in the order of their first pieces."""
+    """The pieces of each sequence in text order, and the sequences in the order of their first pieces."""
     rows: list[list[int]] = []
-    rooms: list[int] = []  # the sizes of room that there are, ascending
-    with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # sequences by their room
+    rooms: list[int] = []  # the distinct amounts of free room, ascending
+    with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # the sequences with each amount
     for piece in np.argsort(-pieces[:, 1], kind="stable").tolist():
         length = int(pieces[piece, 1])
         at = bisect.bisect_left(rooms, length)
@@ -203,6 +202,6 @@ def _rows(pieces: Pairs, seq_len: int) -> Iterator[Any]:
 
 
 def pack_all(data: DataSet, seq_len: int, info: Callable[[str], None]) -> None:
-    """Make the index of each source, before there is a process group that would have to wait."""
+    """Build the index of each source, before the process group exists: its collectives would time out."""
     for source in data.sources:
         pack(source.folder, source.meta, seq_len, info)

@@ -1,9 +1,7 @@
-"""Sequences: of one prepared folder, or of several that are mixed.
+"""Sequences of T tokens and their targets, from one prepared folder or a mixture. `[data] packing` decides how:
 
-A sequence is T tokens, and for each the token that comes next. `[data] packing` says how they are made:
-
-    concat      sequence j is tokens[j T : j T + T + 1] of the stream: T inputs, and the same shifted by one
-    best_fit    whole documents; each begins with the end mark before it, to predict its first token from
+concat      sequence j is tokens[j T : j T + T + 1] of the stream: T inputs, and the targets shifted by one
+best_fit    whole documents, each preceded by the previous end token, from which its first token is predicted
 """
 
 from dataclasses import dataclass
@@ -24,30 +22,30 @@ Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Some sequences, (N, T) int64 each."""
+    """N sequences, (N, T) each."""
 
     tokens: Array
-    targets: Array  # IGNORE where there is nothing to learn
-    begins: NDArray[np.bool_]  # where a document begins: at the end mark before it
+    targets: Array  # IGNORE where masked
+    begins: NDArray[np.bool_]  # True at the end token before each document
 
     @classmethod
     def empty(cls, n: int, seq_len: int) -> "Rows":
-        """Sequences of nothing."""
+        """Fully masked sequences."""
         zeros = np.zeros((n, seq_len), np.int64)
         return cls(zeros, np.full_like(zeros, IGNORE), np.zeros((n, seq_len), np.bool_))
 
 
 class SampleSource(Protocol):
-    """Where a loader's sequences come from. Run samples are numbered over all epochs."""
+    """A loader's source of sequences. Run samples are numbered over all epochs."""
 
     seq_len: int
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """These samples of a run; without a seed, in the order of the file."""
+        """These samples of a run; without a seed, in file order."""
         ...
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """How many targets they have that count."""
+        """The number of their valid targets."""
         ...
 
 
@@ -84,11 +82,10 @@ class Samples:
             )
 
     def indices(self, run_samples: Indices, seed: int | None) -> Indices:
-        """Which sequences of the folder these samples of a run are."""
+        """The sequence index of each sample of a run."""
         return run_samples if seed is None else sample_indices(run_samples, self.n_samples, seed)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See SampleSource."""
         indices = self.indices(run_samples, seed).tolist()
         rows = Rows.empty(len(indices), self.seq_len)
         for row, index in enumerate(indices):
@@ -115,10 +112,9 @@ class Samples:
             rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = stream[:-1], stream[1:]
             rows.begins[row, at] = True
             at += length
-        rows.begins[row, at : at + 1] = True  # the padding is no part of the last document
+        rows.begins[row, at : at + 1] = True  # the padding does not belong to the last document
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See SampleSource."""
         if self._pieces is None:
             return len(run_samples) * self.seq_len
         indices = self.indices(run_samples, seed)
@@ -126,7 +122,7 @@ class Samples:
 
 
 class Mixture:
-    """Sequences of several folders, by one periodic table (order.py)."""
+    """Sequences of several folders, interleaved by a periodic table (order.py)."""
 
     def __init__(self, sources: list[Samples], weights: list[float], names: list[str]) -> None:
         self.names = names
@@ -135,18 +131,16 @@ class Mixture:
         self.interleave = Interleave(weights)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See SampleSource."""
         rows = Rows.empty(len(run_samples), self.seq_len)
         which, numbers = self.interleave.locate(run_samples)
         for k, source in enumerate(self.sources):
-            here = which == k
-            if here.any():
-                some = source.draw(numbers[here], seed)
-                rows.tokens[here], rows.targets[here], rows.begins[here] = some.tokens, some.targets, some.begins
+            at = which == k
+            if at.any():
+                part = source.draw(numbers[at], seed)
+                rows.tokens[at], rows.targets[at], rows.begins[at] = part.tokens, part.targets, part.begins
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See SampleSource."""
         which, numbers = self.interleave.locate(run_samples)
         return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
 
@@ -156,18 +150,18 @@ class Mixture:
         return sum(source.n_samples for source in self.sources)
 
     def consumed(self, n: int) -> list[int]:
-        """How many of a run's first n samples came from each source."""
+        """How many of a run's first n samples come from each source."""
         return self.interleave.consumed(n)
 
     def seen(self, n: int) -> dict[str, dict[str, float]]:
-        """Tokens and epochs of each source in a run's first n samples (best_fit: tokens by the mean of a sequence)."""
+        """Tokens and epochs of each source in a run's first n samples (best_fit: by a sequence's mean tokens)."""
         return {
             name: {"tokens": round(count * source.mean_tokens), "epochs": round(count / source.n_samples, 4)}
             for name, source, count in zip(self.names, self.sources, self.consumed(n), strict=True)
         }
 
     def longest_prefix(self, n: int) -> int:
-        """The most samples, up to n, that can be drawn without a sequence coming twice."""
+        """The largest number of samples, at most n, without a repeated sequence."""
         low, high = 0, n
         while low < high:
             middle = (low + high + 1) // 2
@@ -177,11 +171,11 @@ class Mixture:
 
 
 def open_samples(data: DataSet, split: str, seq_len: int, packing: str) -> Mixture:
-    """One split of all sources of a run.
+    """Open one split of all sources.
 
     Raises:
         DataError: a source has less than one sequence.
-        ConfigError: a source has too little weight.
+        ConfigError: the weight of a source is too small.
     """
     samples = [Samples(source.folder, split, seq_len, packing) for source in data.sources]
     return Mixture(samples, [source.weight for source in data.sources], [source.name for source in data.sources])

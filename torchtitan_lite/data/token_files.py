@@ -1,14 +1,14 @@
-"""What a prepared folder says of itself, and whether it is true.
+"""The format of a prepared folder, its reader and its checks.
 
-    meta.json                       this file's Meta, written last: a folder without it is no data set
+    meta.json                       Meta below, written last: a folder without it is incomplete
     tokenizer.json
     train-00000.bin, ...            the tokens of all training documents, uint16 or uint32, in shards of equal length
-    train.idx                       where each document ends in them, int64
+    train.idx                       the end of each document in the stream, int64
     val-00000.bin, ..., val.idx     the same for validation
-    skipped.log                   what was left out, if anything was (--on-error skip)
+    skipped.log                     skipped texts, if any (--on-error skip)
 
-The stream of a split is: end mark, document, end mark, document, ..., end mark. So each document has a mark before it,
-to predict its first token from, and one behind it, to learn where it ends.
+The stream of a split is: end token, document, end token, document, ..., end token. A document's first token is
+predicted from the end token before it.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ FORMAT_VERSION = 2
 SPLITS = "train", "val"
 _SPOTS = 64
 _SPOT_BYTES = 4096
-_ENDS = 1 << 20  # ends of documents that are looked at together
-HASHED_BYTES = 256 << 20  # more than this is compared by its size and 64 spots, where all of it is not asked for
-_BLOCK = 1 << 22  # tokens that are looked at at a time
+_ENDS = 1 << 20  # document ends checked at a time
+HASHED_BYTES = 256 << 20  # larger files are compared by size and 64 spots, except by verify
+_BLOCK = 1 << 22  # tokens checked at a time
 OURS = re.compile(
     r"(train|val)(-\d+\.bin|\.idx)|skipped\.log|(meta|progress|tokenizer)\.json(\.new)?"
     r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
@@ -44,22 +44,22 @@ _PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.new)?")  # in a
 
 @dataclass(frozen=True)
 class File:
-    """One file of a prepared folder."""
+    """The size and hashes of a file."""
 
     bytes: int
     sha256: str
-    spots: str  # a hash of 64 short pieces: what a run checks each time it starts
+    spots: str  # a hash of 64 short pieces, checked each time a run starts
 
     @classmethod
     def of(cls, path: Path) -> "File":
-        """What it is now."""
+        """Hash a file."""
         with path.open("rb") as stream:
             return cls(path.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest(), spots(path))
 
 
 @dataclass(frozen=True)
 class Meta:
-    """meta.json."""
+    """The content of meta.json."""
 
     format_version: int
     documents: int
@@ -68,23 +68,23 @@ class Meta:
     val_text_bytes: int
     train_tokens: int
     val_tokens: int
-    unknown_tokens: int  # that stand for something that the vocabulary does not have
+    unknown_tokens: int  # tokens for text that the vocabulary lacks
     vocab_size: int
     end_token: int
     shard_tokens: int  # in each shard but the last of a split
     tokenizer_sha256: str
-    tokens_sha256: str  # of the hashes of all token files: two data sets with this in common are the same data
+    tokens_sha256: str  # a hash of all token files' hashes: the identity of the data
     made_from: str  # a hash of the texts' names, sizes and times and of all options
     files: dict[str, File]
-    skipped: dict[str, int]  # how many documents, lines or files were left out, by reason
+    skipped: dict[str, int]  # the number of skipped documents, lines or files, by reason
     skipped_first: list[str]  # the first of them; all are in skipped.log
 
     def tokens(self, split: str) -> int:
-        """The length of a split's stream."""
+        """The number of tokens in a split's stream."""
         return self.train_tokens if split == "train" else self.val_tokens
 
     def n_documents(self, split: str) -> int:
-        """The documents of a split."""
+        """The number of documents in a split."""
         return self.val_documents if split == "val" else self.documents - self.val_documents
 
 
@@ -99,13 +99,13 @@ def shard_name(split: str, number: int) -> str:
 
 
 def shard_lengths(tokens: int, shard_tokens: int) -> list[int]:
-    """How many tokens each shard of a split holds."""
+    """The number of tokens in each shard of a split."""
     full, rest = divmod(tokens, shard_tokens)
     return [shard_tokens] * full + [rest] * bool(rest)
 
 
 class TokenFiles:
-    """The token stream of one split. It is read, not mapped: a file that was cut is then an error, and no crash."""
+    """The token stream of one split. It is read, not mapped: a truncated file is then an error, not a SIGBUS."""
 
     def __init__(self, folder: Path, meta: Meta, split: str) -> None:
         self._dtype = np.dtype(token_dtype(meta.vocab_size))
@@ -118,7 +118,7 @@ class TokenFiles:
         """Tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
 
         Raises:
-            DataError: a file can't be read, has fewer than it should, or holds a token that the vocabulary does not.
+            DataError: a file is unreadable or truncated, or has a token outside the vocabulary.
         """
         number, offset = divmod(first, self._shard_tokens)
         n = min(end - first, self._shard_tokens - offset)
@@ -129,13 +129,13 @@ class TokenFiles:
         except OSError as error:
             raise DataError(f"{file} can't be read at byte {offset * size:,}: {error.strerror}") from None
         if len(data) != n * size:
-            raise DataError(f"{file} ends before token {offset + n:,}: it was cut while it was being read")
+            raise DataError(f"{file} ends before token {offset + n:,}: it was truncated after the run started")
         tokens = np.frombuffer(data, self._dtype)
         if n and int(tokens.max()) >= self._vocab_size:
             bad = int(np.argmax(tokens >= self._vocab_size))
             raise DataError(
                 f"{file} is damaged: token {offset + bad:,} (at byte {(offset + bad) * size:,}) is {int(tokens[bad])}, "
-                f"and the vocabulary has {self._vocab_size} entries; {remedy(self._folder)} "
+                f"but the vocabulary has {self._vocab_size} entries; {remedy(self._folder)} "
                 "(python -m torchtitan_lite.data.prepare --verify FOLDER reads every byte)"
             )
         return tokens if n == end - first else np.concatenate((tokens, self.read(first + n, end)))
@@ -152,17 +152,17 @@ class TokenFiles:
 
 
 def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
-    """Where each document of a split ends in its stream, mapped; each end was looked at.
+    """The end of each document in a split's stream, memory-mapped and checked.
 
     Raises:
-        DataError: the ends do not divide the stream into documents.
+        DataError: the ends are not increasing, or do not match the stream's length.
     """
     file = folder / f"{split}.idx"
     try:
         ends = np.memmap(file, dtype=np.int64, mode="r")
-    except (OSError, ValueError) as error:  # ValueError: it is empty, or holds half a number
+    except (OSError, ValueError) as error:  # ValueError: empty, or not a multiple of 8 bytes
         raise DataError(f"{file} can't be read: {error}") from None
-    before, n_tokens = 1, meta.tokens(split)  # a document has an end mark at least
+    before, n_tokens = 1, meta.tokens(split)  # the stream begins with an end token
     for first in range(0, len(ends), _ENDS):
         some = ends[first : first + _ENDS]
         good = np.diff(some, prepend=before) > 0
@@ -178,13 +178,13 @@ def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
 
 def _wrong_end(file: Path, number: int, end: int, before: int, n_tokens: int) -> str:
     return (
-        f"{file} is damaged: document {number:,} (at byte {8 * number:,}) ends at token {end:,}, and should end after "
+        f"{file} is damaged: document {number:,} (at byte {8 * number:,}) ends at token {end:,}, but should end after "
         f"{before:,} and at most at {n_tokens:,}; {remedy(file.parent)}"
     )
 
 
 def foreign(folder: Path) -> list[str]:
-    """What a folder holds that is no part of prepared data, sorted."""
+    """The entries of a folder that are not part of prepared data, sorted."""
     names = []
     for entry in os.scandir(folder):
         if not OURS.fullmatch(entry.name):
@@ -195,18 +195,18 @@ def foreign(folder: Path) -> list[str]:
 
 
 def remedy(folder: Path) -> str:
-    """What to do about a damaged folder; never to delete what is not ours."""
+    """How to repair a damaged folder. The user is never told to delete foreign files."""
     try:
         others = foreign(folder)
     except OSError as error:
         return f"it can't be listed: {error.strerror}"
     if others:
         return f"prepare the text again into another folder; keep this one, which also holds {others[0]}"
-    return "delete this folder, and prepare it again (what train.py has prepared itself, it makes again)"
+    return "delete this folder, and prepare it again (train.py does so itself for a folder in its cache)"
 
 
 def spots(path: Path) -> str:
-    """A hash of the size and of 64 evenly spread pieces: quick for any size, and other text does not pass for this."""
+    """A hash of the size and of 64 evenly spaced pieces; fast for any size."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as stream:
@@ -216,10 +216,10 @@ def spots(path: Path) -> str:
 
 
 def read_meta(folder: Path) -> Meta:
-    """The meta.json of a prepared folder, whose files have the sizes and the spots that it says.
+    """Read meta.json, and check the sizes and spots of the files.
 
     Raises:
-        DataError: the folder is damaged, or of another version.
+        DataError: the folder is damaged or has another format version.
     """
     try:
         meta = _parsed(folder / "meta.json")
@@ -240,10 +240,10 @@ def read_meta(folder: Path) -> Meta:
 
 
 def _parsed(file: Path) -> Meta:
-    """A meta.json whose values have the right types.
+    """Parse meta.json.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is malformed.
     """
     if not file.is_file():
         raise FileNotFoundError("there is no meta.json" if not file.exists() else "meta.json is not a file")
@@ -251,13 +251,13 @@ def _parsed(file: Path) -> Meta:
         raise ValueError("meta.json is too long")
     content = json.loads(file.read_bytes())
     if not isinstance(content, dict):
-        raise ValueError("meta.json holds no object")
+        raise ValueError("meta.json is not a JSON object")
     if content.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"its format is {content.get('format_version')}, and this version reads {FORMAT_VERSION}")
+        raise ValueError(f"its format is {content.get('format_version')}, but this version reads {FORMAT_VERSION}")
     _require_types(Meta, content, "meta.json")
     for name, described in content["files"].items():
         if not isinstance(described, dict):
-            raise ValueError(f"meta.json says nothing of {name}")
+            raise ValueError(f"meta.json does not describe {name}")
         _require_types(File, described, f"meta.json, {name}")
     return Meta(**{**content, "files": {name: File(**described) for name, described in content["files"].items()}})
 
@@ -273,7 +273,7 @@ def _require_types(what: type[Meta] | type[File], content: dict[str, Any], place
 
 
 def _require_named(meta: Meta) -> None:
-    """The files of the right sizes are all there: none is missing from meta.json, and none is elsewhere."""
+    """Check that meta.json is consistent, and lists exactly the expected files with the expected sizes."""
     if not meta.end_token < meta.vocab_size <= 2**32:
         raise ValueError(f"meta.json: end_token {meta.end_token} is not in a vocabulary of {meta.vocab_size}")
     if not meta.shard_tokens or max(map(meta.tokens, SPLITS)) > meta.shard_tokens * len(meta.files):
@@ -291,11 +291,11 @@ def _require_named(meta: Meta) -> None:
         if name not in others and wanted.get(name) != file.bytes:
             raise ValueError(f"meta.json contradicts itself about {name}")
     if missing := (wanted.keys() | {"tokenizer.json"}) - meta.files.keys():
-        raise ValueError(f"meta.json does not have {', '.join(sorted(missing))}")
+        raise ValueError(f"meta.json does not list {', '.join(sorted(missing))}")
 
 
 def all_files(folder: Path, names: list[str]) -> dict[str, File]:
-    """What these files are now, hashed on all cores."""
+    """Hash these files on all cores."""
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: File.of(folder / name), names), strict=True))
 
@@ -307,10 +307,10 @@ def identity(files: dict[str, File]) -> str:
 
 
 def verify(folder: Path) -> list[str]:
-    """Everything that is wrong with a prepared folder, a line each: every byte is read.
+    """Read every byte of a prepared folder, and return a line for each problem.
 
     Raises:
-        DataError: it can't be read as one at all.
+        DataError: meta.json is invalid.
     """
     meta = read_meta(folder)
     now = all_files(folder, list(meta.files))
@@ -321,18 +321,18 @@ def verify(folder: Path) -> list[str]:
 
 
 def wrong_documents(folder: Path, meta: Meta) -> list[str]:
-    """What is wrong with the division into documents, whatever the hashes say."""
+    """A line for each problem in the division into documents, independent of the hashes."""
     return [line for split in SPLITS for line in _wrong_documents(folder, meta, split)]
 
 
 def _wrong_documents(folder: Path, meta: Meta, split: str) -> Iterator[str]:
-    """Ids that the vocabulary does not have; documents that do not end with the end mark, or have others inside."""
+    """Find tokens outside the vocabulary, documents without a final end token, and end tokens inside documents."""
     dtype = np.dtype(token_dtype(meta.vocab_size))
     ends = np.memmap(folder / f"{split}.idx", dtype=np.int64, mode="r") if meta.n_documents(split) else np.empty(0, int)
     if not len(ends) or ends[-1] != meta.tokens(split) or ends[0] < 1 or (np.diff(ends) <= 0).any():
         yield f"{split}.idx: does not divide the {meta.tokens(split):,} tokens into documents"
         return
-    marks = 0
+    end_tokens = 0
     for number in range(len(shard_lengths(meta.tokens(split), meta.shard_tokens))):
         tokens = np.memmap(folder / shard_name(split, number), dtype=dtype, mode="r")
         if int(tokens.max()) >= meta.vocab_size:
@@ -340,10 +340,10 @@ def _wrong_documents(folder: Path, meta: Meta, split: str) -> Iterator[str]:
         first = number * meta.shard_tokens
         low, high = np.searchsorted(ends, [first + 1, first + len(tokens) + 1])
         if (tokens[ends[low:high] - 1 - first] != meta.end_token).any():
-            yield f"{shard_name(split, number)}: a document does not end with the end mark"
-        marks += sum(int((tokens[i : i + _BLOCK] == meta.end_token).sum()) for i in range(0, len(tokens), _BLOCK))
-    if marks != meta.n_documents(split) + 1:
+            yield f"{shard_name(split, number)}: a document does not end with the end token"
+        end_tokens += sum(int((tokens[i : i + _BLOCK] == meta.end_token).sum()) for i in range(0, len(tokens), _BLOCK))
+    if end_tokens != meta.n_documents(split) + 1:
         yield (
-            f"{split}: {marks:,} end marks (token {meta.end_token}) for {meta.n_documents(split):,} documents, where "
-            f"{meta.n_documents(split) + 1:,} should be: text was taken for the end mark, or a mark is missing"
+            f"{split}: {end_tokens:,} end tokens (id {meta.end_token}) for {meta.n_documents(split):,} documents, "
+            f"where {meta.n_documents(split) + 1:,} should be: text was encoded as an end token, or one is missing"
         )

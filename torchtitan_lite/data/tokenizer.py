@@ -1,7 +1,4 @@
-"""Tokenizers of the `tokenizers` library: the user's own, or byte-level BPE trained on the text.
-
-In byte-level BPE every text can be encoded, nothing is unknown, and decoding is exact.
-"""
+"""Tokenizers of the `tokenizers` library: the user's own, or byte-level BPE trained on the text (lossless)."""
 
 import hashlib
 import json
@@ -17,22 +14,20 @@ from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
-
-
-SMALLEST = 257  # a byte each, and the end mark
+SMALLEST = 257  # 256 bytes and the end token
 _LONGEST = 1 << 30  # bytes of a tokenizer.json
 
 
 def byte_level() -> Tokenizer:
-    """A token for each byte, and the end mark: nothing is learned, so any text will do."""
+    """One token per byte, and the end token; nothing is trained."""
     return train([], SMALLEST)
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of exactly `vocab_size` entries: the end mark, 256 bytes, merges.
+    """Train a byte-level BPE tokenizer of exactly `vocab_size` entries: the end token, 256 bytes, merges.
 
     Raises:
-        DataError: the text is too short to learn that many.
+        DataError: the text is too short.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,10 +49,10 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """A tokenizer.json, without the truncation and padding that some files ask for: they would change the text.
+    """Load a tokenizer.json, with truncation and padding disabled.
 
     Raises:
-        DataError: the file is no tokenizer.json.
+        DataError: the file is not a valid tokenizer.json.
     """
     file = expanded(path, "tokenizer.path")
     wrong = f"tokenizer.path: {path} can't be read as a tokenizer.json: "
@@ -65,7 +60,7 @@ def load(path: Path) -> Tokenizer:
         if file.exists() and not file.is_file():
             raise DataError(f"{wrong}it is {kind_of(file)}")
         if file.stat().st_size > _LONGEST:
-            raise DataError(f"{wrong}it has {file.stat().st_size:,} bytes, and at most {_LONGEST:,} are read")
+            raise DataError(f"{wrong}it has {file.stat().st_size:,} bytes; the limit is {_LONGEST:,}")
         tokenizer = Tokenizer.from_str(file.read_bytes().decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -83,7 +78,7 @@ def load(path: Path) -> Tokenizer:
 
 
 def literal(definition: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. It does not look for special entries in a text; see literal.py."""
+    """A tokenizer that does not look for special tokens in the text; see literal.py."""
     tokenizer = Tokenizer.from_str(definition)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -92,17 +87,17 @@ def literal(definition: str) -> Tokenizer:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong in the library, which raises plain exceptions, and a BaseException of its own when it panics."""
+    """The message of an error in the library, whose panics are BaseExceptions."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
         raise error
     return str(error)[:300]
 
 
 def unknown(tokenizer: Tokenizer) -> int | None:
-    """The id that stands for what the vocabulary does not have; None if it can spell everything.
+    """The id of the unknown token; None if the vocabulary can encode everything.
 
     Raises:
-        DataError: it has no such entry either, and silently drops what it does not know.
+        DataError: the tokenizer silently drops unknown characters.
     """
     model = json.loads(tokenizer.to_str())["model"]
     index = model.get("unk_id") if model.get("unk_token") is None else tokenizer.token_to_id(model["unk_token"])
@@ -113,22 +108,22 @@ def unknown(tokenizer: Tokenizer) -> int | None:
         spelled = tokenizer.decode(tokenizer.encode(probe).ids)
     except BaseException as error:
         raise DataError(
-            f"the tokenizer can't encode what it does not know ({reason(error)}); use one with byte-level "
-            "pre-tokenization, with byte_fallback, or with an unk_token that its vocabulary has"
+            f"the tokenizer can't encode unknown characters ({reason(error)}); use one with byte-level "
+            "pre-tokenization, with byte_fallback, or with an unk_token in its vocabulary"
         ) from None
     if not set(probe) <= set(spelled):
         raise DataError(
-            "the tokenizer drops characters that it does not know, without a trace; use one with byte-level "
-            "pre-tokenization, with byte_fallback, or with an unk_token"
+            "the tokenizer silently drops unknown characters; use one with byte-level pre-tokenization, with "
+            "byte_fallback, or with an unk_token"
         )
     return None
 
 
 def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:
-    """The id of the entry that ends a document.
+    """The id of the token that ends a document.
 
     Raises:
-        DataError: the tokenizer has none of that name, or none that is known.
+        DataError: the tokenizer does not have the wanted token, or any known one.
     """
     for token in (wanted,) if wanted else _KNOWN_ENDS:
         index = tokenizer.token_to_id(token)
@@ -142,25 +137,24 @@ def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:
 
 
 def shown(tokenizer: Tokenizer, index: int) -> str:
-    """A token in a message: its id and its entry."""
+    """A token for a message."""
     return f"{tokenizer.id_to_token(index)!r} (id {index})"
 
 
 def size(tokenizer: Tokenizer) -> int:
-    """The number of embeddings it takes: the largest id, plus 1."""
+    """The number of embeddings: the largest id plus 1."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def sha256(tokenizer: Tokenizer) -> str:
-    """The identity of a tokenizer: the hash of its whole definition, in hex."""
+    """The hash of a tokenizer's definition, in hex."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:
-    """How many bytes of text each token stands for, (size,) int64; 0 for special entries and for the end mark `end`.
+    """The bytes of text of each token, (size,) int64; 0 for special tokens and for the end token `end`.
 
-    In a byte-level vocabulary each character of an entry is one byte of text. In others a character is itself, a word
-    boundary is a space, and <0xAB> is a byte.
+    In a byte-level vocabulary each character of a token is one byte. In others, U+2581 is a space and <0xAB> is a byte.
     """
     lengths = np.zeros(size(tokenizer), dtype=np.int64)
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
@@ -169,7 +163,7 @@ def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.
     byte_level = all(alphabet.issuperset(token) for token in vocabulary if token not in added)
     for token, index in vocabulary.items():
         if added.get(token, False):
-            continue  # a special entry stands for no text
+            continue
         if token in added:
             lengths[index] = len(token.encode())
         elif byte_level or (len(token) == 6 and token.startswith("<0x")):

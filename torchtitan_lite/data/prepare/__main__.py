@@ -1,4 +1,4 @@
-"""Text -> a prepared folder, on the command line.
+"""The command that prepares text, or verifies a prepared folder.
 
 python -m torchtitan_lite.data.prepare my_text --out data/mine
 python -m torchtitan_lite.data.prepare 'web/*.jsonl.zst' --out data/web --tokenizer data/mine/tokenizer.json
@@ -20,7 +20,7 @@ from torchtitan_lite.config.schema import TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import content
 from torchtitan_lite.data.prepare import corpus as corpora
-from torchtitan_lite.data.prepare.cache import MOST_WORKERS, _records, encode_with_bar, plan_for
+from torchtitan_lite.data.prepare.cache import MOST_WORKERS, encode_with_bar, plan_for, record_folder
 from torchtitan_lite.data.prepare.encode import require_complete
 from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Options, plan_of
 from torchtitan_lite.data.prepare.summary import report, summary
@@ -29,7 +29,7 @@ from torchtitan_lite.errors import ConfigError, DataError, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
+    """Run the command and return its exit code."""
     arguments = _parser().parse_args(argv)
     return run_cli("prepare", lambda: _run(arguments))
 
@@ -39,34 +39,36 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.verify:
             return _verify(arguments.verify)
         if not arguments.sources or not arguments.out:
-            raise ConfigError("it takes text and a folder to make: prepare my_text --out data/mine")
+            raise ConfigError("needs text and an output folder, e.g. prepare my_text --out data/mine")
         if not 0 < arguments.val_fraction < 1:
             raise ConfigError(f"--val-fraction {arguments.val_fraction} should be between 0 and 1, e.g. 0.05")
         return _make(arguments)
     except KeyboardInterrupt:
-        print("prepare: stopped; the same command goes on from where it was", file=sys.stderr)
+        print("prepare: stopped; run the same command again to resume", file=sys.stderr)
         return 130
     except OSError as error:
         if not arguments.out:
             raise
-        print(f"prepare: {arguments.out}: {error}; the same command goes on from where it was", file=sys.stderr)
+        print(f"prepare: {arguments.out}: {error}; run the same command again to resume", file=sys.stderr)
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m torchtitan_lite.data.prepare", description="Text -> a prepared folder.")
+    parser = argparse.ArgumentParser(
+        "python -m torchtitan_lite.data.prepare", description="Tokenize text for training."
+    )
     add = parser.add_argument
     add("sources", nargs="*", metavar="SOURCE", help=f"{corpora.READABLE}, folders or globs")
-    add("--out", type=paths.argument, help="the folder to make")
-    add("--tokenizer", default="", metavar="FILE", help="a tokenizer.json, or the word bytes: one token for each byte")
-    add("--end-token", default="", help="the entry that ends a document; default: as [tokenizer] end_token")
-    add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE of N entries (the default, with 4096)")
-    add("--text-key", default="text", help="the key of a .jsonl line, the column of a .csv or .parquet file")
-    add("--val-fraction", type=float, default=0.05, help="share of the documents for validation (default 0.05)")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out what can't be used, and list it")
+    add("--out", type=paths.argument, help="the folder to create")
+    add("--tokenizer", default="", metavar="FILE", help='a tokenizer.json, or "bytes" for one token per byte')
+    add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
+    add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
+    add("--text-key", default="text", help="the key of a .jsonl line, or the column of a .csv or .parquet file")
+    add("--val-fraction", type=float, default=0.05, help="fraction of the documents for validation (default: 0.05)")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out unusable text, and list it")
     add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, help="a longer line or text is an error")
-    add("--workers", type=int, default=0, help="processes; default: one per core")
-    add("--verify", type=paths.argument, metavar="FOLDER", help="read every byte of a prepared folder, and stop")
+    add("--workers", type=int, default=0, help="number of processes; default: one per core")
+    add("--verify", type=paths.argument, metavar="FOLDER", help="check every byte of a prepared folder, and exit")
     return parser
 
 
@@ -74,7 +76,7 @@ def _verify(folder: Path) -> int:
     wrong = verify(folder)
     if wrong:
         raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *wrong]))
-    print(f"{folder}: whole. {summary(read_meta(folder))}")
+    print(f"{folder}: complete and undamaged. {summary(read_meta(folder))}")
     return 0
 
 
@@ -106,31 +108,30 @@ def _make(arguments: argparse.Namespace) -> int:
     work.mkdir(exist_ok=True)
     try:
         with FileLock(work / "lock", blocking=False):
-            corpus = content.known(corpus, _records(work))
+            corpus = content.with_content(corpus, record_folder(work))
             plan = plan_for([corpus], config, arguments.val_fraction, work, options, print)
             job = plan.jobs[0]
             if not out.exists():
                 encode_with_bar(corpus, plan.tokenizer, job, out, options)
             elif not is_prepared(out) or read_meta(out).made_from != plan_of(corpus, job, options):
-                raise DataError(f"{out} is there already, and was made from something else; choose another --out")
+                raise DataError(f"{out} exists, and was made from other text or options; choose another --out")
             else:
                 require_complete(out, read_meta(out).skipped, options)
     except Timeout:
-        raise DataError(f"{out} is being made by another process") from None
+        raise DataError(f"{out} is being prepared by another process") from None
     shutil.rmtree(work)
     print(report(out, plan.tokenizer))
     return 0
 
 
 def _out(given: Path) -> Path:
-    """The folder to make.
-
+    """
     Raises:
-        ConfigError: it has no name.
+        ConfigError: the path has no name.
     """
     out = expanded(given, "--out")
     if out.name in ("", ".."):
-        raise ConfigError(f"--out {given} should name a folder that is not there yet, e.g. --out {out / 'prepared'}")
+        raise ConfigError(f"--out {given} should name a new folder, e.g. --out {out / 'prepared'}")
     return out
 
 

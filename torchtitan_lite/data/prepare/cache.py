@@ -1,8 +1,7 @@
-"""Text becomes a prepared folder: train.py makes it once, in a cache; the command (__main__.py) makes it anywhere.
+"""Preparation of text into the cache, for train.py. The command (__main__.py) uses parts of it for any folder.
 
-Documents are split by a hash of their text: a document stays where it is when others are added (in a corpus of at least
-1 MiB; a smaller one is cut into smaller blocks, see corpus.py). A byte-level BPE tokenizer is trained on the training
-documents, unless one is given. encode.py does the rest.
+A hash of each document's text decides its split, so adding documents does not move others (below 1 MiB the size of
+blocks changes, see corpus.py). A byte-level BPE tokenizer is trained on the training documents, unless one is given.
 """
 
 import hashlib
@@ -33,11 +32,11 @@ from torchtitan_lite.files import write_durably
 MOST_WORKERS = 1024
 BYTES = "bytes"  # instead of a tokenizer.json
 
-Report = Callable[[str], None]
+Info = Callable[[str], None]
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """Where prepared data lives."""
+    """The cache folder of prepared data."""
     if data.cache_dir:
         return expanded(data.cache_dir, "data.cache_dir")
     if given := os.environ.get("XDG_CACHE_HOME"):
@@ -46,24 +45,24 @@ def cache_folder(data: DataConfig) -> Path:
         return Path.home() / ".cache" / "torchtitan_lite"
     except RuntimeError:
         raise DataError(
-            "data.cache_dir: there is no place for prepared text, because HOME is not set and this user has no home "
-            'folder; name one, e.g. data.cache_dir = "/tmp/cache"'
+            "data.cache_dir: there is no default folder, because HOME is not set and this user has no home folder; "
+            'set one, e.g. data.cache_dir = "/tmp/cache"'
         ) from None
 
 
 def prepared_in_cache(
-    paths: Sequence[str | list[str]], data: DataConfig, config: TokenizerConfig, info: Report
+    paths: Sequence[str | list[str]], data: DataConfig, config: TokenizerConfig, info: Info
 ) -> list[Path]:
-    """The prepared folders of texts that share a tokenizer, made if they are not there yet.
+    """The prepared folders of texts that share a tokenizer, created if needed.
 
     Raises:
-        DataError: a text is missing, can't be used, or is too short.
+        DataError: a text is missing, unusable or too short.
     """
     texts = [corpora.find(path, data.text_key) for path in paths]
     cache = cache_folder(data)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        texts = [content.known(corpus, cache) for corpus in texts]
+        texts = [content.with_content(corpus, cache) for corpus in texts]
         plan = plan_for(texts, config, data.val_fraction, cache, Options(), info)
         folders = []
         for corpus, job in zip(texts, plan.jobs, strict=True):
@@ -84,7 +83,7 @@ def prepared_in_cache(
 
 def encode_with_bar(corpus: Corpus, tokenizer: Tokenizer, job: Job, out: Path, options: Options) -> Meta:
     """`encode` with a progress bar on a terminal."""
-    from torchtitan_lite.data.prepare.encode import encode  # which loads the text readers
+    from torchtitan_lite.data.prepare.encode import encode  # imports the text readers
 
     with tqdm(total=corpus.size(), unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
         return encode(corpus, tokenizer, job, out, options, lambda done: _move(bar, done))
@@ -92,27 +91,27 @@ def encode_with_bar(corpus: Corpus, tokenizer: Tokenizer, job: Job, out: Path, o
 
 def _move(bar: "tqdm[Any]", done: int) -> None:
     if bar.n == 0 and done:
-        bar.initial = done  # of an earlier call: it does not count for the speed
+        bar.initial = done  # done by an earlier call, so not part of the speed
     bar.update(done - bar.n)
 
 
-# --- which tokenizer, and which documents are held out ----------------------------------------------------------
+# --- the tokenizer and the validation split ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What has to be known before the first document is encoded."""
+    """The tokenizer, and the job of each corpus."""
 
     tokenizer: Tokenizer
-    jobs: list[Job]  # one for each corpus
+    jobs: list[Job]
 
 
 def plan_for(
-    texts: list[Corpus], config: TokenizerConfig, val_fraction: float, folder: Path, options: Options, info: Report
+    texts: list[Corpus], config: TokenizerConfig, val_fraction: float, folder: Path, options: Options, info: Info
 ) -> Plan:
-    """The tokenizer, trained on the training documents of all texts if none is given, and the marks of validation.
+    """Train the tokenizer, unless one is given, and choose the validation documents.
 
-    It is found once and kept in `folder`, as a file that is named by all that decides it.
+    The result is stored in `folder`, in a file named by a hash of its inputs, and reused.
     """
     given = None
     if config.path:
@@ -125,23 +124,23 @@ def plan_for(
         "val_fraction": val_fraction,
     } | ({} if options.max_document_bytes == MAX_DOCUMENT_BYTES else {"longest": options.max_document_bytes})
     key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
-    kept = folder / f"{key}.plan.json"
-    plan = _kept_plan(kept, len(texts))
+    file = folder / f"{key}.plan.json"
+    plan = _stored_plan(file, len(texts))
     if plan is None:
         with FileLock(folder / f"{key}.lock"):
-            if (plan := _kept_plan(kept, len(texts))) is None:
+            if (plan := _stored_plan(file, len(texts))) is None:
                 from torchtitan_lite.data.prepare.split import held_out_below, training_texts
 
-                _say_preparing(texts, info)
+                _log_preparation(texts, info)
                 below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
                 found = given or bpe.train(training_texts(texts, below, options), config.vocab_size)
                 end = bpe.end_token(found, config.end_token)
                 plan = {"below": below, "end": end, "tokenizer": found.to_str(pretty=True)}
-                write_durably(kept, json.dumps(plan).encode())
+                write_durably(file, json.dumps(plan).encode())
     definition, end = plan["tokenizer"], plan["end"]
     tokenizer = bpe.literal(definition)
     unknown = bpe.unknown(tokenizer)
-    if unknown is None or unknown == end:  # as the end mark it can't stand for anything else
+    if unknown is None or unknown == end:  # the end token can't be the unknown token as well
         unknown = -1
     jobs = [
         Job(definition, bpe.size(tokenizer), end, corpus.text_key, below, unknown)
@@ -150,8 +149,8 @@ def plan_for(
     return Plan(tokenizer, jobs)
 
 
-def _kept_plan(file: Path, n_texts: int) -> dict[str, Any] | None:
-    """A plan that was made before; None if there is none, or if it is damaged."""
+def _stored_plan(file: Path, n_texts: int) -> dict[str, Any] | None:
+    """A stored plan; None if there is none, or if it is damaged."""
     try:
         plan = json.loads(file.read_bytes())
         return plan if len(plan["below"]) == n_texts and {"end", "tokenizer"} <= plan.keys() else None
@@ -159,18 +158,18 @@ def _kept_plan(file: Path, n_texts: int) -> dict[str, Any] | None:
         return None
 
 
-def _say_preparing(texts: list[Corpus], info: Report) -> None:
+def _log_preparation(texts: list[Corpus], info: Info) -> None:
     what = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
     info(f"data    preparing {what}: {sum(len(corpus.files) for corpus in texts):,} files, once for all runs ...")
     if ignored := [file for corpus in texts for file in corpus.ignored]:
         info(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}")
 
 
-def _records(work: Path) -> Path:
-    """Where it is remembered what a text was, so that other text of the same size and time is not taken for it."""
+def record_folder(work: Path) -> Path:
+    """The folder of content.py's records: the cache, or `work` if there is no writable cache."""
     try:
         folder = cache_folder(DataConfig())
         folder.mkdir(parents=True, exist_ok=True)
-    except (DataError, OSError):  # no home folder, or a read-only one: only this preparation remembers
+    except (DataError, OSError):
         return work
     return folder

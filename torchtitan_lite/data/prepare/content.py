@@ -1,11 +1,10 @@
-"""Whether text with the same names, sizes and times is still the same text.
+"""Detects changed text whose files have the same paths, sizes and mtimes.
 
-What was prepared is found by the path, size and mtime of each file, which takes no reading. Other text can have the
-same three: a copy that keeps times, a restored backup, `touch -r`. It then has another inode or ctime, which no program
-can set. So a record in the cache holds both, with a hash of each file. Where they differ, the file is hashed again. If
-the hash differs too, the hashes become part of the text's identity, and it is prepared as other text.
+Prepared data is looked up by path, size and mtime, without reading the files. A restored backup or `touch -r` can
+reproduce these three, but not inode and ctime. A record in the cache holds the latter two and a hash of each file. If
+they differ, the file is hashed again; if the hash differs too, it becomes part of the text's identity.
 
-Text of less than 256 MiB is hashed in full; of larger text, the size and 64 blocks of each file.
+Text of less than 256 MiB is hashed in full. For larger text, the size and 64 blocks of each file are hashed.
 """
 
 import contextlib
@@ -23,47 +22,48 @@ from torchtitan_lite.data.token_files import HASHED_BYTES, spots
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
+CHANGED = "the text was changed while it was being read; run the same command again to start over with the new text"
+
 
 @dataclass(frozen=True)
 class _Record:
-    """What a cache knows of a text: the hashes that it was first prepared with, and those at the last look."""
+    """The cached hashes of a text's files."""
 
-    first: list[str]
-    last: list[str]
-    stamps: list[list[int]]
+    first: list[str]  # when it was first prepared
+    last: list[str]  # at the last check
+    stamps: list[list[int]]  # inode and ctime at the last check
 
 
-def known(corpus: Corpus, folder: Path) -> Corpus:
-    """The corpus with its content, compared with what this folder has met under the same names, sizes and times.
+def with_content(corpus: Corpus, folder: Path) -> Corpus:
+    """The corpus with its content, compared with the record in this folder, which is updated.
 
     Raises:
-        DataError: a file is gone, or can't be read.
+        DataError: a file is missing or unreadable.
     """
     file = folder / f"{hashlib.sha256(json.dumps(corpus.identity()).encode()).hexdigest()[:16]}.content.json"
     stamps = _stamps(corpus)
     record = _read(file, len(stamps))
     if record is None or record.stamps != stamps:
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # a cache that may only be read
+            with contextlib.suppress(OSError):  # a read-only cache
                 stack.enter_context(FileLock(file.with_suffix(".lock")))
-            record = _looked_at(corpus, _read(file, len(stamps)), stamps)
+            record = _updated(corpus, _read(file, len(stamps)), stamps)
             with contextlib.suppress(OSError):
                 write_durably(file, json.dumps(vars(record)).encode())
     return replace(corpus, content=Content(stamps, record.last, record.last != record.first))
 
 
 def require_unchanged(corpus: Corpus) -> None:
-    """Refuse text that was changed after `known` looked at it.
-
+    """
     Raises:
-        DataError: it was.
+        DataError: the text was changed after `with_content`.
     """
     content = corpus.content
     if content and _stamps(corpus) != content.stamps and _hashes(corpus, corpus.files) != content.hashes:
-        raise DataError("the text was changed while it was being read; the same command begins again with the new one")
+        raise DataError(CHANGED)
 
 
-def _looked_at(corpus: Corpus, record: _Record | None, stamps: list[list[int]]) -> _Record:
+def _updated(corpus: Corpus, record: _Record | None, stamps: list[list[int]]) -> _Record:
     if record is None:
         hashes = _hashes(corpus, corpus.files)
         return _Record(hashes, hashes, stamps)
@@ -73,7 +73,7 @@ def _looked_at(corpus: Corpus, record: _Record | None, stamps: list[list[int]]) 
 
 
 def _stamps(corpus: Corpus) -> list[list[int]]:
-    """Inode and ctime of each file: what changes when its content does, and with a copy."""
+    """Inode and ctime of each file."""
     return [[(info := stat_of(file)).st_ino, info.st_ctime_ns] for file in corpus.files]
 
 
@@ -92,7 +92,7 @@ def _hashes(corpus: Corpus, files: tuple[Path, ...]) -> list[str]:
 
 
 def _read(file: Path, n_files: int) -> _Record | None:
-    """The record; None if there is none, or if it is damaged."""
+    """The record; None if it is missing or damaged."""
     try:
         record = _Record(**json.loads(file.read_bytes()))
         return record if {n_files} == {len(record.first), len(record.last), len(record.stamps)} else None

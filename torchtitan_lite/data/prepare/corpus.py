@@ -1,4 +1,4 @@
-"""Which text: the user's files, or the standard library of the Python that runs this."""
+"""The text to prepare: the user's files, or the standard library of this Python."""
 
 import os
 import sysconfig
@@ -15,17 +15,17 @@ READABLE = ".txt, .jsonl and .csv files (also .gz and .zst) and .parquet files"
 _MAX_BLOCK = 64 * 1024  # bytes
 _MIN_BLOCK = 1024
 _ENOUGH_BLOCKS = 16
-# Tests are two thirds of the library, and many distributions leave them out; the others are not the library's own.
+# Tests are two thirds of the library and missing in many distributions; the other folders are not part of the library.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Content:
-    """What content.py found in the files of a corpus."""
+    """The files' stamps and hashes, from content.py."""
 
     stamps: list[list[int]]  # inode and ctime of each
     hashes: list[str]
-    is_other: bool  # than what was first prepared from files with these names, sizes and times
+    is_other: bool  # differs from the text first prepared with these names, sizes and times
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,13 @@ class Corpus:
     """Files in a fixed order."""
 
     files: tuple[Path, ...]
-    text_key: str = "text"  # of .jsonl lines; the column of .csv and .parquet
+    text_key: str = "text"  # the key in .jsonl lines, or the column in .csv and .parquet
     python_source: bool = False  # decode by the encoding that a source file declares (PEP 263), else strict UTF-8
     content: Content | None = None
-    ignored: tuple[Path, ...] = ()  # what else the folders hold: other kinds of files, broken links, FIFOs
+    ignored: tuple[Path, ...] = ()  # other entries of the folders: other kinds of files, broken links, FIFOs
 
     def identity(self) -> list[list[str | int]]:
-        """What decides the text without reading it: path, size and time of change (ns) of each file.
-
-        And its hash, if there was other text of the same names, sizes and times before.
-        """
+        """Path, size and mtime (ns) of each file; also its hash, if other text had the same ones before."""
         stats = [(file, stat_of(file)) for file in self.files]
         found: list[list[str | int]] = [[str(file.resolve()), i.st_size, i.st_mtime_ns] for file, i in stats]
         if self.content and self.content.is_other:
@@ -54,22 +51,21 @@ class Corpus:
         return sum(stat_of(file).st_size for file in self.files)
 
     def block(self) -> int:
-        """The most bytes of a document of a .txt file: 64 KiB, or less where the text would be too few documents."""
+        """The maximum bytes of a .txt document: 64 KiB, or less if the text would have too few documents."""
         return min(_MAX_BLOCK, max(self.size() // _ENOUGH_BLOCKS, _MIN_BLOCK))
 
 
 def stat_of(file: Path) -> os.stat_result:
-    """What the file system says of a file.
-
+    """
     Raises:
-        DataError: it is gone, or can't be read.
+        DataError: the file is missing or unreadable.
     """
     with paths.reading(file):
         return file.stat()
 
 
 def kind(file: Path) -> str:
-    """.txt, .jsonl, .csv or .parquet, whether compressed or not, in letters of any case; empty for others."""
+    """.txt, .jsonl, .csv or .parquet, compressed or not, in any case; empty for other files."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
     if suffixes and suffixes[-1] in COMPRESSED:
         inner = suffixes[0] if len(suffixes) == 2 else ""
@@ -78,17 +74,17 @@ def kind(file: Path) -> str:
 
 
 def find(path: str | list[str], text_key: str = "text") -> Corpus:
-    """The files that `[data] path` means: a file, a folder (all of those below it), a glob, or a list of these.
+    """The files of `[data] path`: a file, a folder (recursive), a glob, or a list of these.
 
     Raises:
-        DataError: nothing was found, or something can't be read.
+        DataError: nothing was found, or something is unreadable.
     """
     if path == "":
         return _standard_library()
     files: dict[Path, None] = {}
     ignored: set[Path] = set()
     if not isinstance(path, str) and "" in path:
-        raise DataError("data.path: a name in the list is empty; take it out")
+        raise DataError("data.path: a name in the list is empty; remove it")
     for entry in [path] if isinstance(path, str) else path:
         files |= dict.fromkeys(_texts(entry, ignored))
     for file in files:
@@ -98,7 +94,7 @@ def find(path: str | list[str], text_key: str = "text") -> Corpus:
 
 
 def _texts(entry: str, ignored: set[Path]) -> list[Path]:
-    """The files of one entry of `[data] path`. One that a link leads to as well is taken once."""
+    """The files of one entry of `[data] path`, each once, even if a link leads to it as well."""
     found: list[tuple[Path, bool]] = []
     for path, linked in paths.matching(paths.expanded(entry, "data.path")):
         if paths.is_folder(path):
@@ -136,14 +132,14 @@ def _below(folder: Path, ignored: set[Path]) -> list[tuple[Path, bool]]:
 def _nothing(entry: str, ignored: set[Path]) -> DataError:
     path = paths.expanded(entry, "data.path")
     if path in ignored:
-        return DataError(f"{path} is {paths.kind_of(path)}; it takes {READABLE}")
+        return DataError(f"{path} is {paths.kind_of(path)}; supported: {READABLE}")
     if paths.is_folder(path) and (path / "tokenizer.json").exists() and (path / "train.idx").exists():
         return DataError(f"{path} looks like a prepared folder, but its meta.json is missing; prepare the text again")
-    return DataError(f"no text at {entry}: it takes {READABLE} (looked in {Path.cwd()})")
+    return DataError(f"no text at {entry}; supported: {READABLE} (looked in {Path.cwd()})")
 
 
 def listed(ignored: list[Path]) -> str:
-    """Files that are not read: by suffix, or by name where the suffix does not say why; the first ten."""
+    """A list of ignored files for a message: counts by suffix, or names; at most ten."""
     suffixes = Counter(file.suffix if file.suffix and not kind(file) else "" for file in ignored)
     found = [f"{count:,} x {suffix}" for suffix, count in suffixes.most_common() if suffix]
     for file in ignored:
@@ -157,7 +153,7 @@ def listed(ignored: list[Path]) -> str:
 def _standard_library() -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*.py") if p.is_file() and _SKIPPED.isdisjoint(p.relative_to(root).parts[:-1]))
-    files = [file for file in files if file.stat().st_size]  # an empty __init__.py is no text
+    files = [file for file in files if file.stat().st_size]  # without empty __init__.py files
     if not files:
         raise DataError(f"Python's standard library has no source files at {root}; set data.path to text of your own")
     return Corpus(tuple(files), python_source=True)

@@ -1,10 +1,9 @@
-"""A corpus and a tokenizer -> a prepared folder: on all cores, in constant memory, and after a kill from where it was.
+"""Encodes a corpus into a prepared folder: on all cores, in constant memory, resumable.
 
-1. Chunks are read in order (readers.py), encoded by worker processes (worker.py), and written in order by this one.
-2. All is written to OUT.partial. After a kill its files are cut to where they were when progress.json was written, and
-   it goes on with the next chunk (writer.py): the result is the same, byte for byte.
-3. At the end everything is hashed, meta.json is written, and the folder is renamed. Half a data set is never taken for
-   a whole one.
+1. Chunks are read in order (readers.py), encoded by worker processes (worker.py), and written in order to OUT.partial.
+2. After a kill, the files are truncated to the last commit in progress.json, and encoding resumes with the next chunk
+   (writer.py). The result is byte-identical.
+3. At the end all files are hashed, meta.json is written, and the folder is renamed.
 """
 
 import collections
@@ -34,32 +33,32 @@ from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import sync_folder, write_durably
 
-_SMALL = 4 << 20  # bytes; less text is encoded before another process has started
-_LISTED = 1000  # skipped texts that meta.json names
+_SMALL = 4 << 20  # bytes; less text is encoded faster than a worker starts
+_LISTED = 1000  # maximum number of skipped texts in meta.json
 
-Advance = Callable[[int], None]  # is told how many bytes of the files were done
+Advance = Callable[[int], None]  # gets the number of bytes of the files that are done
 
 
 def encode(
     corpus: Corpus, tokenizer: Tokenizer, job: plan_module.Job, out: Path, options: Options, advance: Advance
 ) -> Meta:
-    """Make the prepared folder `out`, or go on making it.
+    """Create the prepared folder `out`, or resume creating it.
 
     Raises:
-        DataError: a text that can't be used (with `on_error` "stop"), or too few of them.
+        DataError: a text is unusable (with `on_error` "stop"), or there are too few.
         WorkerError: a worker was killed.
     """
-    beside = partial_folder(out)
+    partial = partial_folder(out)
     plan = plan_of(corpus, job, options)
-    beside.mkdir(parents=True, exist_ok=True)
-    if (finished := _finished(beside, plan)) is not None:
-        require_complete(beside, finished.skipped, options)
-        beside.rename(out)
+    partial.mkdir(parents=True, exist_ok=True)
+    if (finished := _finished(partial, plan)) is not None:
+        require_complete(partial, finished.skipped, options)
+        partial.rename(out)
         return finished
     itemsize = np.dtype(metas.token_dtype(job.vocab_size)).itemsize
-    progress = read_progress(beside, plan, itemsize, options.shard_tokens)
-    require_complete(beside, progress.skipped, options)
-    writer = Writer(beside, job, options.shard_tokens, progress)
+    progress = read_progress(partial, plan, itemsize, options.shard_tokens)
+    require_complete(partial, progress.skipped, options)
+    writer = Writer(partial, job, options.shard_tokens, progress)
     try:
         done_before = sum(stat_of(file).st_size for file in corpus.files[: progress.file])
         advance(done_before)
@@ -73,30 +72,28 @@ def encode(
                 done_before = done
         writer.commit()
         if plan_of(corpus, job, options) != plan:
-            raise DataError(
-                "the text was changed while it was being read; the same command begins again with the new one"
-            )
+            raise DataError(content.CHANGED)
         content.require_unchanged(corpus)
-        meta = _finish(beside, job, progress, options, bpe.sha256(tokenizer))
+        meta = _finish(partial, job, progress, options, bpe.sha256(tokenizer))
     except DataError as error:
         if not options.keep_partial and not isinstance(error, worker.WorkerError):
             writer.close()
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         writer.close()
-    beside.rename(out)
+    partial.rename(out)
     sync_folder(out.parent)
     return meta
 
 
 def partial_folder(out: Path) -> Path:
-    """Where `out` is made."""
+    """The temporary folder of `out`."""
     return out.with_name(f"{out.name}.partial")
 
 
 def _finished(folder: Path, plan: str) -> Meta | None:
-    """What was killed just before the folder got its name."""
+    """The meta of a folder that is complete, but was not renamed before a kill."""
     if (folder / "progress.json").exists() or not (folder / "meta.json").exists():
         return None
     with contextlib.suppress(DataError):
@@ -106,10 +103,9 @@ def _finished(folder: Path, plan: str) -> Meta | None:
 
 
 def require_complete(folder: Path, skipped: dict[str, int], options: Options) -> None:
-    """Refuse to go on with a folder that texts were left out of by an earlier command, if this one would stop at them.
-
+    """
     Raises:
-        DataError: it names the first of them.
+        DataError: an earlier command skipped texts, and this one has `on_error` "stop".
     """
     if skipped and options.on_error == "stop":
         with (folder / "skipped.log").open(encoding="utf-8") as stream:
@@ -117,14 +113,14 @@ def require_complete(folder: Path, skipped: dict[str, int], options: Options) ->
         problem = Problem(first["place"], "", first["detail"])
         raise DataError(
             f"{problem.of(first['file'])}; an earlier command left it out of {folder}, with --on-error skip: correct "
-            "the text or take it out, or give --on-error skip again"
+            "or remove the text, or pass --on-error skip again"
         )
 
 
 def refusal(file: Path, problem: Problem) -> DataError:
-    """The error that stops the preparation at a text that can't be used."""
+    """The error for an unusable text."""
     return DataError(
-        f"{problem.of(file)}; correct it or take it out, or have it left out by "
+        f"{problem.of(file)}; correct or remove it, or skip it with "
         "`python -m torchtitan_lite.data.prepare ... --on-error skip`"
     )
 
@@ -133,7 +129,7 @@ def refusal(file: Path, problem: Problem) -> DataError:
 
 
 def _results(corpus: Corpus, job: plan_module.Job, options: Options, progress: Progress) -> Iterator[tuple[Chunk, Any]]:
-    """The chunks that are not done yet, and their results, in order."""
+    """The remaining chunks and their results, in order."""
     todo = (
         chunk
         for chunk in chunks(corpus, options.max_document_bytes, progress.file)
@@ -147,39 +143,39 @@ def _results(corpus: Corpus, job: plan_module.Job, options: Options, progress: P
         return
     idle: queue.SimpleQueue[worker.Worker] = queue.SimpleQueue()
     workers = [worker.Worker(job) for _ in range(n_workers)]
-    for one in workers:
-        idle.put(one)
+    for process in workers:
+        idle.put(process)
 
-    def by_any(chunk: Chunk) -> worker.Result:
-        one = idle.get()
+    def encode_chunk(chunk: Chunk) -> worker.Result:
+        process = idle.get()
         try:
-            return one.encode(chunk)
+            return process.encode(chunk)
         finally:
-            idle.put(one)
+            idle.put(process)
 
     pool = ThreadPoolExecutor(n_workers)
-    waiting: collections.deque[tuple[Chunk, Future[worker.Result]]] = collections.deque()
+    pending: collections.deque[tuple[Chunk, Future[worker.Result]]] = collections.deque()
     try:
         for chunk in todo:
-            waiting.append((chunk, pool.submit(by_any, chunk)))
-            if len(waiting) > 2 * n_workers:  # enough for nobody to wait, and few enough for the memory
-                first, future = waiting.popleft()
+            pending.append((chunk, pool.submit(encode_chunk, chunk)))
+            if len(pending) > 2 * n_workers:  # keeps all workers busy, and bounds the memory
+                first, future = pending.popleft()
                 yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
+        while pending:
+            first, future = pending.popleft()
             yield first, future.result()
     finally:
-        for _, future in waiting:
+        for _, future in pending:
             future.cancel()
         pool.shutdown()
-        for one in workers:
-            one.close()
+        for process in workers:
+            process.close()
 
 
 def _finish(folder: Path, job: plan_module.Job, progress: Progress, options: Options, tokenizer_sha256: str) -> Meta:
     train, val = progress.documents
     if train + val < 2:
-        raise DataError(f"the text has {train + val} documents; it takes at least 2, to train and to validate")
+        raise DataError(f"the text has {train + val} documents; at least 2 are needed, to train and to validate")
     if not train or not val:
         raise DataError(
             "all of the text was held out; use more text, or a smaller data.val_fraction"
@@ -219,9 +215,9 @@ def _finish(folder: Path, job: plan_module.Job, progress: Progress, options: Opt
         skipped_first=skipped_first,
     )
     if wrong := metas.wrong_documents(folder, meta):
-        (folder / "progress.json").unlink()  # the next one begins again
+        (folder / "progress.json").unlink()  # the next run starts over
         raise DataError(
-            f"{folder}: what was written is not what the disk has now: {wrong[0]}; the same command begins again"
+            f"{folder}: the files differ from what was written: {wrong[0]}; run the same command again to start over"
         )
     write_durably(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
     (folder / "progress.json").unlink()

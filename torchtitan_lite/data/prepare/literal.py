@@ -1,12 +1,12 @@
-"""Text that looks like a special token stays text, whatever the tokenizer.
+"""Encodes text that looks like a special token as plain text.
 
-The library can be told not to look for special entries in a text (`encode_special_tokens`), which is all that a
-byte-level BPE needs. Others find them nevertheless: a Unigram, WordLevel or WordPiece vocabulary that holds the string
-of the end mark as a piece, and entries that were added with `"special": false`.
+The library's `encode_special_tokens` is enough for byte-level BPE. Other tokenizers still produce special tokens: a
+Unigram, WordLevel or WordPiece vocabulary may contain the end token as a piece, and added tokens may have
+`"special": false`.
 
-So the ids of every document are looked at. One that has the id of the end mark, or of another special entry, is encoded
-again, by the same tokenizer without these strings: `</s>` then becomes `<`, `/`, `s`, `>`. If the end mark is still
-there, or the rest of the vocabulary can't spell the text, the document is refused.
+So the ids of each document are checked. If they contain the end token or another special token, the document is encoded
+again with these strings removed from the tokenizer: `</s>` becomes `<`, `/`, `s`, `>`. If the end token remains, or the
+rest of the vocabulary can't spell the text, the document is refused.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class LiteralError(Exception):
-    """A text that can't be encoded as the text that it is; the message says why."""
+    """A text can't be encoded without special tokens."""
 
 
-class Literal:
-    """Encodes texts so that none has the end mark in it."""
+class LiteralEncoder:
+    """Encodes texts without producing the end token."""
 
     def __init__(self, tokenizer: Tokenizer, definition: str, end: int, unknown: int) -> None:
         """
         Args:
-            tokenizer: one that does not look for special entries, made from `definition`.
-            unknown: the id for what the vocabulary does not have; -1: there is none.
+            tokenizer: `bpe.literal(definition)`.
+            unknown: the id of the unknown token; -1: none.
         """
         self._tokenizer, self._definition = tokenizer, definition
         self._end, self._unknown = end, unknown
@@ -52,7 +52,7 @@ class Literal:
             self._strings.add(self._unknown_text)
 
     def batch(self, texts: list[str]) -> list[NDArray[Any] | LiteralError]:
-        """The ids of each text, (n,) int64; or why it has none."""
+        """The ids of each text, (n,) int64, or an error."""
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:
@@ -73,14 +73,14 @@ class Literal:
             return error if (ids == self._end).any() else ids
 
     def _spelled(self, text: str) -> Encoding:
-        """The text without its special entries.
+        """Encode the text without special tokens.
 
         Raises:
-            LiteralError: that can't be.
+            LiteralError: this is not possible.
         """
-        inside = f'would be encoded with the end mark "{self._end_text}" inside'
+        inside = f'would be encoded with the end token "{self._end_text}" inside'
         if not _can_be_spelled(self._end_text):
-            raise LiteralError(f"{inside}; choose an entry that no text holds (tokenizer.end_token or --end-token)")
+            raise LiteralError(f"{inside}; choose one that no text contains (tokenizer.end_token or --end-token)")
         no_other = f"{inside}, and the rest of the vocabulary can't spell it"
         try:
             before = self._tokenizer.encode(text, add_special_tokens=False)
@@ -93,18 +93,18 @@ class Literal:
 
 
 def _can_be_spelled(text: str) -> bool:
-    """Whether the rest of a vocabulary may spell an entry: single characters and bytes are what others are made of."""
+    """Whether other tokens may spell this one: it is neither a single character nor a byte."""
     return len(text) > 1 and not _BYTE.fullmatch(text)
 
 
 def _covered(text: str, encoding: Encoding) -> set[int]:
-    """The characters that some token stands for. (What separates words stands for nothing in some vocabularies.)"""
+    """The non-space characters that some token covers. (Some vocabularies do not encode the spaces between words.)"""
     return {i for first, end in encoding.offsets for i in range(first, end) if not text[i].isspace()}
 
 
 @lru_cache(maxsize=2)
 def _without(definition: str, strings: frozenset[str]) -> Tokenizer:
-    """The tokenizer with other names for these entries, which no text has; ids stay as they are."""
+    """The tokenizer with these tokens renamed to strings that occur in no text; ids are unchanged."""
     names = {s: f"\ue000{hashlib.sha256((definition + s).encode()).hexdigest()}" for s in strings}
     content = json.loads(definition)
     model = content["model"]

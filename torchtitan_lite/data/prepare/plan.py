@@ -1,7 +1,4 @@
-"""What decides how text is prepared: the options, the job of a worker, the marks of documents, and their hash.
-
-Reading this does not load a text reader or an encoder: a run whose data is prepared needs neither.
-"""
+"""The inputs of a preparation, and their hash. Imports no text reader or encoder: a cached run needs none."""
 
 import hashlib
 import json
@@ -12,37 +9,37 @@ from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data.prepare.corpus import Corpus
 
 SHARD_TOKENS = 1 << 28
-MARKS = 2**64  # of documents: their hashes
+HASH_RANGE = 2**64  # document_hash is below this
 MAX_DOCUMENT_BYTES = 16 << 20
-CHUNK_BYTES = 512 * 1024  # bytes of text that a worker gets at a time
-CHUNK_DOCUMENTS = 4096  # at most
+CHUNK_BYTES = 512 * 1024  # maximum text in a chunk
+CHUNK_DOCUMENTS = 4096  # maximum documents in a chunk
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all chunks."""
+    """The inputs of a worker that are the same for all chunks."""
 
     tokenizer: str  # the content of a tokenizer.json
     vocab_size: int
     end_token: int
     text_key: str
-    held_out_below: int  # documents whose mark is below this are for validation
-    unknown: int = -1  # the entry for what the vocabulary does not have; -1: there is none
+    held_out_below: int  # documents whose document_hash is below this are for validation
+    unknown: int = -1  # the unknown token; -1: none
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to prepare."""
+    """Options of a preparation."""
 
     on_error: Literal["stop", "skip"] = "stop"
     max_document_bytes: int = MAX_DOCUMENT_BYTES
     workers: int = 0  # processes; 0: one per usable core, or none for a small corpus
     shard_tokens: int = SHARD_TOKENS
-    keep_partial: bool = False  # after an error: whoever calls again with --on-error skip goes on from there
+    keep_partial: bool = False  # after an error, so that a rerun with --on-error skip resumes
 
 
 def plan_of(corpus: Corpus, job: Job, options: Options) -> str:
-    """A hash of all that decides the result (of a text without problems `on_error` does not)."""
+    """A hash of all inputs that determine the result. For text without problems, `on_error` is not one of them."""
     decides = [
         *(metas.FORMAT_VERSION, corpus.identity(), corpus.text_key, corpus.python_source),
         *(hashlib.sha256(job.tokenizer.encode()).hexdigest(), job.end_token, job.held_out_below),
@@ -51,10 +48,10 @@ def plan_of(corpus: Corpus, job: Job, options: Options) -> str:
     definition = json.loads(job.tokenizer)
     special = {entry["id"] for entry in definition.get("added_tokens", []) if entry.get("special")}
     if definition["model"]["type"] != "BPE" or job.end_token not in special:
-        decides.append("literal text 1")  # an older version let text of these tokenizers become the end mark
+        decides.append("literal text 1")  # older versions could encode text as an end token with these tokenizers
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
 
-def mark(text: bytes) -> int:
-    """A hash of a document, 0 <= mark < 2^64: it decides the split, and stays the same when others are added."""
+def document_hash(text: bytes) -> int:
+    """A hash of a document, 0 <= hash < HASH_RANGE. It decides the document's split."""
     return int.from_bytes(hashlib.sha256(text).digest()[:8])

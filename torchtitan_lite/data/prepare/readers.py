@@ -1,9 +1,8 @@
-"""Files -> chunks of documents, in an order that never changes, in memory that does not grow with the file.
+"""Reads files into chunks of documents, in a fixed order and constant memory.
 
 A document is the text of a .jsonl line, of a row of a .csv or .parquet file, or a block of at most 64 KiB of a .txt
-file, cut at a line end. Here files are read, decompressed and cut; the texts are decoded and looked at by the workers
-(worker.py), so that whatever takes time is done on all cores. Text is never repaired: what is not what it says it is
-becomes a Problem with its file and line, in its place in the order.
+file, cut at a line end. This module reads, decompresses and cuts files; the workers (worker.py) decode and check the
+texts in parallel. Text is never repaired: malformed text becomes a Problem with its file and line.
 """
 
 import csv
@@ -27,28 +26,28 @@ _NEWLINE = b"\n"
 
 @dataclass(frozen=True)
 class Problem:
-    """A text, or the rest of a file, that can't be used."""
+    """An unusable text, or an unusable rest of a file."""
 
     place: str  # "line 3", "row 7", or empty: the file
-    reason: str  # a few words, the same for all of their kind
+    reason: str  # its category
     detail: str
 
     def of(self, file: Path) -> str:
-        """The whole message."""
+        """The message, with the file."""
         return ": ".join(part for part in (str(file), self.place, self.detail) if part)
 
 
 @dataclass
 class Chunk:
-    """Some documents of one file."""
+    """Consecutive documents of one file."""
 
-    file: int  # number in the corpus
-    number: int  # in the file
-    texts: Literal["plain", "json"]  # json: each is a line that holds an object with the text
-    unit: str  # what places count: "line" or "row"
-    read_bytes: int = 0  # of the file, up to its end
-    last: bool = False  # of the file
-    places: list[int] = field(default_factory=list)  # where each document begins
+    file: int  # index in the corpus
+    number: int  # index in the file
+    texts: Literal["plain", "json"]  # json: each document is a line with a JSON object
+    unit: str  # the unit of places: "line" or "row"
+    read_bytes: int = 0  # bytes of the file up to the end of this chunk
+    last: bool = False  # the last of the file
+    places: list[int] = field(default_factory=list)  # the start of each document
     documents: list[bytes] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)  # found while reading
 
@@ -57,7 +56,7 @@ Item = tuple[int, bytes] | Problem
 
 
 def chunks(corpus: Corpus, max_document_bytes: int, first: int = 0) -> Iterator[Chunk]:
-    """All chunks from file number `first` on. The last one of each file may be empty."""
+    """All chunks, starting at file number `first`. The last chunk of a file may be empty."""
     limit = corpus.block()
     for number in range(first, len(corpus.files)):
         yield from _chunks_of(corpus, number, limit, max_document_bytes)
@@ -86,11 +85,11 @@ def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterato
 
 
 class _CutError(Exception):
-    """The file can't be read any further."""
+    """The rest of a file can't be read."""
 
 
 def _items(corpus: Corpus, file: Path, what: str, limit: int, longest: int, raw: list[BinaryIO]) -> Iterator[Item]:
-    """The documents of a file with their places. `raw` gets the open file, for whoever wants to know how far it is."""
+    """The documents of a file with their places. The open file is appended to `raw`, to report progress."""
     place = 0
     try:
         if file.stat().st_size == 0:
@@ -130,7 +129,7 @@ def _decompressed(stream: BinaryIO, suffix: str) -> BinaryIO:
 
 
 class _Zstandard(io.RawIOBase):
-    """The frames of a .zst file; zstandard's own reader takes a truncated file for a whole one."""
+    """The frames of a .zst file. zstandard's own reader does not detect a truncated file."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._library = _need("zstandard", ".zst")
@@ -146,7 +145,7 @@ class _Zstandard(io.RawIOBase):
             data = rest or self._stream.read(_READ)
             if not data:
                 if self._frame is not None and not self._frame.eof:
-                    raise EOFError("the compressed data ends before its end mark")
+                    raise EOFError("the compressed data is truncated")
                 return 0
             if self._frame is None or self._frame.eof:
                 self._frame = self._library.ZstdDecompressor().decompressobj()
@@ -164,13 +163,13 @@ def _need(package: str, suffix: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise DataError(
-            f"{suffix} files need the package {package}, which is not here: pip install 'torchtitan_lite[data]' "
+            f"{suffix} files need the package {package}, which is not installed: pip install 'torchtitan_lite[data]' "
             f"(in a clone: pip install -e '.[data]')"
         ) from None
 
 
 def _declared(file: Path) -> bytes:
-    """A Python source file in UTF-8."""
+    """A Python source file, converted to UTF-8."""
     with tokenize.open(file) as stream:
         encoding = stream.encoding
     return file.read_bytes().decode(encoding).encode()
@@ -186,7 +185,7 @@ def _too_long(line: int, longest: int) -> Problem:
 
 
 def _lines(stream: BinaryIO, longest: int) -> Iterator[Item]:
-    """Lines with their numbers; of one that is too long, only its number."""
+    """Lines with their numbers. A line that is too long becomes a Problem."""
     number = 0
     while line := stream.readline(longest + 1):
         number += 1
@@ -199,12 +198,12 @@ def _lines(stream: BinaryIO, longest: int) -> Iterator[Item]:
 
 
 def _blocks(stream: BinaryIO, limit: int, longest: int) -> Iterator[Item]:
-    """Cut at the last line end before `limit` bytes. A longer line is cut between two characters."""
+    """Blocks that end at the last line end within `limit` bytes. A longer line is cut between two characters."""
     line, pending = 1, b""
-    pieces: list[tuple[int, bytes]] = []  # of a line whose end is not in sight: it may still be too long
+    pieces: list[tuple[int, bytes]] = []  # of a line whose end is not read yet: it may still be too long
     while pending := pending + stream.read(limit - len(pending)):
         at_end = len(pending) < limit
-        first_end = pending.find(_NEWLINE) + 1 or (len(pending) if at_end else 0)  # 0: not in sight
+        first_end = pending.find(_NEWLINE) + 1 or (len(pending) if at_end else 0)  # 0: not read yet
         if (pieces or not first_end) and sum(len(p) for _, p in pieces) + (first_end or len(pending)) > longest + 1:
             yield _too_long(line, longest)
             pieces = []
@@ -213,7 +212,7 @@ def _blocks(stream: BinaryIO, limit: int, longest: int) -> Iterator[Item]:
             pending, line = pending[first_end:], line + 1
             continue
         if not first_end:
-            cut = _last_whole(pending)
+            cut = _character_boundary(pending)
             pieces.append((line, pending[:cut]))
         else:
             yield from pieces
@@ -225,8 +224,8 @@ def _blocks(stream: BinaryIO, limit: int, longest: int) -> Iterator[Item]:
     yield from pieces
 
 
-def _last_whole(data: bytes) -> int:
-    """Where the last UTF-8 character that may be cut off begins: continuation bytes are 10xxxxxx."""
+def _character_boundary(data: bytes) -> int:
+    """The start of the last UTF-8 character, which may be incomplete. Continuation bytes are 10xxxxxx."""
     start = len(data) - 1
     while start > len(data) - 4 and data[start] & 0xC0 == 0x80:
         start -= 1
@@ -234,7 +233,7 @@ def _last_whole(data: bytes) -> int:
 
 
 def _rows(lines: Iterable[Item], column: str, longest: int) -> Iterator[Item]:
-    """The texts of one column of a .csv file with a header."""
+    """The texts of one column of a .csv file with a header line."""
     csv.field_size_limit(longest)
     reader = csv.reader(_decoded(lines), strict=True)
     at = -1
@@ -253,7 +252,7 @@ def _rows(lines: Iterable[Item], column: str, longest: int) -> Iterator[Item]:
                 raise _CutError(_no_column(column, row))
             at = row.index(column)
         elif len(row) <= at:
-            yield Problem(f"line {place}", "a row that is too short", f"has {len(row)} columns, and no {column}")
+            yield Problem(f"line {place}", "a row that is too short", f"has {len(row)} columns, so no {column}")
         else:
             yield place, row[at].encode()
 
@@ -285,10 +284,10 @@ def _parquet(file: Path, column: str, longest: int) -> Iterator[Item]:
             if column not in names:
                 raise _CutError(_no_column(column, names))
             if names.count(column) > 1:
-                raise _CutError(f'has {names.count(column)} columns "{column}"; it is not clear which holds the text')
+                raise _CutError(f'has {names.count(column)} columns "{column}"; which one holds the text is ambiguous')
             wanted = table.schema_arrow.field(column).type
             if not (pyarrow.types.is_string(wanted) or pyarrow.types.is_large_string(wanted)):
-                raise _CutError(f'column "{column}" holds {wanted}, and should hold strings')
+                raise _CutError(f'column "{column}" has type {wanted}; it should be string')
             for batch in table.iter_batches(batch_size=256, columns=[column], use_threads=False):
                 for value in batch.column(0):
                     row += 1

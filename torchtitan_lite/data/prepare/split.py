@@ -1,4 +1,4 @@
-"""Which documents are held out for validation, and which the tokenizer is trained on."""
+"""Selects the validation documents, and the documents to train the tokenizer on."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.prepare.readers import chunks
 from torchtitan_lite.errors import DataError
 
-TRAINED_ON_BYTES = 128 << 20  # of text, about: a tokenizer learns little from more
+TRAINED_ON_BYTES = 128 << 20  # approximate; a tokenizer learns little from more text
 
 
 def documents(corpus: Corpus, options: Options) -> Iterator[str]:
-    """The documents of all files, in order; joined, those of a .txt file are its text."""
+    """The documents of all files, in order. Those of a .txt file join to its text."""
     for chunk in chunks(corpus, options.max_document_bytes):
         texts, problems = worker.texts(chunk, corpus.text_key)
         if problems and options.on_error == "stop":
@@ -23,23 +23,23 @@ def documents(corpus: Corpus, options: Options) -> Iterator[str]:
 
 
 def held_out_below(corpus: Corpus, fraction: float, options: Options) -> int:
-    """The mark below which documents are for validation; it is above the lowest mark, so that there always is one."""
-    below, lowest, n = int(fraction * plan.MARKS), plan.MARKS, 0
+    """The hash below which documents are for validation: above the lowest hash, so at least one document is."""
+    below, lowest, n = int(fraction * plan.HASH_RANGE), plan.HASH_RANGE, 0
     for text in documents(corpus, options):
-        lowest, n = min(lowest, plan.mark(text.encode())), n + 1
+        lowest, n = min(lowest, plan.document_hash(text.encode())), n + 1
         if lowest < below and n > 1:
             return below
     if n < 2:
         blocks = "blocks of 1 KiB" if all(corpora.kind(file) in ("", ".txt") for file in corpus.files) else "documents"
-        raise DataError(f"the text has {n} {blocks}; it takes at least 2, to train and to validate")
+        raise DataError(f"the text has {n} {blocks}; at least 2 are needed, to train and to validate")
     return max(below, lowest + 1)
 
 
 def training_texts(texts: list[Corpus], below: list[int], options: Options) -> Iterator[str]:
-    """Training documents, so many that they come to about TRAINED_ON_BYTES, picked by their marks."""
+    """About TRAINED_ON_BYTES of training documents, selected by hash."""
     share = min(1.0, TRAINED_ON_BYTES / max(sum(corpus.size() for corpus in texts), 1))
     for corpus, limit in zip(texts, below, strict=True):
         for text in documents(corpus, options):
-            mark = plan.mark(text.encode())
-            if mark >= limit and mark % 2**32 < share * 2**32:
+            number = plan.document_hash(text.encode())
+            if number >= limit and number % 2**32 < share * 2**32:
                 yield text

@@ -1,4 +1,4 @@
-"""What a prepared folder holds, for a person."""
+"""Summaries of a prepared folder, for the terminal."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from torchtitan_lite.data.token_files import SPLITS, Meta, TokenFiles, document_
 
 
 def summary(meta: Meta) -> str:
-    """The numbers of a prepared folder on a line."""
+    """One line of statistics."""
     tokens = meta.train_tokens + meta.val_tokens
     return (
         f"{meta.text_bytes:,} bytes -> {tokens:,} tokens of {meta.text_bytes / tokens:.2f} bytes; "
@@ -17,7 +17,7 @@ def summary(meta: Meta) -> str:
 
 
 def report(folder: Path, tokenizer: Tokenizer) -> str:
-    """A table of a prepared folder, what was left out, and the beginnings of three documents, decoded."""
+    """A table of statistics, the skipped texts, and the decoded start of three documents."""
     meta = read_meta(folder)
     lines = [f"{'':8}{'documents':>14}{'tokens':>16}{'bytes':>18}{'bytes/token':>13}"]
     for split in SPLITS:
@@ -25,7 +25,7 @@ def report(folder: Path, tokenizer: Tokenizer) -> str:
         n_bytes = meta.val_text_bytes if split == "val" else meta.text_bytes - meta.val_text_bytes
         lines.append(f"{split:8}{meta.n_documents(split):>14,}{tokens:>16,}{n_bytes:>18,}{n_bytes / tokens:>13.2f}")
     if meta.unknown_tokens:
-        lines.append(f"unknown {meta.unknown_tokens:>14,}  tokens stand for what the tokenizer does not know")
+        lines.append(f"unknown {meta.unknown_tokens:>14,}  tokens for text that the tokenizer does not know")
     for reason, count in meta.skipped.items():
         lines.append(f"skipped {count:>14,}  {reason} (listed in {folder / 'skipped.log'})")
     lines.append(f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}, in {folder}")

@@ -1,7 +1,7 @@
-"""Chunks of documents -> tokens; as a function, and as a process that the preparing one talks to by its pipes.
+"""Encodes chunks of documents into tokens: as a function, and as a worker process driven over pipes.
 
-A process is given nothing but chunks, keeps nothing between them, and ends when its input does, so that killing the
-preparing process leaves none behind. It imports no torch: a second of start-up per core would be felt.
+A worker is stateless and exits when its input closes, so it does not outlive the main process. It does not import
+torch, which would add a second of start-up per core.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare.literal import Literal, LiteralError
-from torchtitan_lite.data.prepare.plan import Job, mark
+from torchtitan_lite.data.prepare.literal import LiteralEncoder, LiteralError
+from torchtitan_lite.data.prepare.plan import Job, document_hash
 from torchtitan_lite.data.prepare.readers import Chunk, Problem
 from torchtitan_lite.data.token_files import token_dtype
 from torchtitan_lite.errors import DataError
@@ -31,17 +31,17 @@ _BATCH_BYTES = 1 << 20
 
 @dataclass
 class Encoded:
-    """The tokens of a chunk, for one split."""
+    """A chunk's tokens of one split."""
 
-    tokens: NDArray[Any]  # each document, then the end mark
-    lengths: NDArray[np.int32]  # of the documents, with their end marks
+    tokens: NDArray[Any]  # documents, each followed by the end token
+    lengths: NDArray[np.int32]  # of the documents, including end tokens
     text_bytes: int = 0
-    unknown: int = 0  # tokens that stand for something that the vocabulary does not have
+    unknown: int = 0  # number of unknown tokens
 
 
 @dataclass
 class Result:
-    """What became of a chunk."""
+    """The encoded chunk."""
 
     train: Encoded
     val: Encoded
@@ -49,14 +49,14 @@ class Result:
 
 
 def texts(chunk: Chunk, key: str) -> tuple[list[str], list[Problem]]:
-    """The documents of a chunk, and what is wrong with the others."""
+    """The valid documents of a chunk, and the problems of the others."""
     found = [what for _, what in _read(chunk, key)]
     problems = [what for what in found if isinstance(what, Problem)]
     return [what for what in found if isinstance(what, str)], chunk.problems + problems
 
 
 def _read(chunk: Chunk, key: str) -> Iterator[tuple[str, str | Problem]]:
-    """The place of each document, and its text or what is wrong with it."""
+    """The place of each document, and its text or its problem."""
     for number, document in zip(chunk.places, chunk.documents, strict=True):
         place = f"{chunk.unit} {number}"
         if chunk.texts == "json" and not document.strip():
@@ -76,31 +76,31 @@ def _plain_text(document: bytes, number: int, unit: str) -> str | Problem:
         return Problem(
             f"{unit} {number + (document.count(10, 0, error.start) if unit == 'line' else 0)}",
             "not UTF-8",
-            f"byte {document[error.start]:#04x} is not utf-8; convert the file to UTF-8 or take it out",
+            f"byte {document[error.start]:#04x} is not utf-8; convert the file to UTF-8 or remove it",
         )
 
 
 def _json_text(line: bytes, key: str) -> str | Problem:
-    """The text of a line, which has to be a JSON object with a string that is not empty under this key."""
+    """The text of a line, which must be a JSON object with a non-empty string under this key."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         return Problem("", "not JSON", f"not JSON: {error}")
     if not isinstance(record, dict) or key not in record:
-        found = f"its keys are {', '.join(record)[:200] or '-'}" if isinstance(record, dict) else "it is no object"
+        found = f"its keys are {', '.join(record)[:200] or '-'}" if isinstance(record, dict) else "it is not an object"
         return Problem("", f'no "{key}"', f'no "{key}": {found}; data.text_key names the key (or --text-key)')
     text = record[key]
     if not isinstance(text, str) or not text:
-        return Problem("", "no text", f'"{key}" should be text, and is {json.dumps(text)[:40]}')
+        return Problem("", "no text", f'"{key}" should be text, but is {json.dumps(text)[:40]}')
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # "\\ud83d", half of a pair, is valid JSON and no text
-        return Problem("", "no text", f'"{key}" is no text: {error.reason}')
+    except UnicodeEncodeError as error:  # "\\ud83d", half of a surrogate pair, is valid JSON
+        return Problem("", "no text", f'"{key}" is not valid text: {error.reason}')
     return text
 
 
-def encode(chunk: Chunk, job: Job, literal: Literal) -> Result:
-    """Tokens of all documents, by split. No document has the end mark in it."""
+def encode(chunk: Chunk, job: Job, literal: LiteralEncoder) -> Result:
+    """The tokens of all documents, by split."""
     ids: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
     sizes = [0, 0]
     problems = list(chunk.problems)
@@ -118,9 +118,9 @@ def encode(chunk: Chunk, job: Job, literal: Literal) -> Result:
                 problems.append(Problem(place, "a text that the tokenizer can't encode", str(tokens)))
                 continue
             data = text.encode()
-            held = mark(data) < job.held_out_below
-            sizes[held] += len(data)
-            ids[held].append(np.append(tokens.astype(dtype), end))
+            split = document_hash(data) < job.held_out_below
+            sizes[split] += len(data)
+            ids[split].append(np.append(tokens.astype(dtype), end))
     none = np.empty(0, dtype)
     train, val = (
         _joined(np.concatenate(x) if x else none, [len(i) for i in x], n, job.unknown)
@@ -135,7 +135,7 @@ def _joined(tokens: NDArray[Any], lengths: list[int], text_bytes: int, unknown: 
 
 
 def _batches(documents: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Few enough characters at a time for the memory of their encodings to stay small."""
+    """Batches with a bounded number of characters: the library's encodings are much larger than the text."""
     batches: list[list[tuple[str, str]]] = [[]]
     size = 0
     for place, text in documents:
@@ -147,9 +147,9 @@ def _batches(documents: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     return [batch for batch in batches if batch]
 
 
-def load(job: Job) -> Literal:
-    """What encodes the documents of a job."""
-    return Literal(bpe.literal(job.tokenizer), job.tokenizer, job.end_token, job.unknown)
+def load(job: Job) -> LiteralEncoder:
+    """The encoder of a job."""
+    return LiteralEncoder(bpe.literal(job.tokenizer), job.tokenizer, job.end_token, job.unknown)
 
 
 # --- the process ------------------------------------------------------------------------------------------------
@@ -172,10 +172,10 @@ class Worker:
         self._started = False
 
     def encode(self, chunk: Chunk) -> Result:
-        """Wait for the result of a chunk.
+        """Send a chunk and wait for its result.
 
         Raises:
-            WorkerError: the process is no more.
+            WorkerError: the process has died.
         """
         to, out = self._process.stdin, self._process.stdout
         assert to is not None
@@ -192,8 +192,8 @@ class Worker:
             code = self._process.wait()
             raise WorkerError(
                 f"a worker of the preparation ended with exit code {code}"
-                f"{' (killed, perhaps for want of memory: try fewer --workers)' if code < 0 else ''}; "
-                "the same command goes on from where it was"
+                f"{' (killed, perhaps for lack of memory: try fewer --workers)' if code < 0 else ''}; "
+                "run the same command again to resume"
             ) from None
         splits, at = [], 0
         dtype = np.dtype(token_dtype(self._job.vocab_size))
@@ -207,7 +207,7 @@ class Worker:
         return Result(splits[0], splits[1], chunk.problems + problems)
 
     def close(self) -> None:
-        """End the process."""
+        """Close the pipes and wait for the process to exit."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -216,13 +216,13 @@ class Worker:
 
 
 class WorkerError(DataError):
-    """A process that encodes was lost; what it did before is not."""
+    """A worker process died. Finished chunks are kept."""
 
     exit_code = 1
 
 
 def _send(stream: IO[bytes], header: dict[str, Any], *payload: bytes) -> None:
-    """Two lengths, a header in JSON, bytes."""
+    """Write two lengths, a JSON header and the payload."""
     head = json.dumps(header).encode()
     stream.write(struct.pack("<QQ", len(head), sum(map(len, payload))) + head)
     stream.writelines(payload)
@@ -242,8 +242,10 @@ def _exactly(stream: IO[bytes], n: int) -> bytes:
 
 
 def main() -> None:
-    """Answer chunks until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the preparing process ends this one
+    """Encode chunks until the input ends."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole process group; the main process ends this one
     source, to = sys.stdin.buffer, sys.stdout.buffer
     try:
         job = Job(**_receive(source)[0])

@@ -1,7 +1,7 @@
-"""The files of a folder that is being made, and how far they count.
+"""Writes the files of a folder in preparation, with commits.
 
-Every second they are flushed to the disk, and then progress.json says how long they are and which chunk comes next.
-Whatever is behind that, when the process is killed, is cut off by the next one.
+Each second the files are synced, and then progress.json records their lengths and the next chunk. After a kill, the
+next run truncates the files to the last commit.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ COMMIT_EVERY_S = 1.0
 
 @dataclass
 class Progress:
-    """progress.json: what has been written, and what comes next."""
+    """The content of progress.json: the next chunk, and what has been written, by split."""
 
     plan: str
     file: int = 0
-    chunk: int = 0  # in the file
-    tokens: list[int] = field(default_factory=lambda: [1, 1])  # each stream begins with an end mark
+    chunk: int = 0  # index in the file
+    tokens: list[int] = field(default_factory=lambda: [1, 1])  # each stream begins with an end token
     documents: list[int] = field(default_factory=lambda: [0, 0])
     text_bytes: list[int] = field(default_factory=lambda: [0, 0])
     unknown_tokens: int = 0
@@ -41,32 +41,34 @@ class Progress:
 
 
 def read_progress(folder: Path, plan: str, itemsize: int, shard_tokens: int) -> Progress:
-    """Where to go on; from the start if there is nothing, if it was made from something else, or if a file was cut.
+    """The progress to resume from. Start over if there is none, the inputs changed, or a file is too short.
 
     Raises:
-        DataError: the folder holds something that is not ours.
+        DataError: the folder has foreign files.
     """
     try:
         progress = Progress(**json.loads((folder / "progress.json").read_bytes()))
         if progress.plan == plan and not (short := _shorter(folder, progress, itemsize, shard_tokens)):
             return progress
         if progress.plan == plan:
-            print(f"data    {folder / short} is shorter than it was: begin again", file=sys.stderr, flush=True)
+            print(f"data    {folder / short} has been truncated: starting over", file=sys.stderr, flush=True)
     except (OSError, ValueError, TypeError, RecursionError):
         pass
     names = sorted(file.name for file in folder.iterdir())
     others = metas.foreign(folder)
     if not others and not {"progress.json", metas.shard_name("train", 0)} & set(names):
-        others = names  # names that others use as well: a preparation begins with the shard
+        others = names  # names that other programs use too: our preparation creates a shard first
     if others:
-        raise DataError(f"{folder} holds {others[0]}, which is not of a preparation; move it, or choose another --out")
+        raise DataError(
+            f"{folder} contains {others[0]}, which is not part of a preparation; move it, or choose another --out"
+        )
     for name in names:
         (folder / name).unlink()
     return Progress(plan)
 
 
 def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int) -> str:
-    """A file that has less than was committed; empty if there is none."""
+    """The name of a file that is shorter than committed; empty if there is none."""
     wanted = {"skipped.log": progress.skipped_bytes}
     for split, tokens, documents in zip(metas.SPLITS, progress.tokens, progress.documents, strict=True):
         wanted[f"{split}.idx"] = documents * 8
@@ -80,7 +82,7 @@ def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int)
 
 
 class Writer:
-    """The files of OUT.partial. What is behind the last commit does not count."""
+    """The files of OUT.partial."""
 
     def __init__(self, folder: Path, job: plan_module.Job, shard_tokens: int, progress: Progress) -> None:
         self._folder, self._progress = folder, progress
@@ -103,7 +105,7 @@ class Writer:
         self._committed = time.monotonic()
 
     def _open(self, name: str, size: int) -> Any:
-        """A file to append to, cut to this size."""
+        """Open a file for appending, truncated to this size."""
         (self._folder / name).touch()
         stream = self._files.enter_context((self._folder / name).open("r+b"))
         stream.truncate(size)
@@ -137,17 +139,17 @@ class Writer:
                 flush_to_disk(self._shards[i])
                 self._shards[i].close()
                 self._shards[i] = self._open(metas.shard_name(metas.SPLITS[i], number), 0)
-            now, tokens = tokens[: self._shard_tokens - used], tokens[self._shard_tokens - used :]
-            self._shards[i].write(now.tobytes())
-            self._written[i] += len(now)
+            part, tokens = tokens[: self._shard_tokens - used], tokens[self._shard_tokens - used :]
+            self._shards[i].write(part.tobytes())
+            self._written[i] += len(part)
 
     def commit(self) -> None:
-        """From here on a restart begins with the chunk after this one."""
+        """Sync all files, then record the progress. A restart resumes after the last added chunk."""
         for stream in (*self._shards, *self._indices, self._skipped):
             flush_to_disk(stream)
         write_durably(self._folder / "progress.json", json.dumps(asdict(self._progress)).encode())
         self._committed = time.monotonic()
 
     def close(self) -> None:
-        """Close the files; without a commit, what was added since the last one is lost."""
+        """Close the files without a commit."""
         self._files.close()
