@@ -146,12 +146,13 @@ def test_a_file_that_disappears(tmp_path: Path) -> None:
 FIND = """
 import os, sys
 import torchtitan_lite.data.prepare
-from torchtitan_lite.data import corpus, meta
+from torchtitan_lite.config import paths
+from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.errors import DataError
 if os.getuid() == 0:
     os.setresuid(65534, 65534, 65534)
 for path in sys.argv[1:]:
-    assert not meta.is_prepared(path)
+    assert not paths.is_prepared(path)
     try:
         print(corpus.find(path).files)
     except DataError as error:

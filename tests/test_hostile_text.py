@@ -146,8 +146,8 @@ WHERE = """
 import os
 os.environ.pop("XDG_CACHE_HOME", None)
 os.environ.pop("HOME", None)
-from torchtitan_lite.config import DataConfig
-from torchtitan_lite.data.prepare import cache_folder
+from torchtitan_lite.config.schema import DataConfig
+from torchtitan_lite.data.prepare.cache import cache_folder
 from torchtitan_lite.errors import DataError
 os.setresuid(54321, 54321, 54321)
 try:

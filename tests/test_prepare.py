@@ -107,7 +107,7 @@ def test_folders_globs_and_the_report(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "bytes/token" in said
     assert [path.name for path in out.parent.iterdir()] == ["mine"], "something was left beside it"
     succeeds("--verify", out)
-    assert "whole" in capsys.readouterr().out
+    assert "complete and undamaged" in capsys.readouterr().out
 
 
 def test_blocks_of_text_files_are_at_most_64_kib(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 KILLED = """
 import sys
-from torchtitan_lite.data import prepare, readers, writer
+from torchtitan_lite.data.prepare import __main__ as prepare, readers, writer
 writer.COMMIT_EVERY_S = 0.0
 readers.CHUNK_BYTES = 16 * 1024
 sys.exit(prepare.main(sys.argv[1:]))
