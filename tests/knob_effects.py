@@ -337,8 +337,8 @@ def cast_forward_inputs_casts_the_rotary_tables_as_well(build: Build) -> None:
 
 def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
     for match, expected in (
-        ("layers.0.attention.*", "but layers.0 is gathered and cast as one group"),
-        ("output.*", "as parameters of norm, output"),
+        ("layers.0.attention.*", "but group 'layers.0' is gathered and cast together"),
+        ("output.*", "but group 'norm, output' is gathered"),
         ("layer.0.*", "matches no parameter: names look like"),
     ):
         with pytest.raises(ConfigError, match=expected):

@@ -156,8 +156,8 @@ def _dtypes(
     if len(found) > 1:
         one, other = list(found.values())[:2]
         raise ConfigError(
-            f"fsdp.precision_overrides: {one} and {other} would get different dtypes, but {group} is gathered and cast "
-            f"as one group; a pattern has to match all of: {', '.join(parameters)}"
+            f"fsdp.precision_overrides: {one} and {other} would get different dtypes, but group '{group}' is "
+            f"gathered and cast together; a pattern has to match all of: {', '.join(parameters)}"
         )
     param, reduce, output = next(iter(found))
     return getattr(torch, param), getattr(torch, reduce), getattr(torch, output) if output else None
