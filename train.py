@@ -58,7 +58,6 @@ from torchtitan_lite.training import start as starting
 from torchtitan_lite.training.evaluate import Validation
 from torchtitan_lite.training.garbage import on_schedule
 from torchtitan_lite.training.preemption import Preemption, prepare_process
-from torchtitan_lite.training.sampling import Prompts, sample
 from torchtitan_lite.training.session import (
     Session,
     check_previous_step,
@@ -95,7 +94,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     per_rank = config.train.micro_batch_size, world.rank, world.world_size
     loader = Loader(samples, *per_rank, config.run.seed, config.data.document_mask, pin=world.device.type == "cuda")
     prefetching = PrefetchingLoader(loader, world.device)
-    validation, prompts = Validation.of(config, data, *per_rank), Prompts.of(config, data)
+    validation = Validation.of(config, data, *per_rank)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes)
@@ -120,7 +119,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         watchdog=watchdog,
         loader=prefetching,
         validation=validation,
-        prompts=prompts,
+        prompts=prompts(config, data),
         checkpointer=checkpointer,
         state=state,
         log=log,
@@ -129,6 +128,15 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         peak_tokens_per_second=peak_tokens_per_second(config, model, world),
         loaded=loaded,
     )
+
+
+def prompts(config: Config, data: DataSet) -> Any:
+    """The prompts of [sample], or None."""
+    if not config.sample.every:
+        return None
+    from torchtitan_lite.training.sampling import Prompts
+
+    return Prompts.of(config, data)
 
 
 def profile(config: Config, world: World) -> Any:
@@ -227,6 +235,8 @@ def train(s: Session) -> None:
             with s.clock.paused():
                 save(s, last=last)
         if config.sample.every and not s.preemption.agreed and (due(step, config.sample.every) or last):
+            from torchtitan_lite.training.sampling import sample
+
             with s.clock.paused():
                 sample(s.model, s.prompts, step, stream(config.run.seed, step, 0, 0), s.world, log)
         report_save(s, wait=False)

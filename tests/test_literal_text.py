@@ -9,8 +9,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from torchtitan_lite.data import token_files as metas
+from torchtitan_lite.data.prepare import summary
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.token_files import TokenFiles, read_meta, verify
+from torchtitan_lite.data.prepare.summary import verify
+from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.data.tokenizer import byte_level, bytes_per_token
 from torchtitan_lite.errors import DataError
 
@@ -208,7 +210,7 @@ def test_verify_counts_end_marks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     tokens.tofile(file)
     content = json.loads((out / "meta.json").read_text())
     content["files"][file.name] = vars(metas.File.of(file))
-    content["tokens_sha256"] = metas.identity({name: metas.File(**one) for name, one in content["files"].items()})
+    content["tokens_sha256"] = summary.identity({name: metas.File(**one) for name, one in content["files"].items()})
     (out / "meta.json").write_text(json.dumps(content))
     read_meta(out)
     assert main(["--verify", str(out)]) == 2

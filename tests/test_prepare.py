@@ -30,7 +30,8 @@ from torchtitan_lite.data.dataset import prepare
 from torchtitan_lite.data.prepare import plan, readers, writer
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.corpus import Corpus
-from torchtitan_lite.data.token_files import read_meta, verify
+from torchtitan_lite.data.prepare.summary import verify
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 
 TEXTS = [f'document {i}: "quoted", two\nlines, h\u00e4\u00df \u4e2d \U0001f600\n' for i in range(400)]

@@ -17,8 +17,9 @@ from torchtitan_lite.data import packing, token_files
 from torchtitan_lite.data.dataset import prepare
 from torchtitan_lite.data.prepare import content, corpus, plan, worker, writer
 from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.samples import Samples
-from torchtitan_lite.data.token_files import read_meta, verify
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 
 QUIET = ["--tokenizer", "bytes"]

@@ -23,7 +23,6 @@ from pydantic import ValidationError
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.presets import contradiction, strategy_keys
 from torchtitan_lite.config.rules import conflicts
 from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded, format_value
@@ -231,8 +230,10 @@ def _size_layer(values: ConfigValues, problems: list[str], refused: set[str]) ->
 def _strategy_layer(values: ConfigValues, local_world_size: int, problems: list[str]) -> ConfigValues:
     """The [fsdp] keys of `[fsdp] sharding_strategy` that are not set, or are set to -1 or "default"."""
     strategy = values.get("fsdp.sharding_strategy", ConfigValue("", "default")).value
-    if not isinstance(strategy, str):
-        return {}  # reported as a wrong type elsewhere
+    if not isinstance(strategy, str) or not strategy:
+        return {}  # another type is reported elsewhere
+    from torchtitan_lite.config.presets import contradiction, strategy_keys
+
     explicit = {key.removeprefix("fsdp."): value.value for key, value in values.items() if key[:5] == "fsdp."}
     for key, value in explicit.items():
         if key == "dp_shard" and value == local_world_size:

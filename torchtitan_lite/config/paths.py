@@ -7,13 +7,10 @@ folder is visited once.
 import argparse
 import contextlib
 import errno
-import fnmatch
-import glob
 import json
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.errors import ConfigError, DataError, shortened
@@ -117,98 +114,6 @@ def kind_of(path: Path) -> str:
         return "a broken link"
     names = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
     return next((name for test, name in names.items() if test(mode)), "a folder" if stat.S_ISDIR(mode) else "a file")
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder and its entries."""
-
-    path: Path
-    linked: bool  # reached through a link
-    names: list[str]  # entries other than folders
-
-
-def folders_below(root: Path, hidden: bool) -> list[Folder]:
-    """The folder and all folders below it, each once. Links are followed after the real folders."""
-    seen: set[tuple[int, int]] = set()
-    found: list[Folder] = []
-    links = [root]
-    while links:
-        links.sort()
-        todo = [links.pop(0)]
-        linked = bool(found)
-        while todo:
-            folder = todo.pop()
-            with reading(folder):
-                info = folder.stat()
-                if (info.st_dev, info.st_ino) in seen:
-                    continue
-                seen.add((info.st_dev, info.st_ino))
-                entries = [entry for entry in os.scandir(folder) if hidden or not entry.name.startswith(".")]
-            names = []
-            for entry in entries:
-                if not is_folder(folder / entry.name):
-                    names.append(entry.name)
-                else:
-                    (links if entry.is_symlink() else todo).append(folder / entry.name)
-            found.append(Folder(folder, linked, names))
-    return found
-
-
-def matching(pattern: Path) -> list[tuple[Path, bool]]:
-    """The paths that match a glob, sorted, and whether `**` reached each through a link.
-
-    Like `glob.glob(..., recursive=True)`, but safe in a loop of links. An existing path matches itself, even if its
-    name contains `[` or `*`.
-
-    Raises:
-        DataError: a folder can't be read.
-    """
-    with reading(pattern), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        pattern.lstat()
-        return [(pattern, False)]
-    found = {Path(pattern.anchor): False}
-    parts = pattern.parts[1:] if pattern.anchor else pattern.parts
-    for number, part in enumerate(parts):
-        found = _step(found, part, "**" in parts[:number], last=number == len(parts) - 1)
-    return [(path, found[path]) for path in sorted(found, key=str)]
-
-
-def _step(bases: dict[Path, bool], part: str, below_stars: bool, last: bool) -> dict[Path, bool]:
-    """Extend the matched paths by the next part of the pattern."""
-    found: dict[Path, bool] = {}
-
-    def add(path: Path, linked: bool) -> None:
-        linked = linked or (below_stars and path.is_symlink() and is_folder(path))
-        found[path] = found.get(path, True) and linked
-
-    for base, linked in bases.items():
-        if part == "**":
-            for folder in folders_below(base, hidden=False) if is_folder(base) else []:
-                if not last or folder.path != Path():  # as in glob: "**" does not match the folder itself
-                    add(folder.path, linked or folder.linked)
-                for name in folder.names if last else []:
-                    add(folder.path / name, linked or folder.linked)
-        elif glob.has_magic(part):
-            for name in fnmatch.filter(_names(base), part):
-                if part.startswith(".") or not name.startswith("."):
-                    add(base / name, linked)
-        elif os.path.lexists(base / part):
-            add(base / part, linked)
-    return found
-
-
-def _names(folder: Path) -> list[str]:
-    with reading(folder):
-        return os.listdir(folder) if is_folder(folder) else []
-
-
-def unfound(entry: str) -> str:
-    """Why an entry of `[data] path` matches nothing; empty if it matches something."""
-    try:
-        return "" if matching(expanded(entry, "data.path")) else f"nothing found at {entry}"
-    except DataError as error:
-        return str(error)
 
 
 _LONGEST_META = 256 << 20  # bytes

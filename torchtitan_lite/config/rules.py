@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.paths import expand, is_prepared, problem, unfound
+from torchtitan_lite.config.paths import expand, is_prepared, problem
 from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
 from torchtitan_lite.errors import ConfigError, shortened
 
@@ -227,7 +227,11 @@ def _path_conflicts(config: Config) -> dict[str, str]:
 def _missing_text(path: str) -> str:
     """Why there is no text at a path or glob; empty if there is some."""
     wrong = problem(path)
-    return unfound(path) if wrong.startswith("nothing at") else wrong
+    if not wrong.startswith("nothing at"):
+        return wrong
+    from torchtitan_lite.config.find_text import unfound
+
+    return unfound(path)
 
 
 def _not_a_folder(path: str) -> str:

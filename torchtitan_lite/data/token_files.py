@@ -16,8 +16,6 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin
@@ -292,58 +290,3 @@ def _require_named(meta: Meta) -> None:
             raise ValueError(f"meta.json contradicts itself about {name}")
     if missing := (wanted.keys() | {"tokenizer.json"}) - meta.files.keys():
         raise ValueError(f"meta.json does not list {', '.join(sorted(missing))}")
-
-
-def all_files(folder: Path, names: list[str]) -> dict[str, File]:
-    """Hash these files on all cores."""
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(lambda name: File.of(folder / name), names), strict=True))
-
-
-def identity(files: dict[str, File]) -> str:
-    """`tokens_sha256` of these files."""
-    shards = sorted((name, file.sha256) for name, file in files.items() if name.endswith(".bin"))
-    return hashlib.sha256(json.dumps(shards).encode()).hexdigest()
-
-
-def verify(folder: Path) -> list[str]:
-    """Read every byte of a prepared folder, and return a line for each problem.
-
-    Raises:
-        DataError: meta.json is invalid.
-    """
-    meta = read_meta(folder)
-    now = all_files(folder, list(meta.files))
-    wrong = [f"{name}: its SHA-256 is not the one in meta.json" for name in now if now[name] != meta.files[name]]
-    if identity(now) != meta.tokens_sha256:
-        wrong.append("meta.json: tokens_sha256 is not that of the token files")
-    return wrong + wrong_documents(folder, meta)
-
-
-def wrong_documents(folder: Path, meta: Meta) -> list[str]:
-    """A line for each problem in the division into documents, independent of the hashes."""
-    return [line for split in SPLITS for line in _wrong_documents(folder, meta, split)]
-
-
-def _wrong_documents(folder: Path, meta: Meta, split: str) -> Iterator[str]:
-    """Find tokens outside the vocabulary, documents without a final end token, and end tokens inside documents."""
-    dtype = np.dtype(token_dtype(meta.vocab_size))
-    ends = np.memmap(folder / f"{split}.idx", dtype=np.int64, mode="r") if meta.n_documents(split) else np.empty(0, int)
-    if not len(ends) or ends[-1] != meta.tokens(split) or ends[0] < 1 or (np.diff(ends) <= 0).any():
-        yield f"{split}.idx: does not divide the {meta.tokens(split):,} tokens into documents"
-        return
-    end_tokens = 0
-    for number in range(len(shard_lengths(meta.tokens(split), meta.shard_tokens))):
-        tokens = np.memmap(folder / shard_name(split, number), dtype=dtype, mode="r")
-        if int(tokens.max()) >= meta.vocab_size:
-            yield f"{shard_name(split, number)}: a token is not in the vocabulary of {meta.vocab_size}"
-        first = number * meta.shard_tokens
-        low, high = np.searchsorted(ends, [first + 1, first + len(tokens) + 1])
-        if (tokens[ends[low:high] - 1 - first] != meta.end_token).any():
-            yield f"{shard_name(split, number)}: a document does not end with the end token"
-        end_tokens += sum(int((tokens[i : i + _BLOCK] == meta.end_token).sum()) for i in range(0, len(tokens), _BLOCK))
-    if end_tokens != meta.n_documents(split) + 1:
-        yield (
-            f"{split}: {end_tokens:,} end tokens (id {meta.end_token}) for {meta.n_documents(split):,} documents, "
-            f"where {meta.n_documents(split) + 1:,} should be: text was encoded as an end token, or one is missing"
-        )

@@ -1,51 +1,20 @@
 """Tokenizers of the `tokenizers` library: the user's own, or byte-level BPE trained on the text (lossless)."""
 
 import hashlib
-import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from torchtitan_lite.config.paths import expanded, kind_of
+from torchtitan_lite.data.prepare.split import train
 from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 SMALLEST = 257  # 256 bytes and the end token
 _LONGEST = 1 << 30  # bytes of a tokenizer.json
-
-
-def byte_level() -> Tokenizer:
-    """One token per byte, and the end token; nothing is trained."""
-    return train([], SMALLEST)
-
-
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer of exactly `vocab_size` entries: the end token, 256 bytes, merges.
-
-    Raises:
-        DataError: the text is too short.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    learned = tokenizer.get_vocab_size()
-    if learned != vocab_size:
-        raise DataError(
-            f"the text is too short for tokenizer.vocab_size = {vocab_size}: it yields {learned} entries; "
-            f"use more text or tokenizer.vocab_size = {learned}"
-        )
-    return tokenizer
 
 
 def load(path: Path) -> Tokenizer:
@@ -77,46 +46,11 @@ def load(path: Path) -> Tokenizer:
         raise DataError(f"{wrong}{reason(error)}") from None
 
 
-def literal(definition: str) -> Tokenizer:
-    """A tokenizer that does not look for special tokens in the text; see literal.py."""
-    tokenizer = Tokenizer.from_str(definition)
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def reason(error: BaseException) -> str:
     """The message of an error in the library, whose panics are BaseExceptions."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
         raise error
     return str(error)[:300]
-
-
-def unknown(tokenizer: Tokenizer) -> int | None:
-    """The id of the unknown token; None if the vocabulary can encode everything.
-
-    Raises:
-        DataError: the tokenizer silently drops unknown characters.
-    """
-    model = json.loads(tokenizer.to_str())["model"]
-    index = model.get("unk_id") if model.get("unk_token") is None else tokenizer.token_to_id(model["unk_token"])
-    if index is not None:
-        return int(index)
-    probe = "\u4e2d\U0001f600"
-    try:
-        spelled = tokenizer.decode(tokenizer.encode(probe).ids)
-    except BaseException as error:
-        raise DataError(
-            f"the tokenizer can't encode unknown characters ({reason(error)}); use one with byte-level "
-            "pre-tokenization, with byte_fallback, or with an unk_token in its vocabulary"
-        ) from None
-    if not set(probe) <= set(spelled):
-        raise DataError(
-            "the tokenizer silently drops unknown characters; use one with byte-level pre-tokenization, with "
-            "byte_fallback, or with an unk_token"
-        )
-    return None
 
 
 def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:
@@ -173,3 +107,8 @@ def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.
     if end is not None:
         lengths[end] = 0
     return lengths
+
+
+def byte_level() -> Tokenizer:
+    """One token per byte, and the end token; nothing is trained."""
+    return train([], SMALLEST)

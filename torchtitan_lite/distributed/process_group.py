@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_lite.config.derive import Layout, usable_cores
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import process
-from torchtitan_lite.distributed.rendezvous import find_ranks
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import flush, print_error
 
@@ -77,7 +76,12 @@ def process_group(run: RunConfig) -> Iterator[World]:
         torch.use_deterministic_algorithms(True)
     process.die_with_launcher()
     timeout = timedelta(minutes=run.timeout_minutes)
-    store, rank, world_size = find_ranks(timeout)
+    if "RANK" in os.environ:
+        from torchtitan_lite.distributed.rendezvous import find_ranks
+
+        store, rank, world_size = find_ranks(timeout)
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield World(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group())
@@ -124,9 +128,9 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def from_rank0(value: T | None, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's Python value, on every rank. The other ranks' argument is ignored."""
+    """The Python value of the group's first rank, on every rank. The other ranks' argument is ignored."""
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group else 0, group=group)
     return box[0]  # type: ignore[return-value]  # rank 0 never passes None
 
 

@@ -13,13 +13,11 @@ from torchtitan_lite.errors import ConfigError
 
 
 def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
-    """The store, this rank and the world size; a world of one under plain python.
+    """The store, this rank and the world size.
 
     Raises:
         ConfigError: torchrun's environment is incomplete, or the ranks can't reach the store.
     """
-    if "RANK" not in os.environ:
-        return dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     except ValueError as error:  # a variable is missing, or is not a number

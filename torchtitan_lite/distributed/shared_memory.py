@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_lite.distributed.process_group import env_int
+from torchtitan_lite.distributed.process_group import env_int, from_rank0
 
 SLOT = 8 << 20  # bytes per rank in each half
 _DONE = object()  # a finished asynchronous collective; for None FSDP would keep more memory
@@ -37,19 +37,19 @@ class SharedMemory:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._turn = 0
         n_bytes, descriptor, error = 2 * self.size * slot, -1, ""
-        place: list[tuple[str, tuple[int, int]]] = [("", (0, 0))]
+        place: tuple[str, tuple[int, int]] = "", (0, 0)
         if self.rank == 0:
             try:
                 # unnamed: a kill leaves nothing behind, and the limit of /dev/shm does not apply
                 descriptor = os.memfd_create("torchtitan_lite")
                 os.ftruncate(descriptor, n_bytes)
-                place = [(f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor))]
+                place = f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor)
             except (OSError, AttributeError) as caught:
                 error = str(caught)
-        dist.broadcast_object_list(place, src=dist.get_global_rank(group, 0), group=group)
+        place = from_rank0(place, group)
         try:
             if self.rank != 0:
-                path, identity = place[0]
+                path, identity = place
                 descriptor = os.open(path, os.O_RDWR)
                 if _identity(descriptor) != identity:  # ranks may be in different PID namespaces
                     raise OSError(f"{path} is another file for rank {self.rank}")

@@ -14,7 +14,8 @@ import torch
 from torchtitan_lite import models
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.derive import Layout, derive
-from torchtitan_lite.config.paths import expand, is_prepared, unfound
+from torchtitan_lite.config.find_text import unfound
+from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, run_cli

@@ -3,21 +3,24 @@
 Every rank computes every forward, because each holds shards of the parameters. Rank 0 draws the tokens and logs.
 """
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from torchtitan_lite.config.paths import expand, is_prepared, problem
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.generation import Sampler, new_tokens
 from torchtitan_lite.monitoring.metrics import Log
@@ -104,3 +107,24 @@ def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: Wo
 def _quoted(text: str) -> str:
     """The text in quotes, on one line."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def known_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of a run that samples: a configured one, or one trained earlier. None if there is none yet.
+
+    Raises:
+        DataError: `tokenizer.path` is not a tokenizer.json.
+    """
+    if not config.sample.every or not config.sample.prompts:
+        return None
+    if config.tokenizer.path:
+        return bpe.load(expand(config.tokenizer.path))
+    named = config.data.sources or ([config.data.path] if isinstance(config.data.path, str) else [])
+    prepared = [expand(path) for path in named if path and not problem(path) and is_prepared(path)]
+    with contextlib.suppress(DataError):  # a damaged folder is reported when the run opens it
+        if prepared:
+            return bpe.load(prepared[0] / "tokenizer.json")
+        own: Path = config.folder / "tokenizer.json"  # of this run, if it has started before
+        if not problem(own) and bpe.size(tokenizer := bpe.load(own)) == config.tokenizer.vocab_size:
+            return tokenizer
+    return None

@@ -28,7 +28,6 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.training.evaluate import Validation, eval_line, evaluate
 from torchtitan_lite.training.preemption import Preemption
-from torchtitan_lite.training.sampling import Prompts
 
 
 class Saves(Protocol):
@@ -58,7 +57,7 @@ class Session:
     watchdog: Watchdog
     loader: Batches
     validation: Validation
-    prompts: Prompts
+    prompts: Any  # training.sampling.Prompts, or None
     checkpointer: Saves
     state: TrainState
     log: Log

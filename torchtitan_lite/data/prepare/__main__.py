@@ -23,8 +23,8 @@ from torchtitan_lite.data.prepare import corpus as corpora
 from torchtitan_lite.data.prepare.cache import MOST_WORKERS, encode_with_bar, plan_for, record_folder
 from torchtitan_lite.data.prepare.encode import require_complete
 from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Options, plan_of
-from torchtitan_lite.data.prepare.summary import report, summary
-from torchtitan_lite.data.token_files import read_meta, remedy, verify
+from torchtitan_lite.data.prepare.summary import report, summary, verify
+from torchtitan_lite.data.token_files import read_meta, remedy
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
 
 

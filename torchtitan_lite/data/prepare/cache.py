@@ -21,7 +21,7 @@ from tqdm import tqdm
 from torchtitan_lite.config.paths import expanded
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import content
+from torchtitan_lite.data.prepare import content, literal
 from torchtitan_lite.data.prepare import corpus as corpora
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Job, Options, plan_of
@@ -129,17 +129,17 @@ def plan_for(
     if plan is None:
         with FileLock(folder / f"{key}.lock"):
             if (plan := _stored_plan(file, len(texts))) is None:
-                from torchtitan_lite.data.prepare.split import held_out_below, training_texts
+                from torchtitan_lite.data.prepare.split import held_out_below, train, training_texts
 
                 _log_preparation(texts, info)
                 below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
-                found = given or bpe.train(training_texts(texts, below, options), config.vocab_size)
+                found = given or train(training_texts(texts, below, options), config.vocab_size)
                 end = bpe.end_token(found, config.end_token)
                 plan = {"below": below, "end": end, "tokenizer": found.to_str(pretty=True)}
                 write_durably(file, json.dumps(plan).encode())
     definition, end = plan["tokenizer"], plan["end"]
-    tokenizer = bpe.literal(definition)
-    unknown = bpe.unknown(tokenizer)
+    tokenizer = literal.literal(definition)
+    unknown = literal.unknown(tokenizer)
     if unknown is None or unknown == end:  # the end token can't be the unknown token as well
         unknown = -1
     jobs = [

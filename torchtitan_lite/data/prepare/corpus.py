@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.config import paths
+from torchtitan_lite.config import find_text, paths
 from torchtitan_lite.errors import DataError
 
 KINDS = ".txt", ".jsonl", ".csv", ".parquet"
@@ -96,7 +96,7 @@ def find(path: str | list[str], text_key: str = "text") -> Corpus:
 def _texts(entry: str, ignored: set[Path]) -> list[Path]:
     """The files of one entry of `[data] path`, each once, even if a link leads to it as well."""
     found: list[tuple[Path, bool]] = []
-    for path, linked in paths.matching(paths.expanded(entry, "data.path")):
+    for path, linked in find_text.matching(paths.expanded(entry, "data.path")):
         if paths.is_folder(path):
             found += [(text, linked or through_link) for text, through_link in _below(path, ignored)]
         elif paths.is_file(path):
@@ -120,7 +120,7 @@ def _place(file: Path) -> str:
 
 def _below(folder: Path, ignored: set[Path]) -> list[tuple[Path, bool]]:
     found = []
-    for below in paths.folders_below(folder, hidden=True):
+    for below in find_text.folders_below(folder, hidden=True):
         for file in (below.path / name for name in below.names):
             if kind(file) and paths.is_file(file):
                 found.append((file, below.linked))

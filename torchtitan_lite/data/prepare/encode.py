@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torchtitan_lite.config.derive import usable_cores
 from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import content, worker
+from torchtitan_lite.data.prepare import content, summary, worker
 from torchtitan_lite.data.prepare import plan as plan_module
 from torchtitan_lite.data.prepare.corpus import Corpus, stat_of
 from torchtitan_lite.data.prepare.plan import Options, plan_of
@@ -194,7 +194,7 @@ def _finish(folder: Path, job: plan_module.Job, progress: Progress, options: Opt
                 skipped_first.append(Problem(problem["place"], "", problem["detail"]).of(problem["file"]))
     else:
         (folder / "skipped.log").unlink()
-    files = metas.all_files(folder, names)
+    files = summary.all_files(folder, names)
     meta = Meta(
         format_version=metas.FORMAT_VERSION,
         documents=train + val,
@@ -208,13 +208,13 @@ def _finish(folder: Path, job: plan_module.Job, progress: Progress, options: Opt
         end_token=job.end_token,
         shard_tokens=options.shard_tokens,
         tokenizer_sha256=tokenizer_sha256,
-        tokens_sha256=metas.identity(files),
+        tokens_sha256=summary.identity(files),
         made_from=progress.plan,
         files=files,
         skipped=dict(sorted(progress.skipped.items())),
         skipped_first=skipped_first,
     )
-    if wrong := metas.wrong_documents(folder, meta):
+    if wrong := summary.wrong_documents(folder, meta):
         (folder / "progress.json").unlink()  # the next run starts over
         raise DataError(
             f"{folder}: the files differ from what was written: {wrong[0]}; run the same command again to start over"

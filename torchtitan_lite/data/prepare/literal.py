@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.tokenizer import reason
+from torchtitan_lite.errors import DataError
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -34,7 +36,7 @@ class LiteralEncoder:
     def __init__(self, tokenizer: Tokenizer, definition: str, end: int, unknown: int) -> None:
         """
         Args:
-            tokenizer: `bpe.literal(definition)`.
+            tokenizer: `literal(definition)`.
             unknown: the id of the unknown token; -1: none.
         """
         self._tokenizer, self._definition = tokenizer, definition
@@ -124,4 +126,39 @@ def _without(definition: str, strings: frozenset[str]) -> Tokenizer:
     for entry in content["added_tokens"]:
         entry["content"] = names.get(entry["content"], entry["content"])
     content["post_processor"] = None
-    return bpe.literal(json.dumps(content))
+    return literal(json.dumps(content))
+
+
+def literal(definition: str) -> Tokenizer:
+    """A tokenizer that does not look for special tokens in the text; see literal.py."""
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def unknown(tokenizer: Tokenizer) -> int | None:
+    """The id of the unknown token; None if the vocabulary can encode everything.
+
+    Raises:
+        DataError: the tokenizer silently drops unknown characters.
+    """
+    model = json.loads(tokenizer.to_str())["model"]
+    index = model.get("unk_id") if model.get("unk_token") is None else tokenizer.token_to_id(model["unk_token"])
+    if index is not None:
+        return int(index)
+    probe = "\u4e2d\U0001f600"
+    try:
+        spelled = tokenizer.decode(tokenizer.encode(probe).ids)
+    except BaseException as error:
+        raise DataError(
+            f"the tokenizer can't encode unknown characters ({reason(error)}); use one with byte-level "
+            "pre-tokenization, with byte_fallback, or with an unk_token in its vocabulary"
+        ) from None
+    if not set(probe) <= set(spelled):
+        raise DataError(
+            "the tokenizer silently drops unknown characters; use one with byte-level pre-tokenization, with "
+            "byte_fallback, or with an unk_token"
+        )
+    return None

@@ -1,6 +1,8 @@
 """Selects the validation documents, and the documents to train the tokenizer on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_lite.data.prepare import corpus as corpora
 from torchtitan_lite.data.prepare import plan, worker
@@ -8,6 +10,7 @@ from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.encode import refusal
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.prepare.readers import chunks
+from torchtitan_lite.data.tokenizer import END_OF_DOCUMENT
 from torchtitan_lite.errors import DataError
 
 TRAINED_ON_BYTES = 128 << 20  # approximate; a tokenizer learns little from more text
@@ -43,3 +46,28 @@ def training_texts(texts: list[Corpus], below: list[int], options: Options) -> I
             number = plan.document_hash(text.encode())
             if number >= limit and number % 2**32 < share * 2**32:
                 yield text
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer of exactly `vocab_size` entries: the end token, 256 bytes, merges.
+
+    Raises:
+        DataError: the text is too short.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    learned = tokenizer.get_vocab_size()
+    if learned != vocab_size:
+        raise DataError(
+            f"the text is too short for tokenizer.vocab_size = {vocab_size}: it yields {learned} entries; "
+            f"use more text or tokenizer.vocab_size = {learned}"
+        )
+    return tokenizer

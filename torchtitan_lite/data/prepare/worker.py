@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.prepare import literal as literal_module
 from torchtitan_lite.data.prepare.literal import LiteralEncoder, LiteralError
 from torchtitan_lite.data.prepare.plan import Job, document_hash
 from torchtitan_lite.data.prepare.readers import Chunk, Problem
@@ -149,7 +149,7 @@ def _batches(documents: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
 
 def load(job: Job) -> LiteralEncoder:
     """The encoder of a job."""
-    return LiteralEncoder(bpe.literal(job.tokenizer), job.tokenizer, job.end_token, job.unknown)
+    return LiteralEncoder(literal_module.literal(job.tokenizer), job.tokenizer, job.end_token, job.unknown)
 
 
 # --- the process ------------------------------------------------------------------------------------------------
