@@ -53,7 +53,6 @@ from torchtitan_lite.checkpointing.safetensors_file import (
 )
 from torchtitan_lite.checkpointing.save import Saver, Write
 from torchtitan_lite.checkpointing.select import on_rank0, select_checkpoint
-from torchtitan_lite.checkpointing.state_dict import HostGather, needed_copies
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed import sharding
@@ -192,6 +191,8 @@ class Checkpointer:
         live = sharding.by_name(parts)
         gather: Callable[[str], Tensor] = lambda name: self._gather(live[name])  # noqa: E731
         if background:
+            from torchtitan_lite.checkpointing.state_dict import HostGather, needed_copies
+
             copies = self._copied(needed_copies(live, self.world.rank))
             gather = HostGather(live, copies, self._saver.group)
         return functools.partial(self._gather_and_write, specs, gather)

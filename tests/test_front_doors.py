@@ -17,8 +17,7 @@ from tests.helpers import ranks, start, tiny
 from torchtitan_lite import errors
 from torchtitan_lite.config import cli, load, paths, schema, toml
 from torchtitan_lite.config.unread import RULES
-from torchtitan_lite.data import tokenizer
-from torchtitan_lite.data.prepare import __main__
+from torchtitan_lite.data.prepare import __main__, split
 from torchtitan_lite.errors import CheckpointError, ConfigError, UserError, run_cli
 from torchtitan_lite.huggingface import names
 from torchtitan_lite.tools import generate, migrate_accelerate
@@ -217,7 +216,7 @@ def test_every_path_expands_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "base.toml").write_text('[run]\nout_dir = "~/runs"\n')
     (tmp_path / "mine.toml").write_text('base = "~/base.toml"\n')
     (tmp_path / "text.txt").write_text("some text\n" * 500)
-    tokenizer.byte_level().save(str(tmp_path / "tokenizer.json"))
+    split.byte_level().save(str(tmp_path / "tokenizer.json"))
     loaded = parse("--config=~/mine.toml", "--data.path=~/text.txt", "--tokenizer.path=~/tokenizer.json")
     assert loaded.config.folder == tmp_path / "runs/mine"
     monkeypatch.chdir(tmp_path)
@@ -310,7 +309,7 @@ def test_patterns_and_prompts_are_reported_with_the_rest(capsys: pytest.CaptureF
 
 
 def test_prompts_are_checked_with_an_existing_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer.byte_level().save(str(tmp_path / "tokenizer.json"))
+    split.byte_level().save(str(tmp_path / "tokenizer.json"))
     argv = ["--check-config", "--model.max_seq_len=8", "--train.seq_len=8", "--sample.prompts=['12345678', '1234567']"]
     assert train.main([*argv, f"--tokenizer.path={tmp_path / 'tokenizer.json'}"]) == 2
     message = capsys.readouterr().err

@@ -27,8 +27,8 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config import cli, derive, schema, toml
-from torchtitan_lite.data import tokenizer as tokenizer_module
 from torchtitan_lite.data.prepare import __main__, corpus, split
+from torchtitan_lite.data.prepare import split as split_module
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.distributed.sharding import own_tensors
 from torchtitan_lite.errors import UserError
@@ -165,7 +165,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = TrainState(step=1, identity=identity, config=derive.flatten(config))
     full = storage.commit(folder, state, "full", 1, records)
     checkpoints.convert(full, run.parent / "sharded")
-    tokenizer_module.byte_level().save(str(run / "tokenizer.json"))
+    split_module.byte_level().save(str(run / "tokenizer.json"))
     hf.export(run, run.parent / "hf")
     (run / "config.toml").write_text(toml.to_toml_with_origins(toml.Loaded(config, {})))
     records_of_run = [{"step": n, "loss": 2.0, "seconds": 1.0, "time": 5.0, "lr": 0.1} for n in (1, 2)]

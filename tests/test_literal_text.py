@@ -11,9 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data.prepare import summary
 from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.prepare.split import byte_level
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
-from torchtitan_lite.data.tokenizer import byte_level, bytes_per_token
+from torchtitan_lite.data.tokenizer import bytes_per_token
 from torchtitan_lite.errors import DataError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789<>/"

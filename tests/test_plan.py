@@ -16,7 +16,7 @@ from tests.memory_cases import CASES, EXTENDED, SLOW, VOCABULARY, config_of
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.data import tokenizer
+from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, named
@@ -280,7 +280,7 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     def found(key: str, value: object) -> tuple[int, str]:
         return plan.vocabulary(load.load(None, {key: load.ConfigValue(value, "test")}, elsewhere=True).config)
 
-    tokenizer.byte_level().save(str(tmp_path / "tokenizer.json"))
+    split.byte_level().save(str(tmp_path / "tokenizer.json"))
     assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")
     (tmp_path / "x.txt").write_text("def")
     assert found("data.path", str(tmp_path / "x.txt")) == (4096, "")

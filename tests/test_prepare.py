@@ -147,7 +147,7 @@ def test_a_text_cannot_end_its_own_document(tmp_path: Path) -> None:
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    from torchtitan_lite.data.tokenizer import byte_level
+    from torchtitan_lite.data.prepare.split import byte_level
 
     tokenizer = byte_level()
     tokenizer.add_tokens([f"word{i}" for i in range(70_000)])

@@ -8,10 +8,11 @@ import contextlib
 import fnmatch
 import glob
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.config.paths import expanded, is_folder, reading
+from torchtitan_lite.config.paths import _mode, expanded, reading
 from torchtitan_lite.errors import DataError
 
 
@@ -105,3 +106,15 @@ def unfound(entry: str) -> str:
         return "" if matching(expanded(entry, "data.path")) else f"nothing found at {entry}"
     except DataError as error:
         return str(error)
+
+
+def is_file(path: Path) -> bool:
+    """Whether this is a regular file, or a link to one. Raises DataError if permission is denied."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder, or a link to one. Raises DataError if permission is denied."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)

@@ -84,18 +84,6 @@ def reading(path: str | Path) -> Iterator[None]:
         raise DataError(f"{path} can't be read: {error.strerror or error}") from None
 
 
-def is_file(path: Path) -> bool:
-    """Whether this is a regular file, or a link to one. Raises DataError if permission is denied."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISREG(mode)
-
-
-def is_folder(path: Path) -> bool:
-    """Whether this is a folder, or a link to one. Raises DataError if permission is denied."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISDIR(mode)
-
-
 def _mode(path: str | Path) -> int | None:
     """The mode of a path's target; None if there is none."""
     with reading(path):

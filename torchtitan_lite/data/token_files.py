@@ -30,7 +30,6 @@ FORMAT_VERSION = 2
 SPLITS = "train", "val"
 _SPOTS = 64
 _SPOT_BYTES = 4096
-_ENDS = 1 << 20  # document ends checked at a time
 HASHED_BYTES = 256 << 20  # larger files are compared by size and 64 spots, except by verify
 _BLOCK = 1 << 22  # tokens checked at a time
 OURS = re.compile(
@@ -147,38 +146,6 @@ class TokenFiles:
             except OSError as error:
                 raise DataError(f"{path} can't be read: {error}") from None
         return self._files[number]
-
-
-def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
-    """The end of each document in a split's stream, memory-mapped and checked.
-
-    Raises:
-        DataError: the ends are not increasing, or do not match the stream's length.
-    """
-    file = folder / f"{split}.idx"
-    try:
-        ends = np.memmap(file, dtype=np.int64, mode="r")
-    except (OSError, ValueError) as error:  # ValueError: empty, or not a multiple of 8 bytes
-        raise DataError(f"{file} can't be read: {error}") from None
-    before, n_tokens = 1, meta.tokens(split)  # the stream begins with an end token
-    for first in range(0, len(ends), _ENDS):
-        some = ends[first : first + _ENDS]
-        good = np.diff(some, prepend=before) > 0
-        good &= some <= n_tokens
-        if not good.all():
-            bad = first + int(np.argmin(good))
-            raise DataError(_wrong_end(file, bad, int(ends[bad]), int(ends[bad - 1]) if bad else 1, n_tokens))
-        before = some[-1]
-    if ends[-1] != n_tokens:
-        raise DataError(_wrong_end(file, len(ends) - 1, int(ends[-1]), n_tokens - 1, n_tokens))
-    return ends
-
-
-def _wrong_end(file: Path, number: int, end: int, before: int, n_tokens: int) -> str:
-    return (
-        f"{file} is damaged: document {number:,} (at byte {8 * number:,}) ends at token {end:,}, but should end after "
-        f"{before:,} and at most at {n_tokens:,}; {remedy(file.parent)}"
-    )
 
 
 def foreign(folder: Path) -> list[str]:

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
 
 from torchtitan_lite.config.paths import expanded, kind_of
-from torchtitan_lite.data.prepare.split import train
 from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -107,8 +106,3 @@ def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.
     if end is not None:
         lengths[end] = 0
     return lengths
-
-
-def byte_level() -> Tokenizer:
-    """One token per byte, and the end token; nothing is trained."""
-    return train([], SMALLEST)

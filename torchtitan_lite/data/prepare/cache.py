@@ -106,6 +106,12 @@ class Plan:
     jobs: list[Job]
 
 
+def _byte_level() -> Tokenizer:
+    from torchtitan_lite.data.prepare.split import byte_level  # which loads the text readers
+
+    return byte_level()
+
+
 def plan_for(
     texts: list[Corpus], config: TokenizerConfig, val_fraction: float, folder: Path, options: Options, info: Info
 ) -> Plan:
@@ -115,7 +121,7 @@ def plan_for(
     """
     given = None
     if config.path:
-        given = bpe.byte_level() if config.path == BYTES else bpe.load(Path(config.path))
+        given = _byte_level() if config.path == BYTES else bpe.load(Path(config.path))
     decides = {
         "format": FORMAT_VERSION,
         "texts": [[corpus.identity(), corpus.text_key] for corpus in texts],

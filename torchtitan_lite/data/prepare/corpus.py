@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.config import find_text, paths
+from torchtitan_lite.config import find_text as find_text_module
 from torchtitan_lite.errors import DataError
 
 KINDS = ".txt", ".jsonl", ".csv", ".parquet"
@@ -97,9 +98,9 @@ def _texts(entry: str, ignored: set[Path]) -> list[Path]:
     """The files of one entry of `[data] path`, each once, even if a link leads to it as well."""
     found: list[tuple[Path, bool]] = []
     for path, linked in find_text.matching(paths.expanded(entry, "data.path")):
-        if paths.is_folder(path):
+        if find_text_module.is_folder(path):
             found += [(text, linked or through_link) for text, through_link in _below(path, ignored)]
-        elif paths.is_file(path):
+        elif find_text_module.is_file(path):
             found.append((path, linked))
         else:
             ignored.add(path)
@@ -122,7 +123,7 @@ def _below(folder: Path, ignored: set[Path]) -> list[tuple[Path, bool]]:
     found = []
     for below in find_text.folders_below(folder, hidden=True):
         for file in (below.path / name for name in below.names):
-            if kind(file) and paths.is_file(file):
+            if kind(file) and find_text_module.is_file(file):
                 found.append((file, below.linked))
             else:
                 ignored.add(file)
@@ -133,7 +134,7 @@ def _nothing(entry: str, ignored: set[Path]) -> DataError:
     path = paths.expanded(entry, "data.path")
     if path in ignored:
         return DataError(f"{path} is {paths.kind_of(path)}; supported: {READABLE}")
-    if paths.is_folder(path) and (path / "tokenizer.json").exists() and (path / "train.idx").exists():
+    if find_text_module.is_folder(path) and (path / "tokenizer.json").exists() and (path / "train.idx").exists():
         return DataError(f"{path} looks like a prepared folder, but its meta.json is missing; prepare the text again")
     return DataError(f"no text at {entry}; supported: {READABLE} (looked in {Path.cwd()})")
 

@@ -10,7 +10,7 @@ from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.encode import refusal
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.prepare.readers import chunks
-from torchtitan_lite.data.tokenizer import END_OF_DOCUMENT
+from torchtitan_lite.data.tokenizer import END_OF_DOCUMENT, SMALLEST
 from torchtitan_lite.errors import DataError
 
 TRAINED_ON_BYTES = 128 << 20  # approximate; a tokenizer learns little from more text
@@ -71,3 +71,8 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"use more text or tokenizer.vocab_size = {learned}"
         )
     return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """One token per byte, and the end token; nothing is trained."""
+    return train([], SMALLEST)

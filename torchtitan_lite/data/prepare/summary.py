@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.token_files import (
     _BLOCK,
     SPLITS,
     File,
     Meta,
     TokenFiles,
-    document_ends,
     read_meta,
     shard_lengths,
     shard_name,
