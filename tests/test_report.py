@@ -103,7 +103,7 @@ def test_many_records_are_thinned_and_spikes_kept(tmp_path: Path) -> None:
     for figure in figures_of(page).values():
         assert all(len(t["x"]) <= report_page.POINTS for t in figure["traces"])
     assert 99.0 in figures_of(page)["Loss"]["traces"][0]["y"]
-    assert "100,000 records, drawn as up to 2,000 points" in page
+    assert "100,000 records, drawn as at most 2,000 points" in page
     assert len(page) < 6.5e6
 
 
