@@ -103,10 +103,7 @@ class Checkpointer:
         self._saver.start(state, write, _n_bytes(parts), began, background=background)
 
     def require_space(self) -> None:
-        """
-        Raises:
-            CheckpointError: on every rank, if the disk has no room for one checkpoint.
-        """
+        """Raise CheckpointError on every rank if the disk has no room for one checkpoint."""
         on_rank0(self.world, lambda: storage.require_space(self.folder, _n_bytes(self._parts())))
 
     def load(self, identity: Mapping[str, Any]) -> TrainState | None:

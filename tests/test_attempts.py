@@ -129,7 +129,7 @@ def test_a_full_disk_at_a_resume_is_reported(finished: Path, text: Path, disk: P
     result = ranks(2, *command(text, disk, train__steps=12, checkpoint__resume="step-4"))
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
-    assert "a checkpoint takes 0.00 GB, and " in result.stderr
+    assert "a checkpoint takes 0.00 GB, but " in result.stderr
     assert contents(run) == before
     (disk / "ballast").unlink()
     assert "resumed after step 8" in succeeded(ranks(2, *command(text, disk, train__steps=9)))

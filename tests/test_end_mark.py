@@ -101,7 +101,7 @@ def test_text_beside_a_prepared_folder_ends_as_the_folder_does(
 def test_a_config_that_names_another_end_mark_is_refused(prepared: dict[str, Path]) -> None:
     data = DataConfig(path=str(prepared["</s>"]))
     assert prepare_all(data, TokenizerConfig(end_token="</s>"), print).end_token == END
-    with pytest.raises(DataError, match=r"end with '</s>' \(id 517\), and tokenizer\.end_token is '<END>'"):
+    with pytest.raises(DataError, match=r"end with '</s>' \(id 517\), but tokenizer\.end_token is '<END>'"):
         prepare_all(data, TokenizerConfig(end_token="<END>"), print)
 
 

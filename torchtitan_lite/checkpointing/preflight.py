@@ -11,10 +11,7 @@ from torchtitan_lite.errors import DivergedError, NonFiniteError
 
 
 def require_finite(model: nn.Module, step: int) -> None:
-    """
-    Raises:
-        NonFiniteError: on every rank, if a parameter is not finite on any.
-    """
+    """Raise NonFiniteError on every rank if a parameter is not finite on any."""
     finite = [local_rows(parameter)[0].isfinite().all() for parameter in model.parameters()]
     bad = (~torch.stack(finite)).float()
     if sum_over_ranks(bad).any():

@@ -303,10 +303,7 @@ def set_aside(folder: Path, why: str) -> Path | None:
 
 
 def require_space(checkpoints: Path, n_bytes: int) -> None:
-    """
-    Raises:
-        CheckpointError: the disk has less free space than a checkpoint of this size needs.
-    """
+    """Raise CheckpointError if the disk has less free space than a checkpoint of this size needs."""
     where = next(folder for folder in (checkpoints, *checkpoints.parents) if folder.exists())
     status = os.statvfs(where)
     free = status.f_bavail * status.f_frsize

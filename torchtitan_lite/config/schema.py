@@ -46,10 +46,7 @@ class Section(Frozen):
 
 
 def _require_toml(value: Any) -> None:
-    """
-    Raises:
-        ValueError: TOML can't represent a number or string in the value.
-    """
+    """Raise ValueError if TOML can't represent a number or string in the value."""
     if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
         raise ValueError("should be a number of at most 64 bits")
     if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):

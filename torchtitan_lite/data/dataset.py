@@ -94,10 +94,7 @@ def as_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
 
 
 def require_end_token(config: TokenizerConfig, folder: Path, meta: Meta) -> None:
-    """
-    Raises:
-        DataError: the config's end token is not that of the prepared folder.
-    """
+    """Raise DataError if the config's end token is not that of the prepared folder."""
     tokenizer = bpe.load(folder / "tokenizer.json")
     if config.end_token and tokenizer.token_to_id(config.end_token) != meta.end_token:
         raise DataError(

@@ -125,10 +125,7 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _out(given: Path) -> Path:
-    """
-    Raises:
-        ConfigError: the path has no name.
-    """
+    """Raise ConfigError if the path has no name."""
     out = expanded(given, "--out")
     if out.name in ("", ".."):
         raise ConfigError(f"--out {given} should name a new folder, e.g. --out {out / 'prepared'}")

@@ -54,10 +54,7 @@ def with_content(corpus: Corpus, folder: Path) -> Corpus:
 
 
 def require_unchanged(corpus: Corpus) -> None:
-    """
-    Raises:
-        DataError: the text was changed after `with_content`.
-    """
+    """Raise DataError if the text was changed after `with_content`."""
     content = corpus.content
     if content and _stamps(corpus) != content.stamps and _hashes(corpus, corpus.files) != content.hashes:
         raise DataError(CHANGED)
