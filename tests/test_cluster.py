@@ -35,6 +35,7 @@ def agents(*commands: list[str], fault: str = "") -> list[subprocess.Popen[str]]
     ]  # fmt: skip
 
 
+@pytest.mark.extended  # the restart below compares the numbers, too
 def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
     """The same numbers as on one machine, and a checkpoint of both."""
     more = {"train__steps": 6, "checkpoint__state_dict": "sharded"}
@@ -65,7 +66,10 @@ def test_a_rank_killed_on_one_machine_restarts_both(text: Path, tmp_path: Path) 
     output = "".join(out for out, _ in said)
     assert output.count("FAULT kill fired on rank 1") == 1, output
     assert "resumed after step 4" in output
-    assert [record["step"] for record in records(tmp_path / "two")][-1] == 6
+    succeeded(ranks(2, *tiny(text, tmp_path, run__name="one", **more)))
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    about = json.loads((tmp_path / "two/run.json").read_text())
+    assert (about["status"], about["world_size"], about["mesh"]["dp_shard"]) == ("complete", 2, 2)
 
 
 def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path) -> None:

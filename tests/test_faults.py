@@ -204,6 +204,7 @@ def test_a_killed_launcher_takes_its_workers_with_it(text: Path, tmp_path: Path)
         time.sleep(0.05)
 
 
+@pytest.mark.extended  # test_cluster.py restarts a killed rank, too
 def test_a_killed_rank_is_restarted_by_torchrun(straight: Path, text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, **RUN)
     process = launched(*command, script="tests/faults/worker.py", restarts=2, env={"FAULT": "kill:1:8"})
@@ -226,6 +227,7 @@ def test_20_kills_in_a_row_are_20_restarts(straight: Path, text: Path, tmp_path:
     assert_same_end(tmp_path / "run", straight)
 
 
+@pytest.mark.extended  # the kills at each moment of a save are in `make test`
 def test_kills_at_random_moments_lose_nothing() -> None:
     """A small part of `python -m tests.faults.soak`."""
     seed = str(random.Random(3).randrange(1000))

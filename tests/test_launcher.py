@@ -19,9 +19,10 @@ NAMESPACES = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--moun
 LAUNCHER = """
 import os, sys
 if os.fork():
+    os.close(1)  # so that whoever reads it sees the end if the worker dies
     sys.stdin.read()
 os.environ["RANK"] = "0"
-from torchtitan_lite.distributed.process_group import die_with_launcher
+from torchtitan_lite.distributed.process import die_with_launcher
 die_with_launcher()
 print(os.getpid(), flush=True)
 sys.stdin.read()

@@ -1,13 +1,11 @@
 """The model by itself: no processes, no shards."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers import ROOT
 from torchtitan_lite.config.families import FAMILIES as REGISTRY
 from torchtitan_lite.config.families import PARAMETERS
 from torchtitan_lite.config.schema import ModelConfig
@@ -143,9 +141,3 @@ def test_a_constant_matrix_is_found() -> None:
 
 def test_bits_per_byte_of_a_known_loss() -> None:
     assert bits_per_byte(math.log(2) * 80, 10) == pytest.approx(8)
-
-
-def test_files_of_the_training_path_have_at_most_400_lines() -> None:
-    """A newcomer should know their room: no file of the training path is longer than 400 lines."""
-    for file in [ROOT / "train.py", ROOT / "checkpoint.py", *Path(ROOT / "torchtitan_lite").rglob("*.py")]:
-        assert len(file.read_text().splitlines()) <= 400, file

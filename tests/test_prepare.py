@@ -108,7 +108,7 @@ def test_folders_and_globs_are_read_and_reported(tmp_path: Path, capsys: pytest.
     assert "bytes/token" in said
     assert [path.name for path in out.parent.iterdir()] == ["mine"], "something was left beside it"
     succeeds("--verify", out)
-    assert "whole" in capsys.readouterr().out
+    assert "complete and undamaged" in capsys.readouterr().out
 
 
 def test_blocks_of_text_files_are_at_most_64_kib(tmp_path: Path) -> None:
