@@ -136,7 +136,8 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/test_cuda.py"], cwd=ROOT, check=True)
     name = torch.cuda.get_device_name()
     peak = peak_flops(name)
-    print(f"{n} x {name}, {peak / 1e12:.0f} TFLOP/s nominal, torch {torch.__version__}, {STEPS} steps each\n")
+    nominal = "peak unknown" if math.isnan(peak) else f"{peak / 1e12:.0f} TFLOP/s nominal"
+    print(f"{n} x {name}, {nominal}, torch {torch.__version__}, {STEPS} steps each\n")
     print("| | MFU | MFU, causal attention once | tokens/s per GPU | peak GiB | waiting for data |")
     print("|---|---:|---:|---:|---:|---:|", flush=True)
     for label, options in SETTINGS.items():

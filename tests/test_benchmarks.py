@@ -54,5 +54,5 @@ def test_flops_are_counted_as_torchtitan_does() -> None:
 
 def test_peaks_are_those_of_the_name() -> None:
     assert gpu.peak_flops("NVIDIA H100 80GB HBM3") == gpu.peak_flops("NVIDIA H200") == 989e12
-    assert gpu.peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert math.isnan(gpu.peak_flops("NVIDIA GeForce GTX 1080"))
+    for other in ("NVIDIA H100 PCIe", "NVIDIA GeForce GTX 1080"):  # not in the table
+        assert math.isnan(gpu.peak_flops(other))
