@@ -94,7 +94,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     per_rank = config.train.micro_batch_size, world.rank, world.world_size
     loader = Loader(samples, *per_rank, config.run.seed, config.data.document_mask, pin=world.device.type == "cuda")
     prefetching = PrefetchingLoader(loader, world.device)
-    validation = Validation.of(config, data, *per_rank)
+    validation, to_sample = Validation.of(config, data, *per_rank), prompts(config, data)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes)
@@ -119,7 +119,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         watchdog=watchdog,
         loader=prefetching,
         validation=validation,
-        prompts=prompts(config, data),
+        prompts=to_sample,
         checkpointer=checkpointer,
         state=state,
         log=log,
