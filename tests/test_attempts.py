@@ -143,7 +143,7 @@ def torchrun_attempt(number: int, run_id: str = "x") -> dict[str, str]:
     return {"TORCHELASTIC_RESTART_COUNT": str(number), "TORCHELASTIC_RUN_ID": run_id}
 
 
-@pytest.mark.parametrize(("resume", "aside"), [("never", [2, 4, 6, 8]), ("step-2", [4, 6, 8])])
+@pytest.mark.parametrize(("resume", "aside"), [pytest.param("never", [2, 4, 6, 8], marks=pytest.mark.extended), ("step-2", [4, 6, 8])])
 def test_a_restart_by_torchrun_resumes_from_the_previous_attempt(
     resume: str, aside: list[int], run: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -181,6 +181,7 @@ def test_another_launch_is_no_restart(run: Path, text: Path, tmp_path: Path) -> 
     assert "new; the same" in succeeded(ranks(1, *same, env=torchrun_attempt(1, "y")))
 
 
+@pytest.mark.extended
 def test_a_requeued_job_resumes_from_its_checkpoint(run: Path, text: Path, tmp_path: Path) -> None:
     longer = {"train__steps": 14}
     same = command(text, tmp_path, checkpoint__resume="step-2", **longer)

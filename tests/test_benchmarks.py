@@ -14,7 +14,8 @@ from torchtitan_lite.config import cli
 from torchtitan_lite.models import build
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.extended
 def test_the_comparison_of_speeds_runs(n: int) -> None:
     said = succeeded(start([sys.executable, "-m", "benchmarks.train", "--smoke", f"--ranks={n}"]))
     rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| ")]

@@ -124,6 +124,7 @@ def test_compiled_blocks_compute_the_same_under_the_same_names(mode: str) -> Non
 
 
 @pytest.mark.skipif(bool(_missing_for_inductor(RunConfig(device="cpu"), 0)), reason="there is no C++ compiler here")
+@pytest.mark.extended
 def test_inductor_computes_the_same() -> None:
     """Forward only: each kernel takes g++ two seconds. Training is among the `extended` rows of test_knobs.py."""
     plain, compiled = made(GPT).eval(), made(GPT, compiled="inductor").eval()

@@ -53,6 +53,7 @@ def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
     assert "--run.name=two" in about["argv"]
 
 
+@pytest.mark.extended
 def test_a_rank_killed_on_one_machine_restarts_both(text: Path, tmp_path: Path) -> None:
     """torchrun counts a restart only on the machine whose rank died; the ranks still rendezvous.
 
@@ -111,6 +112,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.extended
 def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     slurm: dict[str, str], text: Path, tmp_path: Path
 ) -> None:

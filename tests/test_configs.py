@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,14 @@ def test_every_config_is_complete(file: Path) -> None:
     assert file.read_text().startswith("# "), "a config says in a comment what it is for"
 
 
-@pytest.mark.parametrize("file", [file for file in CONFIGS if file not in BIG], ids=lambda file: file.stem)
+def some_of(files: list[Path], quick: set[str]) -> list[Any]:
+    """A parameter for each file; those that are not among the quick ones are extended."""
+    return [
+        pytest.param(file, id=file.stem, marks=[] if file.stem in quick else [pytest.mark.extended]) for file in files
+    ]
+
+
+@pytest.mark.parametrize("file", some_of([file for file in CONFIGS if file not in BIG], {"debug", "gpt_debug"}))
 def test_small_configs_run_two_steps(file: Path, text: Path, tmp_path: Path) -> None:
     more = {"train__steps": 2, "train__micro_batch_size": 2, "train__global_batch_size": 4, "optim__warmup_steps": 1}
     keep = (*OURS, "train.micro_batch_size", "train.global_batch_size", "optim.warmup_steps", "log.every")
@@ -73,7 +81,10 @@ def planned(file: Path, **more: object) -> plan.Plan:
     return plan.make_plan(loaded.config, ranks_, device)
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+FEW = {"debug", "llama_8b", "llama_70b"}  # a plan takes seconds
+
+
+@pytest.mark.parametrize("file", some_of(CONFIGS, FEW))
 def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
     found = planned(file)
     limit = found.device.memory_gib if found.device else 4.0  # a CPU config is for any laptop

@@ -217,6 +217,7 @@ def test_dangling_links_are_skipped(text: Path, tmp_path: Path) -> None:
     assert [file.name for file in corpus.find(str(tmp_path)).files] == ["here.txt"]
 
 
+@pytest.mark.extended
 def test_documents_stay_in_their_split_when_others_are_added(tmp_path: Path) -> None:
     lines = "".join(f"{i} some words to make a line of text\n" for i in range(30_000))  # more than 1 MiB
     (tmp_path / "a.txt").write_text(lines)

@@ -92,7 +92,8 @@ def test_flex_attention_computes_the_same() -> None:
     torch.testing.assert_close(found.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.extended), "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.extended
 def test_two_processes_train_like_one(family: str, text: Path, tmp_path: Path) -> None:
     """Sharded, checkpointed and compiled, with packed documents and an uneven batch: the same curve."""
     lines = [line for file in sorted(text.iterdir()) for line in file.read_text().splitlines() if line.strip()]

@@ -137,7 +137,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=pytest.mark.extended)])
 def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = (LLAMA if family == "llama" else {}) | {"train__steps": 4}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", **more)))
@@ -173,7 +173,7 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     assert set(first[0]) == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.extended), "gpt"])
 def test_a_large_export_has_several_files(family: str, text: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = LLAMA if family == "llama" else {}
     succeeded(

@@ -80,6 +80,8 @@ def test_there_are_at_most_46_rows() -> None:
     assert len(CASES) <= 46
 
 
+# compiles every kind of block
+MARKS = {"many_kinds_of_blocks_can_be_compiled_and_validated": [pytest.mark.extended]}
 ROWS = [pytest.param(name, marks=[pytest.mark.extended] if name in EXTENDED else []) for name in CASES]
 
 
@@ -128,7 +130,7 @@ def test_names_stay_as_they_are_and_frozen_tensors_too(
     assert list(before) == frozen
 
 
-@pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, [])) for n in EFFECTS])
 def test_each_knob_has_its_effect(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
     measured, said = results[EFFECTS[name].ranks]
     assert measured.get(name) == "passed", said

@@ -10,6 +10,7 @@ from tests.forkserver import Server
 from tests.helpers import HANGS_S, ROOT, losses, succeeded, tiny
 
 
+@pytest.mark.extended
 def test_the_model_of_the_page_trains_resumes_and_writes(text: Path, tmp_path: Path) -> None:
     page = (ROOT / "docs/own_model.md").read_text()
     ((code,), (edits,)) = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S) for kind in ("python", "diff"))

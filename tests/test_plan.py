@@ -58,6 +58,7 @@ def test_planned_memory_matches_measured_memory(
 @pytest.mark.parametrize("name", [
     pytest.param("llama, full, every other of 6", marks=pytest.mark.extended), "tied, bfloat16, prefetching",
 ])  # fmt: skip
+@pytest.mark.extended
 def test_extrapolation_matches_a_simulation_at_full_depth(name: str) -> None:
     config = config_of(name, 4, **{"model.n_layers": 9, "train.global_batch_size": 32})
     found = simulate.simulate(config, 4, VOCABULARY, on_gpu=False)
@@ -127,6 +128,7 @@ def test_link_times_follow_from_bytes_and_bandwidth() -> None:
 BIG = ["--config", str(ROOT / "configs/llama_70b.toml"), "--model.size=405B", "--train.micro_batch_size=1"]
 
 
+@pytest.mark.extended
 def test_405b_on_1024_ranks_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*BIG, "--world-size=1024", "--device=b200", "--activation_checkpointing.mode=full"]) == 0
     out = capsys.readouterr().out
@@ -252,6 +254,7 @@ ELSEWHERE += ["--model.init_from=/cluster/run", "--checkpoint.resume=/cluster/ot
 
 
 @pytest.mark.parametrize("device", ["h100", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_a_plan_is_the_same_on_every_machine(
     device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

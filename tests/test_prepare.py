@@ -146,6 +146,7 @@ def test_a_text_cannot_end_its_own_document(tmp_path: Path) -> None:
     assert not verify(tmp_path / "out")
 
 
+@pytest.mark.extended
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     from torchtitan_lite.data.prepare.split import byte_level
 

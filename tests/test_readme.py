@@ -53,8 +53,8 @@ def done(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 
 def marks(command: str) -> list[pytest.MarkDecorator]:
-    """One set-up by make is run in every test run; the other one in `make test-all`."""
-    return [pytest.mark.extended] if command.startswith("make train ") else []
+    """What takes long is run by `make test-all`."""
+    return [pytest.mark.extended] if command.startswith("make train") or ".plan " in command else []
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=marks(c)) for c in COMMANDS if c not in NOT_RUN])

@@ -336,6 +336,7 @@ def browse(page: Path, tmp_path: Path, width: int = 1400) -> tuple[str, str, lis
     return result.stdout, console, asked_by_pages(json.loads(net_log.read_text()))
 
 
+@pytest.mark.extended
 def test_a_browser_shows_the_page_without_errors(tmp_path: Path) -> None:
     samples = [{"step": n, "prompt": "<b>def", "text": EVIL, "seconds": 1.0} for n in (1, 2)]
     runs = []
@@ -356,6 +357,7 @@ def test_a_browser_shows_the_page_without_errors(tmp_path: Path) -> None:
     assert "<img" not in elements
 
 
+@pytest.mark.extended
 def test_a_narrow_browser_shows_a_single_record(tmp_path: Path) -> None:
     made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
     elements, console, asked = browse(tmp_path / "page.html", tmp_path, width=420)

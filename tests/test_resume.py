@@ -25,15 +25,15 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def command_of(api: str, text: Path, folder: Path) -> list[str]:
-    return tiny(text, folder, run__name=api, checkpoint__every=5, train__micro_batch_size=1, **RUNS[api])
+    return tiny(text, folder, run__name=api, train__steps=12, checkpoint__every=3, train__micro_batch_size=1, **RUNS[api])
 
 
-SAMPLES = ["--sample.every=4", '--sample.prompts=["def ", "The"]', "--sample.max_tokens=8"]
+SAMPLES = ["--sample.every=2", '--sample.prompts=["def ", "The"]', "--sample.max_tokens=8"]
 
 
 @pytest.fixture(scope="module")
 def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """20 steps without interruption, once for each API; the one that drops out also writes samples."""
+    """12 steps without interruption, once for each API; the one that drops out also writes samples."""
     folder = tmp_path_factory.mktemp("straight")
     for api in RUNS:
         more = SAMPLES if api == "dtensor" else []
@@ -51,22 +51,22 @@ def forget_after(run: Path, step: int) -> None:
 def assert_equal_runs(run: Path, reference: Path) -> None:
     assert losses(run) == losses(reference)
     assert len(records(run)) == len(records(reference)), "a step stands twice in metrics.jsonl"
-    mine, theirs = tensors(checkpoint(run, 20)), tensors(checkpoint(reference, 20))
+    mine, theirs = tensors(checkpoint(run, 12)), tensors(checkpoint(reference, 12))
     assert mine.keys() == theirs.keys()
     assert all(mine[name].equal(theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("api", RUNS)
-def test_20_steps_equal_10_steps_and_a_resume(api: str, straight: dict[str, Path], text: Path, tmp_path: Path) -> None:
+def test_12_steps_equal_6_steps_and_a_resume(api: str, straight: dict[str, Path], text: Path, tmp_path: Path) -> None:
     run = tmp_path / api
     shutil.copytree(straight[api], run)
-    forget_after(run, 10)
+    forget_after(run, 6)
     command = command_of(api, text, tmp_path)
     # the one without samples before has them now, and the other way round: they change nothing, bit for bit
     output = succeeded(ranks(2, *command, *(SAMPLES if api == "dcp" else [])))
-    assert "resumed after step 10" in output
+    assert "resumed after step 6" in output
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    expected = [12, 16, 20] if api == "dcp" else [4, 8]  # later ones were cut, as they would come again
+    expected = [8, 10, 12] if api == "dcp" else [2, 4, 6]  # later ones were cut, as they would come again
     assert [(s["step"], s["prompt"]) for s in samples] == [(n, p) for n in expected for p in ("def ", "The")]
     assert len({s["text"] for s in samples}) == len(samples)
     if api == "dcp":
@@ -74,8 +74,8 @@ def test_20_steps_equal_10_steps_and_a_resume(api: str, straight: dict[str, Path
     assert "not bit for bit" not in output
     assert_equal_runs(run, straight[api])
     if api == "dtensor":  # and a resume of the resume
-        forget_after(run, 15)
-        assert "resumed after step 15" in succeeded(ranks(2, *command))
+        forget_after(run, 9)
+        assert "resumed after step 9" in succeeded(ranks(2, *command))
         assert_equal_runs(run, straight[api])
 
 
@@ -97,20 +97,20 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MORE)
 def test_everything_else_resumes_bit_for_bit_too(name: str, text: Path, tmp_path: Path) -> None:
     n, more = MORE[name]
-    command = tiny(text, tmp_path, run__name="straight", checkpoint__every=10, **more)
+    command = tiny(text, tmp_path, run__name="straight", train__steps=12, checkpoint__every=6, **more)
     succeeded(ranks(n, *command))
     shutil.copytree(tmp_path / "straight", tmp_path / "run")
-    forget_after(tmp_path / "run", 10)
+    forget_after(tmp_path / "run", 6)
     output = succeeded(ranks(n, *command, "--run.name=run"))
-    assert "resumed after step 10" in output
+    assert "resumed after step 6" in output
     assert "not bit for bit" not in output
     assert_equal_runs(tmp_path / "run", tmp_path / "straight")
 
 
 def test_the_scale_of_the_loss_is_resumed_too(straight: dict[str, Path]) -> None:
-    """Steps were skipped before and after the checkpoint of step 10, so that a forgotten scale would show above."""
+    """Steps were skipped before and after the checkpoint of step 6, so that a forgotten scale would show above."""
     skipped = {r["step"]: r["skipped_steps"] for r in records(straight["dtensor"]) if "skipped_steps" in r}
-    assert 0 < skipped[10] < skipped[20], skipped
+    assert 0 < skipped[6] < skipped[12], skipped
     scales = {r["loss_scale"] for r in records(straight["dtensor"]) if "loss_scale" in r}
     assert len(scales) > 3, scales
 
@@ -118,6 +118,6 @@ def test_the_scale_of_the_loss_is_resumed_too(straight: dict[str, Path]) -> None
 @pytest.mark.parametrize("api", RUNS)
 def test_training_changes_the_parameters(api: str, straight: dict[str, Path]) -> None:
     """Otherwise the comparisons above would hold trivially."""
-    first, last = (tensors(checkpoint(straight[api], step)) for step in (5, 20))
+    first, last = (tensors(checkpoint(straight[api], step)) for step in (3, 12))
     assert all(not first[name].equal(last[name]) for name in last)
-    assert losses(straight[api])[20][0] < losses(straight[api])[1][0] - 0.2
+    assert losses(straight[api])[12][0] < losses(straight[api])[1][0] - 0.2

@@ -307,6 +307,7 @@ def test_plain_python_exits_with_2_and_no_traceback() -> None:
     assert "the configuration has 2 problems" in result.stderr
 
 
+@pytest.mark.extended
 def test_under_torchrun_the_message_is_printed_once() -> None:
     result = torchrun(2, "--train.step=5")
     assert result.returncode == 1  # torchrun's own

@@ -277,7 +277,7 @@ def test_without_shared_memory_gloo_is_used(broken: int) -> None:
     succeeded(ranks(2, "64", str(broken), entry="tests.shared_memory_worker"))
 
 
-@pytest.mark.parametrize("mesh", [{}, {"fsdp__dp_replicate": 2}])
+@pytest.mark.parametrize("mesh", [{}, pytest.param({"fsdp__dp_replicate": 2}, marks=extended)])
 def test_a_run_through_shared_memory_is_the_run(mesh: dict[str, int], text: Path, tmp_path: Path) -> None:
     """Two ranks add two numbers: the same bits."""
     n = 4 if mesh else 2
@@ -323,9 +323,8 @@ def test_fast_models_compute_the_same_under_the_same_names(
 
 @pytest.mark.parametrize(("mode", "config"), [
     ("selective", LLAMA),
-    ("none", GPT),
     *(pytest.param(mode, config, marks=extended) for mode, config in (
-        ("none", LLAMA), ("full", LLAMA), ("full", GPT), ("selective", GPT),
+        ("none", GPT), ("none", LLAMA), ("full", LLAMA), ("full", GPT), ("selective", GPT),
     )),
 ])  # fmt: skip
 def test_fast_models_can_be_compiled(config: ModelConfig, mode: str) -> None:

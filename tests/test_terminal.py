@@ -34,6 +34,7 @@ def on_a_terminal(columns: int, *options: str) -> str:
     return seen.decode()
 
 
+@pytest.mark.extended
 def test_the_bar_is_shown_on_a_terminal_only(text: Path, tmp_path: Path) -> None:
     screen = on_a_terminal(200, *tiny(text, tmp_path, run__name="terminal"))
     assert "%|" in screen

@@ -57,6 +57,7 @@ def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path
     assert len(scalars_of(run / "tensorboard", "val_loss")) == 2
 
 
+@pytest.mark.extended
 def test_wandb_offline_keeps_its_run(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", checkpoint__every=5, eval__every=0)
     command += ['--log.trackers=["wandb"]']

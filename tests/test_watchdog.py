@@ -105,6 +105,7 @@ def test_every_group_of_every_mesh_gives_up_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [SHARDED, pytest.param({}, marks=slow)])
+@pytest.mark.extended
 def test_a_verification_may_take_longer_than_a_step(
     more: dict[str, Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
