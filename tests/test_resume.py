@@ -71,7 +71,7 @@ def test_12_steps_equal_6_steps_and_a_resume(api: str, straight: dict[str, Path]
     assert [(s["step"], s["prompt"]) for s in samples] == [(n, p) for n in expected for p in ("def ", "The")]
     assert len({s["text"] for s in samples}) == len(samples)
     if api == "dcp":
-        assert 'sample  step 20  "The" -> "' in output
+        assert 'sample  step 12  "The" -> "' in output
     assert "not bit for bit" not in output
     assert_equal_runs(run, straight[api])
     if api == "dtensor":  # and a resume of the resume
@@ -121,4 +121,4 @@ def test_training_changes_the_parameters(api: str, straight: dict[str, Path]) ->
     """Otherwise the comparisons above would hold trivially."""
     first, last = (tensors(checkpoint(straight[api], step)) for step in (3, 12))
     assert all(not first[name].equal(last[name]) for name in last)
-    assert losses(straight[api])[12][0] < losses(straight[api])[1][0] - 0.2
+    assert losses(straight[api])[12][0] < losses(straight[api])[1][0] - 0.05
