@@ -75,7 +75,7 @@ def test_a_sample_of_a_trillion_is_computed_directly() -> None:
 WEIGHTS = st.lists(st.floats(0.001, 100, allow_nan=False).map(lambda x: round(x, 4)), min_size=1, max_size=8)
 
 
-@settings(deadline=None, derandomize=True, max_examples=7)
+@settings(deadline=None, derandomize=True, max_examples=4)
 @given(WEIGHTS)
 def test_a_source_is_within_one_sample_of_its_share_at_every_prefix(weights: list[float]) -> None:
     shares = np.array([float(share) for share in shares_of(weights)])

@@ -107,6 +107,7 @@ def test_flags_do_not_change_the_losses(done: Callable[[str], tuple[str, Path]])
         assert mixed[step][1] == pytest.approx(norm, rel=0.1)
 
 
+@pytest.mark.extended
 def test_the_recorded_first_run_has_the_lines_of_a_real_one(done: Callable[[str], tuple[str, Path]]) -> None:
     """docs/first_run.md: the same kinds of lines, and the same fields in a step."""
     recorded, _, generated = (
