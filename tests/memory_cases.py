@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt, dropout, long": {"model.family": "gpt", "model.dropout": 0.1, "train.seq_len": 512, "optim.name": "sgd"},
     "tied, bfloat16, prefetching": _BF16 | {"model.tie_embeddings": True, "fsdp.explicit_prefetching": True},
 }
-EXTENDED = ("llama, bfloat16, selective",)  # large products in bfloat16, which some CPUs have no instructions for
+EXTENDED = "llama, bfloat16, selective", "llama, selective", "llama, full, every other of 6"
 SLOW = "llama", "llama, full", "gpt", "llama, wide, accumulating", "gpt, dropout, long"
 
 # on a GPU: so much that the workspace of cuBLAS does not matter

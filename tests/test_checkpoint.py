@@ -481,6 +481,7 @@ def test_inspect_lists_files_and_tensors(sharded: Path) -> None:
     assert "[517, 32]  optimizer.exp_avg.tok_embeddings.weight" in output
 
 
+@pytest.mark.extended
 def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, text: Path, tmp_path: Path) -> None:
     output = succeeded(python("convert", str(sharded), str(tmp_path / "run/checkpoints"), script="checkpoint.py"))
     assert "converted to " in output

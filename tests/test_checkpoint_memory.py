@@ -11,6 +11,8 @@ from tests.memory_worker import VOCABULARY, model_config
 from torchtitan_lite.huggingface import names
 from torchtitan_lite.models import build
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:

@@ -56,7 +56,7 @@ def test_changing_a_document_changes_no_other(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["none", "full", "selective", "compiled"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", pytest.param("compiled", marks=pytest.mark.extended)])
 def test_no_gradient_flows_between_documents(family: str, mode: str) -> None:
     model = make(family)
     apply_activation_checkpointing(

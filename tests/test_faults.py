@@ -259,6 +259,7 @@ def test_a_rank_that_hangs_is_named_and_leaves_its_stack(text: Path, tmp_path: P
     assert saved_steps(tmp_path / "run") == [2]
 
 
+@pytest.mark.extended
 def test_a_rank_that_pauses_changes_nothing(
     straight: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,7 @@ def test_a_large_export_has_several_files(family: str, text: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_a_folder_is_imported_as_a_config_on_two_ranks(kind: str, text: Path, tmp_path: Path) -> None:
     """Each rank reads its rows; the first loss is that of the model, whatever the number of ranks."""
     architecture, values = CASES[kind]

@@ -111,6 +111,7 @@ def test_folders_and_globs_are_read_and_reported(tmp_path: Path, capsys: pytest.
     assert "complete and undamaged" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_blocks_of_text_files_are_at_most_64_kib(tmp_path: Path) -> None:
     text = "".join(f"line {i} of a long text\n" for i in range(100_000))
     (tmp_path / "a.txt").write_text(text)

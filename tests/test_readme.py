@@ -53,8 +53,9 @@ def done(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 
 def marks(command: str) -> list[pytest.MarkDecorator]:
-    """What takes long is run by `make test-all`."""
-    return [pytest.mark.extended] if command.startswith("make train") or ".plan " in command else []
+    """What takes long, or has tests of its own, is run by `make test-all`."""
+    long = re.compile("^make train|\\.plan |--dry-run|gpt_debug")
+    return [pytest.mark.extended] if long.search(command) else []
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=marks(c)) for c in COMMANDS if c not in NOT_RUN])

@@ -321,12 +321,9 @@ def test_fast_models_compute_the_same_under_the_same_names(
     assert {k: v.shape for k, v in fast.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
 
 
-@pytest.mark.parametrize(("mode", "config"), [
-    ("selective", LLAMA),
-    *(pytest.param(mode, config, marks=extended) for mode, config in (
-        ("none", GPT), ("none", LLAMA), ("full", LLAMA), ("full", GPT), ("selective", GPT),
-    )),
-])  # fmt: skip
+@extended
+@pytest.mark.parametrize("config", [LLAMA, GPT])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_fast_models_can_be_compiled(config: ModelConfig, mode: str) -> None:
     torch._dynamo.reset()
     fast = made(config, SpeedConfig(), mode, "aot_eager")

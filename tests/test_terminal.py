@@ -50,6 +50,7 @@ def test_the_bar_is_shown_on_a_terminal_only(text: Path, tmp_path: Path) -> None
     assert "%|" not in log
 
 
+@pytest.mark.extended
 def test_lines_fit_a_narrow_terminal(text: Path, tmp_path: Path) -> None:
     screen = on_a_terminal(60, *tiny(text, tmp_path, run__name="narrow"))
     lines = [part for line in screen.splitlines() for part in line.split("\r")]

@@ -19,6 +19,7 @@ from torchtitan_lite.monitoring.console import step_line
 from torchtitan_lite.monitoring.mfu import peak_flops
 
 
+@pytest.mark.extended
 def test_a_profile_has_a_trace_per_rank_and_does_not_change_training(text: Path, tmp_path: Path) -> None:
     """A trace and a table for each rank, and the same training as without."""
     command = tiny(text, tmp_path, train__steps=6, run__name="run", eval__every=0)
