@@ -41,7 +41,8 @@ from torchtitan_lite.distributed.parallelize import (
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models.fused import RMSNorm
 from torchtitan_lite.models.loss import CHUNK
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state
+from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
     *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),
@@ -341,7 +342,8 @@ def _step(
             collectives.append(timeline.collectives)
             timeline.collectives = Counter()
         timeline.part("optimizer")
-        clip_gradients(model, config.optim.max_norm)
+        off = GradScaler(config.grad_scaler, enabled=False, device=torch.device("cpu"))
+        clip_gradients(optimizer, squared_norm(model).sqrt().float(), config.optim.max_norm, off)
         optimizer.step()
         optimizer.zero_grad()
     return Simulated(timeline.peaks(), timeline.held(ACTIVATIONS, between), collectives)
