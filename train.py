@@ -51,7 +51,14 @@ from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, learning_rate, set_learning_rate
+from torchtitan_lite.optim.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    freeze,
+    learning_rate,
+    set_learning_rate,
+    squared_norm,
+)
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory
 from torchtitan_lite.training import start as starting
@@ -292,19 +299,20 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         s.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
 
-    s.scaler.unscale_(s.model)
-    grad_norm = clip_gradients(s.model, s.config.optim.max_norm)
-    totals = torch.zeros(2 + world.world_size, device=device)
-    totals[0] = loss_sum
-    totals[1] = float(s.preemption.requested())
-    totals[2 + world.rank] = (~loss_sum.isfinite()).float()
+    # One small all-reduce for all that ranks share in a step. The square of a float32 needs float64.
+    totals = torch.zeros(3 + world.world_size, dtype=torch.float64, device=device)
+    totals[0], totals[1] = loss_sum, squared_norm(s.model)
+    totals[2:3].fill_(float(s.preemption.requested()))  # totals[2] = 1.0 would make the host wait for the device
+    totals[3 + world.rank] = ~loss_sum.isfinite()
     sum_over_ranks(totals)
+    grad_norm = s.scaler.unscaled(totals[1].sqrt().float())
+    clip_gradients(s.optimizer, grad_norm, s.config.optim.max_norm, s.scaler)
 
     check_previous_step(s)  # the device has finished that step by now, so this does not wait
     set_learning_rate(s.optimizer, learning_rate(s.config.optim, step, s.config.train.steps))
     with s.clock.timing("optimizer_s"):
-        s.guard.update(step, totals[2:], grad_norm)
-    s.preemption.share(totals[1])
+        s.guard.update(step, totals[3:], grad_norm)
+    s.preemption.share(totals[2])
 
     s.state = replace(
         s.state,
@@ -313,7 +321,7 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens=s.state.tokens + batch.global_tokens,
         samples_consumed=s.state.samples_consumed + s.config.train.global_batch_size,
     )
-    return totals[0] / batch.global_tokens, grad_norm
+    return totals[0].float() / batch.global_tokens, grad_norm
 
 
 def due(step: int, every: int) -> bool:

@@ -35,7 +35,7 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
-from torchtitan_lite.distributed.process_group import World, exit_process, process_group
+from torchtitan_lite.distributed.process_group import World, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build
@@ -43,7 +43,7 @@ from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate, squared_norm
 from torchtitan_lite.training.evaluate import Validation, evaluate
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
@@ -286,12 +286,14 @@ def _nan_on_one_rank(config: OptimConfig) -> None:
     rank = dist.get_rank()
     model = sharded(make_mesh(MESHES["4"]))
     optimizer = build_optimizer(model, config)
-    guard = FiniteGuard(optimizer, GradScaler(GradScalerConfig(), enabled=False, device=CPU))
+    scaler = GradScaler(GradScalerConfig(), enabled=False, device=CPU)
+    guard = FiniteGuard(optimizer, scaler)
     everything = [*model.parameters()]
 
     def step(number: int, loss: torch.Tensor, bad: list[float]) -> None:
         loss.backward()
-        norm = clip_gradients(model, 1.0)
+        norm = sum_over_ranks(squared_norm(model)).sqrt().float()
+        clip_gradients(optimizer, norm, 1.0, scaler)
         set_learning_rate(optimizer, 1e-3)
         guard.update(number, torch.tensor(bad), norm)
 
@@ -312,6 +314,62 @@ def _nan_on_one_rank(config: OptimConfig) -> None:
     assert all(a.equal(b) for a, b in zip(before, snapshot(), strict=True))
     step(4, loss_of(model), [0.0] * 4)
     assert not all(a.equal(b) for a, b in zip(before, snapshot(), strict=True)), "a good step was withheld"
+
+
+def case_clipping_is_that_of_torch() -> None:
+    """Parameters after two steps, against torch's own clipping and optimizers on a whole model.
+
+    With a small eps, AdamW would make steps of the noise in gradients that are exactly 0 in theory.
+    """
+    adamw, sgd = {"eps": 1e-3}, {"name": "sgd", "momentum": 0.9, "weight_decay": 0.0}
+    for mesh, optim, max_norm, scale in (
+        ("4", adamw, 0.3, 0.0),
+        ("2 x 2", adamw, 0.3, 1024.0),
+        ("4", adamw, math.inf, 1024.0),
+        ("4 copies", sgd, 0.3, 1024.0),
+    ):
+        _clipped_as_by_torch(mesh, OptimConfig.model_validate(optim | {"max_norm": max_norm}), scale)
+
+
+def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
+    frozen = "layers.1.*" if scale else ""
+    model, reference = sharded(make_mesh(MESHES[mesh]), frozen=frozen), plain()
+    freeze(reference, [frozen] if frozen else [])
+    optimizer = build_optimizer(model, config)
+    groups: list[dict[str, object]] = [
+        {
+            "params": [p for p in reference.parameters() if p.requires_grad and p.ndim > 1],
+            "weight_decay": config.weight_decay,
+        },
+        {"params": [p for p in reference.parameters() if p.requires_grad and p.ndim == 1], "weight_decay": 0.0},
+    ]
+    its_optimizer = (
+        torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, foreach=False)
+        if config.name == "adamw"
+        else torch.optim.SGD(groups, momentum=config.momentum)
+    )
+    scaler = GradScaler(GradScalerConfig(init_scale=scale or 1.0), enabled=scale > 0, device=CPU)
+    guard = FiniteGuard(optimizer, scaler)
+    for number in (1, 2):
+        for group in its_optimizer.param_groups:
+            group["lr"] = 1e-3
+        loss_of(reference, number).backward()
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), config.max_norm)
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+        set_learning_rate(optimizer, 1e-3)
+        scaler.scaled(loss_of(model, number)).backward()
+        norm = scaler.unscaled(sum_over_ranks(squared_norm(model)).sqrt().float())
+        clip_gradients(optimizer, norm, config.max_norm, scaler)
+        guard.update(number, torch.zeros(4), norm)
+        guard.check()
+        torch.testing.assert_close(norm, expected, rtol=3e-6, atol=0)
+        assert norm > 2 * 0.3, "nothing is clipped"
+    for key, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        torch.testing.assert_close(
+            parameter.full_tensor(), dict(reference.named_parameters())[key], rtol=1e-5, atol=2e-6, msg=f"{mesh} {key}"
+        )
 
 
 def case_parameters_that_are_not_finite_are_not_saved() -> None:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from torchtitan_lite.config.schema import GradScalerConfig
 
@@ -38,17 +37,12 @@ class GradScaler:
         return self._scale
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """The loss to call backward on. Its gradients are scaled until `clip_gradients`."""
         return loss * self._scale if self.enabled else loss
 
-    @torch.no_grad()
-    def unscale_(self, model: nn.Module) -> None:
-        """Divide all gradients by the scale. Call it before clipping."""
-        if self.enabled:
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            factor = (1 / self._scale).to(grads[0].device)  # on the host with cpu_offload
-            for grad in grads:
-                (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(factor)
+    def unscaled(self, value: Tensor) -> Tensor:
+        """A value divided by the scale."""
+        return value / self._scale if self.enabled else value
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:

@@ -39,9 +39,10 @@ from torchtitan_lite.distributed.parallelize import (
     before_micro_batch,
 )
 from torchtitan_lite.distributed.process_group import build_mesh
+from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.fused import RMSNorm
-from torchtitan_lite.models.loss import CHUNK
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state
+from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
     *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),
@@ -280,7 +281,7 @@ def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, o
         optimizer = build_optimizer(model, config.optim)
         make_state(optimizer)
         _follow_state(timeline, model, optimizer)
-        stack.enter_context(patch.dict(CHUNK, {"cpu": CHUNK["cuda" if on_gpu else "cpu"]}))
+        stack.enter_context(patch.object(head, "KERNEL_ON", {"cpu"} if on_gpu else set()))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
 
 
@@ -341,7 +342,8 @@ def _step(
             collectives.append(timeline.collectives)
             timeline.collectives = Counter()
         timeline.part("optimizer")
-        clip_gradients(model, config.optim.max_norm)
+        off = GradScaler(config.grad_scaler, enabled=False, device=torch.device("cpu"))
+        clip_gradients(optimizer, squared_norm(model).sqrt().float(), config.optim.max_norm, off)
         optimizer.step()
         optimizer.zero_grad()
     return Simulated(timeline.peaks(), timeline.held(ACTIVATIONS, between), collectives)
