@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
@@ -48,7 +49,19 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
         make_state(sgd)  # for a save before its first step; float16 may skip some
         return sgd
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return LocalAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW on each rank's shards. The update is elementwise, so a step can bypass DTensor, whose first call of each
+    operator takes longer than ten steps of a small model. The state still consists of DTensors.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return has_complex
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
