@@ -148,7 +148,13 @@ EXTENDED = {
     *("reshard true", "prefetch 1", "bf16 throughout", "fp16, gpt", "first layer fp32, tied", "sync last, kept, bf16"),
     *("compile", "dropout, checkpointing selective", "plain, bf16"),  # inductor: 25 calls of g++ on each rank
     *("plain, gpt, fp16, handed on in fp16", "HSDP, sync last", "HSDP, all-reduce last, bf16 throughout", "HSDP, fp16"),
-    *("gpt, fp16, handed on in fp16", "bf16, handed on in bf16", "fp32 between groups", "reshard false", "HYBRID_SHARD"),
+    *(
+        "gpt, fp16, handed on in fp16",
+        "bf16, handed on in bf16",
+        "fp32 between groups",
+        "reshard false",
+        "HYBRID_SHARD",
+    ),
     *("compile, checkpointing full", "reshard to 2, prefetch 2, tied", "frozen head, sync last", "4 copies", "tied"),
     *("all that people use at once", "dropout", "_HYBRID_SHARD_ZERO2", "checkpointing selective"),
 }

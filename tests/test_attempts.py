@@ -143,7 +143,9 @@ def torchrun_attempt(number: int, run_id: str = "x") -> dict[str, str]:
     return {"TORCHELASTIC_RESTART_COUNT": str(number), "TORCHELASTIC_RUN_ID": run_id}
 
 
-@pytest.mark.parametrize(("resume", "aside"), [pytest.param("never", [2, 4, 6, 8], marks=pytest.mark.extended), ("step-2", [4, 6, 8])])
+@pytest.mark.parametrize(
+    ("resume", "aside"), [pytest.param("never", [2, 4, 6, 8], marks=pytest.mark.extended), ("step-2", [4, 6, 8])]
+)
 def test_a_restart_by_torchrun_resumes_from_the_previous_attempt(
     resume: str, aside: list[int], run: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -25,7 +25,9 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def command_of(api: str, text: Path, folder: Path) -> list[str]:
-    return tiny(text, folder, run__name=api, train__steps=12, checkpoint__every=3, train__micro_batch_size=1, **RUNS[api])
+    return tiny(
+        text, folder, run__name=api, train__steps=12, checkpoint__every=3, train__micro_batch_size=1, **RUNS[api]
+    )
 
 
 SAMPLES = ["--sample.every=2", '--sample.prompts=["def ", "The"]', "--sample.max_tokens=8"]
