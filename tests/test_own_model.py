@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.forkserver import Server
 from tests.helpers import HANGS_S, ROOT, losses, succeeded, tiny
 

@@ -10,6 +10,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import ROOT, python, succeeded, tiny
 from torchtitan_lite.monitoring.console import fitted, step_line
 
