@@ -90,7 +90,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     mesh = build_mesh(layout, world.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
-    model = sharded_model(config, data.vocab_size, mesh)
+    model = sharded_model(config, data.vocab_size, mesh, widen=world.widens(config))
     materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: it holds the DTensors.
@@ -201,12 +201,12 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         s.close()
 
 
-def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh) -> models.Transformer:
+def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: bool = False) -> models.Transformer:
     """Build the model on the meta device and shard it: every parameter is a DTensor without storage."""
     with torch.device("meta"):
         model = models.build(config.model, vocab_size)
     freeze(model, config.optim.freeze)
-    parallelize.apply_fast_paths(model, config.speed)
+    parallelize.apply_fast_paths(model, config.speed, widen=widen)
     parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
     parallelize.apply_compile(model, config.compile)
     parallelize.apply_fsdp(model, mesh, config.fsdp)

@@ -96,6 +96,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "fused_functions": config.speed.fused_functions
         and FAMILIES[config.model.family].fused_functions
         and not on_gpu,
+        "widened_products": world.widens(config),
         "shared_memory": _sums_in_shared_memory(config, world),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "deterministic": config.run.deterministic or not on_gpu,

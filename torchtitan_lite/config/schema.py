@@ -64,6 +64,8 @@ class SpeedConfig(Section):
     """CPU: attention of up to 1,024 tokens by plain matrix products, one block of queries at a time"""
     fused_functions: bool = True
     """CPU: RMSNorm and rotary positions in fewer passes over memory, with custom backward functions"""
+    widened_products: bool = True
+    """CPU without bfloat16 (or float16) instructions: compute products of that dtype in float32, forty times faster"""
     shared_memory: bool = True
     """CPU, all ranks on one machine: exchange parameters and gradients through shared memory, not gloo's TCP"""
     gc_every: NonNegativeInt = 100
@@ -324,12 +326,14 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
     backward_prefetch: PositiveInt = 2
     """with explicit_prefetching: groups to prefetch in backward"""
 
+    def dtypes(self, *keys: str) -> set[str]:
+        """The values of these keys, in this section and its overrides."""
+        return {getattr(section, key) for section in (self, *self.precision_overrides) for key in keys}
+
     @property
     def uses_float16(self) -> bool:
         """Whether any dtype is float16, whose narrow range needs loss scaling."""
-        keys = "param_dtype", "reduce_dtype", "output_dtype"
-        dtypes = [getattr(section, key) for section in (self, *self.precision_overrides) for key in keys]
-        return "float16" in dtypes
+        return "float16" in self.dtypes("param_dtype", "reduce_dtype", "output_dtype")
 
 
 class ActivationCheckpointingConfig(Section):

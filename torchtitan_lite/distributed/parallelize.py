@@ -66,13 +66,17 @@ def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: 
     return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_fast_paths(model: Transformer, config: SpeedConfig) -> None:
+def apply_fast_paths(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> None:
     """Switch to faster implementations. Names, shapes and checkpoints stay the same."""
     model.output.chunked = config.chunked_loss
     for module in model.modules():
         for name, value in (("by_blocks", config.block_attention), ("fused", config.fused_functions)):
             if hasattr(module, name):
                 setattr(module, name, value)
+    if widen:
+        from torchtitan_lite.models import widened
+
+        widened.widen(model)
 
 
 def apply_compile(model: Transformer, config: CompileConfig) -> None:

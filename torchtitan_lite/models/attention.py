@@ -103,15 +103,24 @@ def within_documents(positions: Tensor, *, dense: bool) -> Any:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, *, by_blocks: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any = None,
+    dropout: float = 0.0,
+    *,
+    by_blocks: bool = False,
+    widened: bool = False,
 ) -> Tensor:
     """Causal attention, (B, T, H, E) each -> (B, T, H, E). Fewer queries than keys are those of the last tokens.
 
     Args:
         mask: from within_documents.
         by_blocks: use block_attention where it is faster.
+        widened: compute in float32, and round the result.
     """
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    dtype = q.dtype
+    q, k, v = ((t.float() if widened else t).transpose(1, 2) for t in (q, k, v))
     plain = mask is None and dropout == 0 and q.shape == k.shape and q.device.type == "cpu"
     if by_blocks and plain and q.shape[2] <= MAX_SEQ_LEN:
         mixed = block_attention(q, k, v)
@@ -121,7 +130,7 @@ def attend(
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, attn_mask=mask)
     else:
         mixed = _flex_attention()(q, k, v, block_mask=mask)
-    return mixed.transpose(1, 2)
+    return mixed.transpose(1, 2).to(dtype)
 
 
 @functools.cache

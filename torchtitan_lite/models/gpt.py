@@ -16,7 +16,7 @@ from torchtitan_lite.models.transformer import Transformer
 class Attention(nn.Module):
     """Causal multi-head attention."""
 
-    by_blocks = False  # set by parallelize.apply_fast_paths
+    by_blocks, widened = False, False  # set by parallelize.apply_fast_paths
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -32,9 +32,8 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (self.n_heads, -1)) for w in (self.wq, self.wk, self.wv))  # (B, T, H, D / H)
         if cache is not None:
             k, v = cache.extend(k, v)
-        mixed = attend(
-            q, k, v, mask, self.dropout if self.training else 0.0, by_blocks=self.by_blocks
-        )  # (B, T, H, D / H)
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(q, k, v, mask, dropout, by_blocks=self.by_blocks, widened=self.widened)  # (B, T, H, D / H)
         return self.wo(mixed.flatten(2))
 
 

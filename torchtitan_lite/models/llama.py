@@ -19,7 +19,7 @@ from torchtitan_lite.models.transformer import Transformer
 class Attention(nn.Module):
     """Causal grouped-query attention."""
 
-    by_blocks, fused = False, False  # set by parallelize.apply_fast_paths
+    by_blocks, fused, widened = False, False, False  # set by parallelize.apply_fast_paths
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Attention(nn.Module):
             k, v = cache.extend(k, v)
         # copying shared heads is faster on the CPU than SDPA's enable_gqa
         k, v = (t.repeat_interleave(self.n_groups, dim=2) if self.n_groups > 1 else t for t in (k, v))
-        return self.wo(attend(q, k, v, mask, by_blocks=self.by_blocks).flatten(2))
+        return self.wo(attend(q, k, v, mask, by_blocks=self.by_blocks, widened=self.widened).flatten(2))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -42,21 +42,22 @@ class Head(nn.Linear):
     """The output matrix. Given targets, it returns the loss: FSDP gathers the matrix only during this forward."""
 
     chunked = False  # set by parallelize.apply_fast_paths
+    widened, linear = False, staticmethod(F.linear)  # set by widened.widen
 
     def forward(self, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
         """(B, T, D) -> (B, T, V) logits; with targets, (B, T) int64, the loss, () float32, or (B,) per sequence."""
         if targets is None:
-            return F.linear(x, self.weight)
+            return self.linear(x, self.weight)
         return of_each(self._loss, x, targets) if per_sequence else self._loss(x, targets)
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if x.dtype == torch.float16:
             # chunked gradients are rounded before the loss is scaled, and small ones would become zero
-            return summed_cross_entropy(F.linear(x, self.weight), targets)
-        return chunked_cross_entropy(x, self.weight, targets)
+            return summed_cross_entropy(self.linear(x, self.weight), targets)
+        return chunked_cross_entropy(x, self.weight, targets, widened=self.widened)
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, widened: bool = False) -> Tensor:
     """summed_cross_entropy(x @ weight.T, targets), a chunk of tokens at a time.
 
     Logits are rounded to the dtype of `x`. Softmax, loss and the sum of the weight's gradient are float32.
@@ -65,37 +66,38 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         x: (B, T, D), any float dtype.
         weight: (V, D), of the same dtype.
         targets: (B, T) int64, or IGNORE.
+        widened: compute the products in float32.
     """
     learns = torch.is_grad_enabled()
     wanted = learns and x.requires_grad, learns and weight.requires_grad
-    return _ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *wanted)  # type: ignore[no-untyped-call]
+    return _ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *wanted, widened)  # type: ignore[no-untyped-call]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x (N, D), weight (V, D), targets (N,), and whether the gradient of x and of weight is wanted -> ()."""
+    """x (N, D), weight (V, D), targets (N,), and whether the gradient of x and of weight is wanted, `widened` -> ()."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool) -> Tensor:
-        loss, dx, dw = _compute(x, weight, targets, wants_dx, wants_dw)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, widened: bool
+    ) -> Tensor:
+        loss, dx, dw = _compute(x, weight, targets, wants_dx, wants_dw, widened)
         ctx.save_for_backward(dx, dw)
         ctx.dtype = weight.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         factor = grads[0]
         return (
             None if dx is None else (dx * factor).to(dx.dtype),
             None if dw is None else _scaled(dw, factor, ctx.dtype),
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 
 def _compute(
-    x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool
+    x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, widened: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The summed loss, the gradient of x, and that of weight in float32."""
     if x.device.type in KERNEL_ON:
@@ -107,12 +109,14 @@ def _compute(
     dx = torch.empty_like(x) if wants_dx else None
     dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    matrix = weight.float() if widened else weight
     for start in range(0, len(x), chunk):
-        part = x[start : start + chunk]
-        losses, d_logits = _softmax_minus_onehot(part @ weight.T, targets[start : start + chunk])
+        part = x[start : start + chunk].to(matrix.dtype)
+        losses, d_logits = _softmax_minus_onehot((part @ matrix.T).to(x.dtype), targets[start : start + chunk])
         loss += losses.sum()
+        d_logits = d_logits.to(matrix.dtype)
         if dx is not None:
-            torch.mm(d_logits, weight, out=dx[start : start + chunk])
+            dx[start : start + chunk] = d_logits @ matrix
         if dw is not None:
             _add(dw, d_logits.T @ part)
     return loss, dx, dw

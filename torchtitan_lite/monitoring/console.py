@@ -36,7 +36,7 @@ def start_lines(
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
         f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {world.threads} threads per rank",
-        model_line(config, f"{n_parameters:,} parameters, {mine:,} on rank 0"),
+        model_line(config, f"{n_parameters:,} parameters, {mine:,} on rank 0", world.widens(config)),
         batch_line(config, layout, world.world_size),
         *data_lines(config, data, samples),
         f"fsdp    {fsdp_line(config)}",
@@ -56,11 +56,12 @@ def start_lines(
     return "\n".join(lines)
 
 
-def model_line(config: Config, parameters: str) -> str:
+def model_line(config: Config, parameters: str, widens: bool = False) -> str:
     model = config.model
+    products = ", its products in float32: this CPU has no instructions for them" if widens else ""
     return (
         f"model   {model.family} dim {model.dim}, {model.n_layers} layers, {model.n_heads} heads: {parameters}; "
-        f"computes in {config.fsdp.param_dtype}"
+        f"computes in {config.fsdp.param_dtype}{products}"
     )
 
 

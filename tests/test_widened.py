@@ -1,0 +1,145 @@
+"""16-bit products in float32, for CPUs without 16-bit instructions: the same numbers, and a choice that is recorded."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
+from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import apply_fast_paths
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.models import Transformer, build, widened
+from torchtitan_lite.models.attention import attend
+
+# what oneDNN then offers is what a CPU with AVX2 has
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+SIZES = {"dim": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 24}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_is_rounded_once(dtype: torch.dtype, bias: bool) -> None:
+    """Output and gradients are those of float64 on the same 16-bit inputs, rounded."""
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(3, 7, 40).to(dtype), torch.randn(24, 40).to(dtype), torch.randn(3, 7, 24).to(dtype)
+    inputs = [x.requires_grad_(), weight.requires_grad_(), *([torch.randn(24).to(dtype).requires_grad_()] * bias)]
+    found = widened.linear(*inputs)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    expected = nn.functional.linear(*exact)
+    pairs = [(found, expected)]
+    pairs += zip(
+        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, exact, grad.double()), strict=True
+    )
+    for mine, theirs in pairs:
+        assert mine.dtype == dtype
+        wrong = mine != theirs.to(dtype)  # a sum in float32 may fall on the other side of a tie
+        assert wrong.float().mean() < 0.01
+        torch.testing.assert_close(mine.double(), theirs, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_attention_computes_in_float32(by_blocks: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 24, 4, 8).bfloat16() for _ in range(3))
+    found = attend(q, k, v, by_blocks=by_blocks, widened=True)
+    expected = attend(q.float(), k.float(), v.float(), by_blocks=by_blocks)
+    assert found.dtype == torch.bfloat16
+    assert found.equal(expected.bfloat16())
+
+
+def made(family: str, *, widen: bool, chunked: bool = True) -> Transformer:
+    with torch.device("meta"):
+        model = build(ModelConfig(family=family, **SIZES), 97)
+    apply_fast_paths(model, SpeedConfig(chunked_loss=chunked), widen=widen)
+    materialise(model, torch.device("cpu"), seed=3)
+    return model.bfloat16()
+
+
+class Products16(TorchDispatchMode):
+    """Records products of 16-bit matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        multiplies = any(part in function.__name__ for part in ("mm", "attention"))
+        if multiplies and any(t.dtype.itemsize == 2 for t in args if isinstance(t, torch.Tensor)):
+            self.found.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bool) -> None:
+    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    plain, wide = (made(family, widen=widen, chunked=chunked) for widen in (False, True))
+    assert list(wide.state_dict()) == list(plain.state_dict())
+    values = []
+    for model in (plain, wide):
+        with Products16() as products:
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+        assert bool(products.found) == (model is plain), products.found
+        values.append((loss, torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])))
+    (loss, grads), (wide_loss, wide_grads) = values
+    assert wide_loss.item() == pytest.approx(loss.item(), rel=2e-3)
+    assert (wide_grads - grads).norm() < 0.05 * grads.norm()
+
+
+@pytest.mark.parametrize(("env", "expected"), [({}, None), (AVX2, "('bfloat16', 'float16')")])
+def test_the_cpu_is_known_by_its_flags(env: dict[str, str], expected: str | None) -> None:
+    code = "from torchtitan_lite.distributed.process_group import slow_dtypes; print(slow_dtypes())"
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if expected is None:
+        assert ("bfloat16" in said) == ("avx512_bf16" not in flags and "amx_bf16" not in flags)
+    else:
+        assert said == expected
+
+
+SAID = "its products in float32: this CPU has no instructions for them"
+
+
+def test_the_way_is_logged_recorded_and_switched_off(text: Path, tmp_path: Path) -> None:
+    """The same run with and without: nearly the same losses; a resume in the other way says so."""
+    curves = []
+    for widen in (True, False):
+        name = f"widen_{widen}".lower()
+        more = {"run__name": name, "fsdp__param_dtype": "bfloat16", "speed__widened_products": widen}
+        command = tiny(text, tmp_path, train__steps=4, checkpoint__every=2, **more)
+        assert (SAID in succeeded(ranks(2, *command, env=AVX2))) == widen
+        curves.append(losses(tmp_path / name))
+    for step, (loss, norm) in curves[0].items():
+        assert loss == pytest.approx(curves[1][step][0], rel=2e-3)
+        assert norm == pytest.approx(curves[1][step][1], rel=2e-2)
+    assert curves[0] != curves[1]
+    shutil.rmtree(checkpoint(tmp_path / "widen_true", 4))
+    again = [option for option in command if not option.startswith(("--run.name", "--speed"))]
+    said = succeeded(ranks(2, *again, "--run.name=widen_true", "--speed.widened_products=false", env=AVX2))
+    assert "not bit for bit: widened_products True -> False" in said
+    shutil.rmtree(checkpoint(tmp_path / "widen_true", 4))
+    assert "not bit for bit" not in succeeded(ranks(2, *again, "--run.name=widen_true", env=AVX2))
+    assert losses(tmp_path / "widen_true") == curves[0]
+
+
+def test_float32_runs_and_gpus_have_nothing_to_widen() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    config = Config.model_validate({"fsdp": {"param_dtype": "bfloat16"}})
+    assert World(0, 1, cpu, 1, slow_dtypes=("bfloat16",)).widens(config)
+    assert not World(0, 1, cpu, 1, slow_dtypes=("float16",)).widens(config)
+    assert not World(0, 1, gpu, 1).widens(config)
+    assert not World(0, 1, cpu, 1, slow_dtypes=("bfloat16", "float16")).widens(Config())
+    mixed = {"fsdp": {"precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]}}
+    assert World(0, 1, cpu, 1, slow_dtypes=("bfloat16",)).widens(Config.model_validate(mixed))
