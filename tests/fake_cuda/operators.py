@@ -208,7 +208,7 @@ def moved_bytes(function: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, i
         moved = sum(n_bytes(t) for t in inputs if t is not changed[0])
         source = sum(n_bytes(t) for t in inputs if t is not changed[0] and t.dtype == changed[0].dtype)
         return moved + source, source
-    return sum(n_bytes(t) for t in inputs), written
+    return sum(n_bytes(t) for t in {id(t): t for t in inputs}.values()), written
 
 
 def _sent(name: str, args: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
