@@ -12,7 +12,7 @@ from tests.helpers import losses, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
-from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import Transformer, build, cuda_attention
 from torchtitan_lite.models.attention import attend, within_documents
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -90,6 +90,41 @@ def test_flex_attention_computes_the_same() -> None:
     blocks = within_documents(POSITIONS, dense=False)
     found = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks)
     torch.testing.assert_close(found.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("length", [16, 128, 300, 1024])
+def test_the_mask_for_gpus_is_what_create_block_mask_makes(length: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    generator = torch.Generator().manual_seed(length)
+    begins = torch.rand(3, length, generator=generator) < torch.tensor([[0.0], [0.003], [0.1]])
+    places = torch.arange(length).expand(3, length)
+    positions = places - torch.where(begins, places, 0).cummax(1).values
+    found = within_documents(positions, dense=False)
+    documents = (positions == 0).cumsum(1)
+    expected = create_block_mask(
+        lambda b, _, q, k: (q >= k) & (documents[b, q] == documents[b, k]), 3, None, length, length, device="cpu"
+    )
+    assert found.seq_lengths == expected.seq_lengths
+    assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype
+        assert ours.equal(theirs), name
+    assert found.to_dense().equal(expected.to_dense())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_for_gpus_computes_the_same(compiled: bool) -> None:
+    """With the CPU's kernels; compiled, so that no graph break is left to be found on a GPU."""
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(2, 4, 16, 16), torch.randn(2, 2, 2, 16, 16)
+    attention = cuda_attention.attend
+    if compiled:
+        attention = torch.compile(attention, backend="eager", fullgraph=True)
+    for mask, causal in ((None, {"is_causal": True}), (within_documents(POSITIONS, dense=True), {})):
+        expected = attend(*(t.transpose(1, 2) for t in (q, k, v)), mask).transpose(1, 2)
+        torch.testing.assert_close(attention(q, k, v, mask, 0.0, causal), expected)
 
 
 @pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.extended), "llama"])
