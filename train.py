@@ -296,7 +296,7 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     grad_norm = clip_gradients(s.model, s.config.optim.max_norm)
     totals = torch.zeros(2 + world.world_size, device=device)
     totals[0] = loss_sum
-    totals[1] = float(s.preemption.requested())
+    totals[1].fill_(float(s.preemption.requested()))  # an assignment would wait for the device
     totals[2 + world.rank] = (~loss_sum.isfinite()).float()
     sum_over_ranks(totals)
 

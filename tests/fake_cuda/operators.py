@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.utils import redirect_to_mode
+from torch._higher_order_ops.wrap import inductor_compiled_code
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -36,8 +39,8 @@ _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 _LOOKUPS = {"embedding", "gather", "index", "index_select"}
 _SCATTERS = {"scatter_", "scatter_add_", "index_put_", "_index_put_impl_", "index_add_"}
 # Files of torch that stand between the line that calls an operator and this log
-_MACHINERY = ("_ops.py", "_python_dispatch.py", "_subclasses", "_contextlib.py", "autograd/graph.py", "_dynamo")
-_MACHINERY += ("_compile.py", "_stats.py")
+_MACHINERY = ["_ops.py", "_python_dispatch.py", "_subclasses", "_contextlib.py", "autograd/graph.py", "_dynamo"]
+_MACHINERY += ["_compile.py", "_stats.py"]
 _OVERWRITE = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "_foreach_copy_", "_foreach_zero_"}
 
 
@@ -76,6 +79,8 @@ class OperatorLog(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls operators on its local tensors, which come here
         kwargs = kwargs or {}
+        if isinstance(function, HigherOrderOperator):
+            return self.compiled(_called(args[0]), function, args, kwargs)
         if self.silent or function.namespace == "prim":  # a question about a tensor, no work
             return _call(function, args, kwargs)
         waits = self._waits(function, args, kwargs)
@@ -260,9 +265,17 @@ def _call(function: Any, args: Any, kwargs: Any) -> Any:
         raise
 
 
+def _called(function: Any) -> str:
+    """The name of a compiled region."""
+    return getattr(function, "compile_region_name", None) or "region"
+
+
 def _name(function: Any) -> str:
     return function._schema.name.split("::")[1]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+redirect_to_mode(inductor_compiled_code, OperatorLog)  # as what is compiled is called where a mode is active

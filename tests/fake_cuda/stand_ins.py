@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch._dynamo  # lists the functions of torch.cuda, so before they are replaced
 from torch import Tensor
+from torch._higher_order_ops.wrap import InductorCompiledCallable, inductor_compiled_code
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.fake_cuda.operators import OperatorLog
@@ -112,10 +114,12 @@ def pin_memory(tensor: Tensor, _device: Any = None) -> Tensor:
 _real_pin_memory = Tensor.pin_memory
 
 
-def compile_(function: Any = None, **_options: Any) -> Any:
+def compile_(function: Any = None, **options: Any) -> Any:
     """torch.compile."""
     if function is None:
-        return compile_
+        return functools.partial(compile_, **options)
+    if function is flex_attention:
+        return functools.partial(_flex_attention, bool((options.get("options") or {}).get(_WRAP)))
 
     @functools.wraps(function)
     def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -124,6 +128,58 @@ def compile_(function: Any = None, **_options: Any) -> Any:
         return active.compiled(function.__name__, function, args, kwargs)
 
     return compiled
+
+
+_WRAP, _FORWARD = "wrap_inductor_compiled_regions", "flex_attention forward"
+
+
+def _flex_attention(
+    wrap: bool, q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any = None, enable_gqa: bool = False
+) -> Tensor:
+    """FlexAttention as Inductor compiles it: a kernel forward and one backward, both invisible to dispatch modes, as
+    selective checkpointing is one; with the option _WRAP, forward is an operator that they see.
+    """
+    assert q.shape[1] == k.shape[1] or enable_gqa
+    return _FlexAttention.apply(wrap, q, k, v, *block_mask.as_tuple()[2:10])[0]  # type: ignore[no-untyped-call]
+
+
+class _FlexAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, wrap: bool, q: Tensor, k: Tensor, v: Tensor, *blocks: Any) -> tuple[Tensor, Tensor]:
+        inputs = [q, k, v, *(t for t in blocks if isinstance(t, Tensor))]
+        if wrap:
+            out, logsumexp = inductor_compiled_code(_region(), inputs, name=_FORWARD)
+        elif (active := log()) is not None:
+            with _disable_current_modes():
+                out, logsumexp = active.compiled(_FORWARD, _kernel, inputs, {})
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        ctx.mark_non_differentiable(logsumexp)
+        return out, logsumexp
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, *others = ctx.saved_tensors
+        inputs = [q, k, v, *others, grads[0]]
+        with _disable_current_modes():
+            found = [torch.empty_like(t) for t in (q, k, v)]
+        if (active := log()) is not None:
+            active.compiled("flex_attention backward", lambda *_: found, inputs, {})
+        return None, *found, *[None] * (len(ctx.needs_input_grad) - 4)
+
+
+@functools.cache
+def _region() -> InductorCompiledCallable:
+    return InductorCompiledCallable(_kernel, _kernel, _FORWARD)  # type: ignore[no-untyped-call]
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, *_blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _flash_attention_works(params: Any, _debug: bool = False) -> bool:
+    """The rules of device.cpp, which SDPA follows."""
+    half = params.query.dtype in (torch.bfloat16, torch.float16)
+    return half and params.query.shape[-1] <= 256 and params.attn_mask is None
 
 
 def _random_state(_device: Any = None) -> Tensor:
@@ -158,5 +214,6 @@ def install() -> None:
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, stand_in)
     torch.accelerator.current_stream = current_stream  # type: ignore[assignment]
+    torch.backends.cuda.can_use_flash_attention = _flash_attention_works  # type: ignore[assignment]
     Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
     torch.compile = compile_  # type: ignore[assignment]
