@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def test_attention_for_gpus_computes_the_same(compiled: bool) -> None:
     if compiled:
         attention = torch.compile(attention, backend="eager", fullgraph=True)
     for mask, causal in ((None, {"is_causal": True}), (within_documents(POSITIONS, dense=True), {})):
-        expected = attend(*(t.transpose(1, 2) for t in (q, k, v)), mask).transpose(1, 2)
+        expected = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2)
         torch.testing.assert_close(attention(q, k, v, mask, 0.0, causal), expected)
 
 
@@ -143,3 +144,35 @@ def test_two_processes_train_like_one(family: str, text: Path, tmp_path: Path) -
     plain = more | {"data__document_mask": False}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="open", **plain)))
     assert losses(tmp_path / "open")[4] != theirs[4]
+
+
+@pytest.mark.extended
+def test_selective_checkpointing_keeps_the_result_of_a_compiled_function() -> None:
+    """As FlexAttention is compiled for GPUs: Inductor's code runs once, not again in backward."""
+    runs = []
+
+    @torch.library.custom_op("tests::mixed", mutates_args=())
+    def mixed(x: Tensor) -> Tensor:
+        runs.append(x.shape)
+        return x.softmax(-1)
+
+    mixed.register_fake(torch.empty_like)
+    mixed.register_autograd(lambda _, grad: grad)
+
+    def calls(mode: str, function: Any) -> int:
+        weight = torch.randn(8, 8, requires_grad=True)
+        layer = torch.nn.Module()
+        layer.forward = lambda x: function(x @ weight).sin()  # type: ignore[method-assign]
+        model: Any = SimpleNamespace(layers=[layer], config=SimpleNamespace(dropout=0.0))
+        apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
+        layer.forward(torch.randn(4, 8)).sum().backward()  # compiles
+        runs.clear()
+        layer.forward(torch.randn(4, 8)).sum().backward()
+        return len(runs)
+
+    def function(x: Tensor) -> Tensor:
+        return mixed(x.exp())
+
+    compiled = cuda_attention.compiled(function)
+    assert [calls(mode, compiled) for mode in ("none", "selective", "full")] == [1, 1, 2]
+    assert calls("selective", torch.compile(function)) == 2, "torch keeps it without our option: then that can go"

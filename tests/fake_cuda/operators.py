@@ -52,7 +52,8 @@ class Operator:
     devices: tuple[str, ...]  # of its tensors: "cpu", "cuda"
     read: int  # bytes
     written: int  # bytes
-    where: str  # "train.py:251", the innermost line of ours; else a line of torch
+    where: str  # "train.py:251", the innermost line of ours; else `within`
+    within: str  # the innermost line of torch's Python, if it is further in: "torch/nn/modules/linear.py:134"
     waits: str = ""  # why the host waits for the device; "": it does not
     shapes: tuple[tuple[int, ...], ...] = ()  # of the outputs
 
@@ -91,13 +92,13 @@ class OperatorLog(TorchDispatchMode):
             tensors = [*_tensors((args, kwargs)), *_tensors(out)]
             devices = tuple(sorted({t.device.type for t in tensors}))
             shapes = tuple(tuple(t.shape) for t in _tensors(out))
-            self.operators.append(Operator(str(function), devices, read, written, calling_line(), waits, shapes))
+            self.operators.append(Operator(str(function), devices, read, written, *calling_lines(), waits, shapes))
         return out
 
     def add(self, name: str, read: int = 0, written: int = 0, waits: str = "") -> None:
         """Log something that is no operator of torch's: a wait for an event, a compiled function."""
         if not self.silent:
-            self.operators.append(Operator(name, ("cuda",), read, written, calling_line(), waits))
+            self.operators.append(Operator(name, ("cuda",), read, written, *calling_lines(), waits))
 
     def compiled(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a function as if its operators were one kernel, which reads its inputs and writes its outputs."""
@@ -232,16 +233,19 @@ def n_bytes(tensor: Tensor) -> int:
     return n
 
 
-def calling_line() -> str:
-    """The innermost line of ours, or else of torch, that leads to this call; "autograd" for a built-in backward."""
-    innermost = ""
+def calling_lines() -> tuple[str, str]:
+    """The innermost line of ours that leads to this call, and the one of torch within; see Operator.
+
+    A built-in backward has neither: "autograd".
+    """
+    within = ""
     for frame in _frames():
         file = frame.f_code.co_filename
         if file.startswith(OURS):
-            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}"
-        if not innermost and "site-packages" in file and not any(word in file for word in _MACHINERY):
-            innermost = f"{file.split('site-packages/')[1]}:{frame.f_lineno}"
-    return innermost or "autograd"
+            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}", within
+        if not within and "site-packages" in file and not any(word in file for word in _MACHINERY):
+            within = f"{file.split('site-packages/')[1]}:{frame.f_lineno}"
+    return within or "autograd", within
 
 
 def _frames() -> Iterator[FrameType]:

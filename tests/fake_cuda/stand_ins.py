@@ -169,7 +169,7 @@ class _FlexAttention(torch.autograd.Function):
 
 @functools.cache
 def _region() -> InductorCompiledCallable:
-    return InductorCompiledCallable(_kernel, _kernel, _FORWARD)  # type: ignore[no-untyped-call]
+    return InductorCompiledCallable(_kernel, _kernel, _FORWARD)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *_blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -88,21 +88,25 @@ def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-@functools.cache
-def _compiled() -> Callable[..., Tensor]:
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A compiled function whose result selective checkpointing can keep: it sees it only with this option."""
     from torch._inductor import config
+
+    name = "wrap_inductor_compiled_regions"
+    return torch.compile(function, options={name: True} if hasattr(config, name) else {})
+
+
+@functools.cache
+def _flex_attention_compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Selective checkpointing sees a compiled function, and can keep its result, only with this option.
-    name = "wrap_inductor_compiled_regions"
-    options: dict[str, Any] = {name: True} if hasattr(config, name) else {}
-    return torch.compile(flex_attention, options=options)
+    return compiled(flex_attention)  # type: ignore[arg-type]
 
 
-def _flex_attention() -> Callable[..., Tensor]:
+def _flex_attention() -> Callable[..., Any]:
     """FlexAttention, compiled: it is a fused kernel only then."""
     if torch.compiler.is_compiling():  # as a part of its block
         from torch.nn.attention.flex_attention import flex_attention
 
-        return flex_attention  # type: ignore[return-value]
-    return _compiled()
+        return flex_attention
+    return _flex_attention_compiled()
