@@ -3,7 +3,7 @@
 FSDP2's parameters and AdamW's moments are DTensors: each rank holds some of the rows.
 
     state_dict   api       saving                                             loading
-    full         dtensor   full_tensor(), tensor by tensor                    distribute_tensor(), tensor by tensor
+    full         dtensor   full_tensor(), tensor by tensor                    broadcast(), tensor by tensor
     full         dcp       get_model_state_dict, get_optimizer_state_dict     set_model_state_dict, set_optimizer_...
     sharded      dtensor   dcp.save of the dict of DTensors                   dcp.load into the dict of DTensors
     sharded      dcp       get_state_dict, then dcp.save                      dcp.load, then set_state_dict
@@ -18,6 +18,7 @@ in the background. Command line: `python checkpoint.py verify | inspect | conver
 """
 
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress, storage
 from torchtitan_lite.checkpointing.compatibility import with_defaults
@@ -61,6 +62,8 @@ from torchtitan_lite.distributed.sharding import Tensors, local_rows
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
+
+_PIECE = 64 << 20  # bytes of a whole tensor that are sent at a time
 
 
 class Checkpointer:
@@ -303,16 +306,26 @@ class Checkpointer:
 
     @torch.no_grad()
     def _fill(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor] | None) -> None:
-        """Rank 0 reads one whole tensor at a time, and sends each rank its rows."""
+        """Rank 0 reads one whole tensor at a time, and broadcasts it in pieces. Each rank keeps its rows."""
+        buffer = torch.empty(_PIECE, dtype=torch.uint8, device=self.world.device)
+        whole = torch.empty(0)
         for name, target in targets.items():
-            whole = read(name) if read and self.world.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
-            whole = whole.to(self.world.device, target.dtype)
-            if isinstance(target, DTensor):
-                target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
-            else:
-                dist.broadcast(whole, src=0)
-                target.copy_(whole)
-            progress.advance(whole.nbytes)
+            if read and self.world.rank == 0:
+                with progress.working(f"reading {name}"):
+                    whole = read(name).reshape(-1)
+            dist.barrier(group=self.world.untimed)  # rank 0's disk may be slow, and the broadcast has a timeout
+            rows, row = local_rows(target)
+            mine, first = rows.view(-1), row * math.prod(target.shape[1:])
+            pieces = buffer.view(target.dtype)
+            for start in range(0, target.numel(), len(pieces)):
+                piece = pieces[: target.numel() - start]
+                if self.world.rank == 0:
+                    piece.copy_(whole[start : start + len(piece)])
+                dist.broadcast(piece, src=0)
+                begin, end = max(start, first), min(start + len(piece), first + len(mine))
+                if begin < end:
+                    mine[begin - first : end - first].copy_(piece[begin - start : end - start])
+                progress.advance(piece.nbytes)
 
     def _set_full(self, folder: Path) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

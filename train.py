@@ -106,6 +106,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes)
     watchdog = Watchdog(config.folder, world, config.run.timeout_minutes)
+    model.register_forward_pre_hook(lambda *_: watchdog.forward())
     saving = config.checkpoint.model_copy(update={"resume": resume or config.checkpoint.resume})
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, saving, world)
     fresh = fresh_state(config, data, world, validation.identity())

@@ -3,8 +3,12 @@
 Compares each way of saving with a plain write and fsync of the same bytes, and with a bare `dcp.save`, which syncs but
 neither hashes nor commits. For background saves it compares the pause of training with one in-memory copy of this
 rank's shards. Memory is measured by tests/memory_worker.py.
+
+`python -m benchmarks.checkpoint bytes` prints what loading a full checkpoint allocates on rank 1, and what it allocated
+when each tensor was sent by distribute_tensor.
 """
 
+import itertools
 import os
 import shutil
 import statistics
@@ -19,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import train
 from checkpoint import Checkpointer
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import load as settings
 from torchtitan_lite.config.derive import derive
@@ -159,6 +164,32 @@ class Bench:
         if self.world.rank == 0:
             self._print(times, rounds)
 
+    @torch.no_grad()
+    def by_distribute_tensor(self) -> None:
+        """The former way: every rank makes the whole tensor, and rank 0's is scattered."""
+        folder = storage.step_folder(self.checkpointers["full", "dtensor", False].folder, self.step)
+        for file, targets in self.checkpointers["full", "dtensor", False]._parts().items():
+            read = storage.open_tensors(folder / file).get_tensor
+            for name, target in targets.items():
+                whole = read(name) if self.world.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
+                if isinstance(target, DTensor):
+                    target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
+
+    def count(self) -> None:
+        """Print what loading allocates."""
+        self.save("full", "dtensor", False)
+        checkpointer = self.checkpointers["full", "dtensor", False]
+        folder = storage.step_folder(checkpointer.folder, self.step)
+        manifest = storage.read_manifest(folder)
+        found = {
+            "distribute_tensor": allocated(self.by_distribute_tensor),
+            "broadcast in pieces": allocated(lambda: checkpointer._load_tensors(folder, manifest)),
+        }
+        if self.world.rank == 1:
+            print(f"a state of {manifest.bytes / 2**20:,.0f} MiB; MiB that torch allocates on rank 1 to load it")
+            for name, (total, peak) in found.items():
+                print(f"{name}: {total / 2**20:,.1f} in all, {peak / 2**20:,.1f} at once", flush=True)
+
     def _print(self, times: dict[str, list[float]], rounds: int) -> None:
         n_bytes = sum(t.numel() * t.element_size() for t in self.state().values())
         print(f"{n_bytes / 1e9:.2f} GB on {self.world.world_size} ranks, torch {torch.__version__}, {rounds} rounds")
@@ -173,23 +204,37 @@ class Bench:
             print(f"| `{kind}`, `{api}` | {' | '.join(cells)} |")
 
 
+def allocated(action: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that an action allocates, in all and at its peak."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as trace:
+        action()
+    assert trace.profiler is not None
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return sum(n for n in changes if n > 0), max(itertools.accumulate(changes))
+
+
 def _spread(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> None:
     """Start two ranks, or be one."""
-    rounds = int(sys.argv[1]) if sys.argv[1:] else 7
+    count = sys.argv[1:2] == ["bytes"]
+    rounds = int(sys.argv[1]) if sys.argv[1:] and not count else 7
     ranks = sys.argv[2] if sys.argv[2:] else "2"
     if dist.is_torchelastic_launched():
         with process_group(RunConfig(device="cpu", threads=1)) as world:
-            Bench(world, Path(os.environ["BENCHMARK_FOLDER"])).run(rounds)
+            bench = Bench(world, Path(os.environ["BENCHMARK_FOLDER"]))
+            bench.count() if count else bench.run(rounds)
         exit_process()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BENCHMARK_FOLDER"] = folder
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         subprocess.run(
-            [*launcher, "-m", "benchmarks.checkpoint", str(rounds), ranks, *sys.argv[3:4]], cwd=ROOT, check=True
+            [*launcher, "-m", "benchmarks.checkpoint", "bytes" if count else str(rounds), ranks, *sys.argv[3:4]],
+            cwd=ROOT,
+            check=True,
         )
 
 

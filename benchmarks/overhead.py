@@ -23,7 +23,7 @@ SCRIPT = f"{IMPORTS}\nimport os, time\nif os.environ.get('RANK', '0') == '0': pr
 RECORDS = {
     "train": ("log_step", "report_save", "source_lines"),
     "torchtitan_lite.monitoring.metrics.Log": ("info", "record", "start_bar", "advance_bar", "close"),
-    "torchtitan_lite.monitoring.watchdog.Watchdog": ("step", "computing"),
+    "torchtitan_lite.monitoring.watchdog.Watchdog": ("step", "computing", "forward"),
     "torchtitan_lite.monitoring.profiler.Profile": ("begin", "end"),
     "torchtitan_lite.monitoring.metrics.Clock": ("lap",),
     "torchtitan_lite.monitoring.run_folder": ("write_status", "facts"),

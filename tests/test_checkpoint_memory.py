@@ -1,11 +1,13 @@
 """What saving, loading and importing take on each rank, as docs/checkpoints.md says it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests import fill_worker
 from tests.helpers import ranks, succeeded
 from tests.memory_worker import VOCABULARY, model_config
 from torchtitan_lite.huggingface import names
@@ -55,3 +57,12 @@ def test_full_states_pass_through_a_few_tensors(measured: list[dict[str, float]]
 def test_an_import_reads_the_rows_of_each_rank(measured: list[dict[str, float]]) -> None:
     for found in measured:
         assert found["import"] < SLACK, found
+
+
+def test_a_slow_disk_keeps_the_others_waiting_without_collectives(tmp_path: Path) -> None:
+    """Three seconds, where a collective may take one. Loading takes a piece, whatever the size of a tensor."""
+    succeeded(ranks(2, str(tmp_path), entry="tests.fill_worker"))
+    on_rank = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert on_rank[0]["save ahead"] == on_rank[0]["load ahead"] == 0
+    assert all(found["equal"] for found in on_rank)
+    assert on_rank[1]["load peak"] < fill_worker.PIECE + 20_000 < on_rank[1]["largest"] / 3

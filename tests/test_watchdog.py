@@ -12,7 +12,7 @@ from tests.helpers import ranks, succeeded, tiny
 from tests.test_faults import RUN, saved_steps, status
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.checkpointing.safetensors_file import sha256_of
-from torchtitan_lite.monitoring.watchdog import is_lost
+from torchtitan_lite.monitoring.hang import is_lost
 
 SHARDED = {"checkpoint__state_dict": "sharded"}
 slow = pytest.mark.slow

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -23,6 +23,17 @@ class Progress:
     moved: int = 0  # bytes so far, and 1 for each start or end of an operation
     doing: list[str] = field(default_factory=list)  # the operation of each thread that has one
     working: list[str] = field(default_factory=list)  # of those, the threads that do not only wait for other ranks
+
+
+class Place(NamedTuple):
+    """Where the main thread is."""
+
+    step: int = 0
+    phase: int = 0  # 0: fetching its batch, 1: computing
+    passes: int = 0  # forward passes in this phase
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {('fetching its batch', 'computing')[self.phase]}" if self.step else "starting"
 
 
 _lock = threading.Lock()
@@ -85,6 +96,11 @@ def current() -> Progress:
     texts = [": ".join(what for what, _ in stack) for stack in threads]
     busy = [text for text, stack in zip(texts, threads, strict=True) if not stack[-1][1]]
     return Progress(_moved + (_read_by_kernel() if _loading else 0), texts, busy)
+
+
+def main_is_doing() -> bool:
+    """Whether the main thread takes part in a long operation."""
+    return threading.main_thread().ident in _by_thread
 
 
 def _read_by_kernel() -> int:

@@ -48,6 +48,7 @@ class Saver:
         self.group = untimed_group()  # not shared: a save may run in the background of training and of loads
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
+        self._what = ""  # for the watchdog
 
     def start(self, state: TrainState, write: Write, n_bytes: int, began: float, *, background: bool) -> None:
         """Write a checkpoint. `wait` returns the outcome.
@@ -58,11 +59,12 @@ class Saver:
         """
         assert self._thread is None, "wait for the previous save first"
         stopped_s = time.perf_counter() - began
+        self._what = f"saving step {state.step}"
 
         def run() -> None:
             size = 0
             try:
-                with progress.doing(f"saving step {state.step}"):
+                with progress.doing(self._what):
                     error, size = self._save(state, write, n_bytes)
             except Exception as caught:  # from a collective: another rank is lost
                 error = str(caught) or repr(caught)
@@ -84,7 +86,8 @@ class Saver:
     def wait(self) -> Saved | None:
         """Wait for a running save. Returns the outcome of the last one, once; None if there was none."""
         if self._thread is not None:
-            self._thread.join()
+            with progress.doing(self._what):
+                self._thread.join()
             self._thread = None
         saved, self._saved = self._saved, None
         return saved

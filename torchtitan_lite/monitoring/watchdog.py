@@ -1,12 +1,13 @@
 """The watchdog: finds the rank that hangs, writes stacks, and ends all ranks.
 
 1. Steps. The collectives of training time out after `run.timeout_minutes`. Shortly before, a slow rank writes its
-   stacks. Each rank publishes its step in the store, so an error can name the ranks that were behind (`explained`).
+   stacks, and ranks that wait name those that are behind, and end the run (hang.py).
 2. Saves, loads and verifications have no time limit; progress.py counts their bytes. One thread per rank publishes its
-   count, and rank 0 publishes the sum. A second thread checks it without touching the store:
+   count, and rank 0 publishes the sum. A second thread checks it without waiting for the store:
 
        bytes move on any rank                            wait
        none moved for run.timeout_minutes                rank 0 names the ranks that block, and all ranks end
+                                                         (GPUs: for nine tenths of it, see hang.py)
        rank 0 is silent for a quarter longer             each rank ends by itself, and names rank 0
 
    These threads end the process, because the main thread may be blocked in a collective or by a disk.
@@ -20,48 +21,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.checkpointing.progress import Place
 from torchtitan_lite.distributed.process_group import World, env_int, limit_group_timeouts, print_once
 from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.monitoring import run_folder
 
-_AT, _BEAT, _SUM = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}", "torchtitan_lite/sum"
+_BEAT, _SUM, _DECISION = "torchtitan_lite/beat/{}", "torchtitan_lite/sum", "torchtitan_lite/decision"
 _SILENT = "rank 0 (its process or its machine does not answer)"
-_PHASES = "fetching its batch", "computing"
-
-# Error texts of gloo, the store and NCCL when another process is gone or late. (Most of the latter two are DistErrors.)
-_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "connection was likely closed",
-    "application timeout caused pair closure",
-    "broken pipe",
-    "socket closed",
-    "socket timeout",
-    "timed out waiting",
-    "timed out in monitoredbarrier",
-    "operation timed out!",
-    "connect timeout",
-    "read timeout",
-    "write timeout",
-    "wait timeout",
-    "timeout waiting for key",
-    "collective operation timeout",
-    "remote process exited",
-)
-
-
-def is_lost(error: RuntimeError) -> bool:
-    """Whether an error means that another rank is gone or too late."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(phrase in text for phrase in _LOST)
 
 
 @dataclass(frozen=True)
@@ -81,11 +53,11 @@ class Watchdog:
     def __init__(self, folder: Path, world: World, timeout_minutes: float) -> None:
         self._world = world
         self._timeout_s = 60 * timeout_minutes
-        self._at = 0, 0  # step, and index of the phase
+        self._at = Place()
         self._store = dist.distributed_c10d._get_default_store()  # the only way to the store that torchrun made
         self._run = folder
         # called with the reason before the process ends
-        self.on_abort: Callable[[str], Any] = lambda why: run_folder.write_status(folder, world, "failed", None, why)
+        self.on_abort: Callable[[str], Any] = lambda why: run_folder.write_status(self._run, world, "failed", None, why)
         folder = folder / "stacks"
         self._path = folder / f"rank-{world.rank}.txt"
         try:
@@ -101,12 +73,17 @@ class Watchdog:
         self._size = self._path.stat().st_size
 
         limit_group_timeouts(timeout_minutes)
-        self._interval_s = min(10.0, self._timeout_s / 20)
+        self._interval_s = min(10.0, self._timeout_s / 40)
         self._closed = threading.Event()
         self._beats: dict[int, Beat] = {}  # on rank 0: the newest of each rank
         self._quiet_ranks: dict[int, float] = {}  # on rank 0: when each rank's beats stopped
         self._sum, self._decision = 0, ""  # as rank 0 has published them
         self._own_store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        self._steps: Any = None
+        if world.world_size > 1:
+            from torchtitan_lite.monitoring.hang import StepTimer
+
+            self._steps = StepTimer(world, self._own_store, self._timeout_s, self._interval_s, folder)
         for target in (self._exchange, self._check):
             threading.Thread(target=target, name=f"watchdog {target.__name__}", daemon=True).start()
 
@@ -114,17 +91,22 @@ class Watchdog:
 
     def step(self, number: int) -> None:
         """A step begins."""
-        self._reach(number, 0)
+        self._reach(Place(number, 0))
         # before the other ranks time out and torchrun kills this process
         faulthandler.dump_traceback_later(0.9 * self._timeout_s, repeat=False, file=self._file)
 
     def computing(self) -> None:
         """This rank has its batch."""
-        self._reach(self._at[0], 1)
+        self._reach(Place(self._at.step, 1))
 
-    def _reach(self, step: int, phase: int) -> None:
-        self._at = step, phase
-        self._store.set(_AT.format(self._world.rank), f"{step} {phase}")
+    def forward(self) -> None:
+        """A forward pass begins."""
+        self._reach(self._at._replace(passes=self._at.passes + 1))
+
+    def _reach(self, at: Place) -> None:
+        self._at = at
+        if self._steps:
+            self._steps.publish(self._store, at)
 
     def close(self) -> None:
         """Stop watching, and remove files without stacks."""
@@ -145,25 +127,10 @@ class Watchdog:
         try:
             yield
         except RuntimeError as error:
-            if not is_lost(error):
+            why = self._steps.explain(error, self._at) if self._steps else ""
+            if not why:
                 raise
-            behind = [f"rank {rank} ({_place(at)})" for rank, at in self._others() if at < self._at]
-            who = f"behind: {', '.join(behind)}" if behind else "all ranks had reached it"
-            raise StuckError(
-                f"rank {self._world.rank}, step {self._at[0]}: lost the other ranks, or waited for "
-                f"{self._timeout_s / 60:g} minutes (run.timeout_minutes); {who}. "
-                f"Stacks of processes that took too long are in {self._path.parent}. {str(error).splitlines()[0]}"
-            ) from error
-
-    def _others(self) -> list[tuple[int, tuple[int, int]]]:
-        """The step and phase of each rank."""
-        found = []
-        with contextlib.suppress(RuntimeError):  # the store may be gone with its process
-            self._store.set_timeout(timedelta(seconds=5))
-            for rank in range(self._world.world_size):
-                step, phase = self._store.get(_AT.format(rank)).decode().split()
-                found.append((rank, (int(step), int(phase))))
-        return found
+            raise StuckError(why) from error
 
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
@@ -175,22 +142,26 @@ class Watchdog:
     # --- saves and loads ----------------------------------------------------------------------------------------
 
     def _exchange(self) -> None:
-        """Publish this rank's beat, and read the sum from rank 0. Rank 0 reads the beats, and publishes the sum."""
+        """Publish this rank's beat and decision, and read the sum and others' decisions. Rank 0 makes the sum."""
         number = 0
         with contextlib.suppress(RuntimeError):  # the store is gone: the run is ending
             while not self._closed.wait(self._interval_s):
                 number += 1
                 beat = self._beat(number)
+                if self._decision:
+                    self._own_store.set(_DECISION, self._decision)
+                elif self._own_store.check([_DECISION]):
+                    self._decision = self._own_store.get(_DECISION).decode()
                 if self._world.rank == 0:
                     self._collect(beat)
-                    self._own_store.set(_SUM, json.dumps([self._sum, self._decision]))
+                    self._own_store.set(_SUM, str(self._sum))
                     continue
                 self._own_store.set(_BEAT.format(self._world.rank), json.dumps(asdict(beat)))
                 if self._own_store.check([_SUM]):
-                    self._sum, self._decision = json.loads(self._own_store.get(_SUM))
+                    self._sum = int(self._own_store.get(_SUM))
 
     def _beat(self, number: int = 0) -> Beat:
-        return Beat(number, _place(self._at), **asdict(progress.current()))
+        return Beat(number, str(self._at), **asdict(progress.current()))
 
     def _collect(self, mine: Beat) -> None:
         """Read all beats, and sum their bytes."""
@@ -210,10 +181,12 @@ class Watchdog:
         self._sum = sum(beat.moved for beat in beats.values())
 
     def _check(self) -> None:
-        """End the process when no rank makes progress, or when rank 0 has decided so."""
+        """End the process when no rank makes progress, or when another one has decided so."""
         quiet_s, last, before = 0.0, (-1, -1), time.monotonic()
         first = self._world.rank == 0
-        limit_s = self._timeout_s * (1 if first else 1.25)
+        # NCCL aborts the process at the timeout, see hang.py
+        patience_s = (0.9 if self._world.device.type == "cuda" else 1) * self._timeout_s
+        limit_s = patience_s * (1 if first else 1.25)
         while not self._closed.wait(self._interval_s):
             now, mine = time.monotonic(), self._beat()
             # the time in which this process was stopped does not count
@@ -222,11 +195,13 @@ class Watchdog:
             if not active or (mine.moved, self._sum) != last:
                 quiet_s, last = 0.0, (mine.moved, self._sum)
             if self._decision:
-                self._abort(self._decision)
+                self._abort(self._decision, mine=False)
+            elif why := self._steps.problem(self._at) if self._steps else "":
+                self._abort(why)
             elif quiet_s >= limit_s:
                 what = next((text for beat in (*self._beats.values(), mine) for text in beat.doing), "").split(":")[0]
                 self._abort(
-                    f"{what}: nothing was written, hashed or read on any rank for {self._timeout_s / 60:g} minutes "
+                    f"{what}: nothing was written, hashed or read on any rank for {patience_s / 60:g} minutes "
                     f"(run.timeout_minutes). Waited for: {self._waited_for() if first else _SILENT}. "
                     f"Stacks are in {self._path.parent}"
                 )
@@ -246,26 +221,20 @@ class Watchdog:
                 found.append(f"rank {rank} ({'; '.join(beat.working) or beat.place})")
         return ", ".join(found) or "all ranks wait for each other"
 
-    def _abort(self, message: str) -> None:
+    def _abort(self, message: str, *, mine: bool = True) -> None:
         """Write stacks, status and message, and end this process, whatever its other threads wait for."""
-        self._decision = message  # rank 0 publishes it, and the store may end with rank 0
-        if self._world.rank != 0:
-            self._closed.set()
+        self._decision = message  # published if it is mine, and the store may end with rank 0
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
         reporting = threading.Thread(target=self._report, args=(message,), daemon=True)
         reporting.start()
         reporting.join(timeout=5)  # the file system may hang
-        if self._world.rank == 0:
+        if mine or self._world.rank == 0:
             time.sleep(3 * self._interval_s)  # until the others have read it
         print_once(f"train.py: {message}", env_int("LOCAL_RANK", 0))
         os._exit(StuckError.exit_code)
 
     def _report(self, message: str) -> None:
         self.on_abort(message)
-        if self._world.rank == 1 and _SILENT in message:
-            run_folder.write_status(self._run, replace(self._world, rank=0), "failed", self._at[0], message)
-
-
-def _place(at: tuple[int, int]) -> str:
-    return f"step {at[0]}, {_PHASES[at[1]]}" if at[0] else "starting"
+        if self._world.rank == 1 and (_SILENT in message or "behind: rank 0 (" in message):
+            run_folder.write_status(self._run, replace(self._world, rank=0), "failed", self._at.step, message)

@@ -1,0 +1,131 @@
+"""Steps that hang where no error arrives, as under NCCL: the process ends by itself, with names, status and stacks."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.blocked_worker import TIMEOUT_MINUTES
+from tests.helpers import ranks
+from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.checkpointing.progress import Place
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.monitoring.hang import StepTimer
+
+
+@pytest.mark.parametrize(("case", "said"), [
+    ("rank 1 fetches", "behind: rank 1 (step 4, fetching its batch). "),
+    ("rank 0 fetches", "behind: rank 0 (step 4, fetching its batch). "),
+    pytest.param("same place", "all ranks had reached it. ", marks=pytest.mark.extended),
+    pytest.param("forward pass", "behind: rank 1 (step 4, computing, forward pass 0). ", marks=pytest.mark.extended),
+])  # fmt: skip
+def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_path: Path) -> None:
+    result = ranks(2, str(tmp_path), case, entry="tests.blocked_worker", timeout=90)
+    assert result.returncode == 1
+    assert f"waited for the other ranks for nine tenths of run.timeout_minutes = {TIMEOUT_MINUTES}; {said}" in (
+        result.stderr
+    )
+    status = json.loads((tmp_path / "run.json").read_text())
+    assert status["status"] == "failed"
+    assert said in status["reason"]
+    for rank in range(2):
+        assert "blocked_worker.py" in (tmp_path / f"stacks/rank-{rank}.txt").read_text()
+
+
+# --- when it does not end --------------------------------------------------------------------------------------
+
+
+class FakeStore(dict[str, bytes]):
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def timer(device: str, mine: Place, other: Place, clock: list[float]) -> Callable[[float], str]:
+    """Rank 0 of two: a function that lets seconds pass, a tenth of the interval at a time, and says what is wrong."""
+    store: Any = FakeStore()
+    world = World(0, 2, torch.device(device), 1)
+    found = StepTimer(world, store, timeout_s=1000, interval_s=10, stacks=Path("stacks"))
+    StepTimer(World(1, 2, torch.device(device), 1), store, 1000, 10, Path()).publish(store, other)
+
+    def after(seconds: float) -> str:
+        for _ in range(int(seconds // 10)):
+            clock[0] += 10
+            if said := found.problem(mine):
+                return said
+        return ""
+
+    assert not found.problem(mine)
+    return after
+
+
+AHEAD, SAME, BEHIND = Place(4, 1, 2), Place(4, 1, 1), Place(4, 0)
+
+
+def test_it_ends_before_the_timeout_and_not_much_earlier(clock: list[float]) -> None:
+    after = timer("cuda", SAME, BEHIND, clock)
+    assert not after(870)
+    assert "behind: rank 1 (step 4, fetching its batch)" in after(30)
+
+
+@pytest.mark.parametrize(("device", "mine", "other"), [
+    ("cuda", SAME, AHEAD),  # the other one waits, and this one may be computing
+    ("cuda", BEHIND, Place(4, 0)),  # both read their data
+    ("cuda", Place(5, 0), SAME),  # this one does
+    ("cuda", Place(), Place()),  # before the first step there are only saves and loads
+    ("cpu", SAME, SAME),  # gloo has a time limit of its own
+])  # fmt: skip
+def test_slow_is_not_hanging(device: str, mine: Place, other: Place, clock: list[float]) -> None:
+    assert not timer(device, mine, other, clock)(5000)
+
+
+def test_on_gpus_all_ranks_may_hang_at_one_place(clock: list[float]) -> None:
+    assert "step 4: waited for the other ranks for nine tenths" in (said := timer("cuda", SAME, SAME, clock)(900))
+    assert "all ranks had reached it" in said
+
+
+def test_a_stopped_process_does_not_count_the_time(clock: list[float]) -> None:
+    after = timer("cuda", SAME, BEHIND, clock)
+    clock[0] += 100_000
+    assert not after(800)
+
+
+def test_a_long_save_has_no_time_limit(clock: list[float]) -> None:
+    after = timer("cuda", SAME, SAME, clock)
+    with progress.doing("saving step 4"):
+        assert not after(5000)
+    assert not after(870), "and the time starts again"
+    assert after(30)
+
+
+def test_compiling_has_no_time_limit(clock: list[float]) -> None:
+    compiles, done = threading.Event(), threading.Event()
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiles.set()
+        assert done.wait(60)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: 2 * x, backend=backend)
+    thread = threading.Thread(target=compiled, args=(torch.ones(2),))
+    thread.start()
+    assert compiles.wait(60)
+    assert not timer("cuda", SAME, SAME, clock)(5000)
+    assert timer("cuda", SAME, BEHIND, clock)(5000), "the collective of the others' gives up nevertheless"
+    done.set()
+    thread.join()
+    assert timer("cuda", SAME, SAME, clock)(5000)
