@@ -103,3 +103,11 @@ def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
     names, n_bytes = found["attention"][case]
     assert names == [f"aten._scaled_dot_product_{kernel}_attention.default"]
     assert n_bytes == copied
+
+
+@pytest.mark.extended
+def test_the_table_of_bytes_is_printed() -> None:
+    lines = succeeded(start([sys.executable, "-m", "benchmarks.bytes"])).splitlines()
+    figures = [float(line.split("  ")[-1].split()[0].replace(",", "")) for line in lines if line.startswith("  ")]
+    assert len(figures) == 12
+    assert figures[4] == 0, "bfloat16 copies no shared heads"
