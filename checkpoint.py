@@ -18,7 +18,6 @@ in the background. Command line: `python checkpoint.py verify | inspect | conver
 """
 
 import functools
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -62,8 +61,6 @@ from torchtitan_lite.distributed.sharding import Tensors, local_rows
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
-
-_PIECE = 64 << 20  # bytes of a whole tensor that are sent at a time
 
 
 class Checkpointer:
@@ -307,25 +304,16 @@ class Checkpointer:
     @torch.no_grad()
     def _fill(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor] | None) -> None:
         """Rank 0 reads one whole tensor at a time, and broadcasts it in pieces. Each rank keeps its rows."""
-        buffer = torch.empty(_PIECE, dtype=torch.uint8, device=self.world.device)
-        whole = torch.empty(0)
+        from torchtitan_lite.checkpointing.state_dict import PIECE, broadcast_rows
+
+        buffer = torch.empty(PIECE, dtype=torch.uint8, device=self.world.device)
         for name, target in targets.items():
+            whole = None
             if read and self.world.rank == 0:
                 with progress.working(f"reading {name}"):
-                    whole = read(name).reshape(-1)
+                    whole = read(name)
             dist.barrier(group=self.world.untimed)  # rank 0's disk may be slow, and the broadcast has a timeout
-            rows, row = local_rows(target)
-            mine, first = rows.view(-1), row * math.prod(target.shape[1:])
-            pieces = buffer.view(target.dtype)
-            for start in range(0, target.numel(), len(pieces)):
-                piece = pieces[: target.numel() - start]
-                if self.world.rank == 0:
-                    piece.copy_(whole[start : start + len(piece)])
-                dist.broadcast(piece, src=0)
-                begin, end = max(start, first), min(start + len(piece), first + len(mine))
-                if begin < end:
-                    mine[begin - first : end - first].copy_(piece[begin - start : end - start])
-                progress.advance(piece.nbytes)
+            broadcast_rows(whole, target, buffer)
 
     def _set_full(self, folder: Path) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

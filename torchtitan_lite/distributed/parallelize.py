@@ -11,6 +11,7 @@ and `fully_shard` adds its hooks around both. The root comes last. It owns no pa
 streams and buffers.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -176,19 +177,25 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     )
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     groups = groups_of(model, config)
-    for group in groups:
-        fully_shard(
-            group.modules,
-            mesh=mesh,
-            reshard_after_forward=group.reshard_after_forward,
-            mp_policy=replace(
+    with contextlib.ExitStack() as sharing:
+        if type(config.reshard_after_forward) is int:
+            from torchtitan_lite.distributed.post_forward import one_mesh
+
+            sharing.enter_context(one_mesh())
+        for group in groups:
+            mp_policy = replace(
                 policy,
                 param_dtype=group.param_dtype,
                 reduce_dtype=group.reduce_dtype,
                 output_dtype=group.output_dtype,
-            ),
-            offload_policy=offload,
-        )
+            )
+            fully_shard(
+                group.modules,
+                mesh=mesh,
+                reshard_after_forward=group.reshard_after_forward,
+                mp_policy=mp_policy,
+                offload_policy=offload,
+            )
     # the root takes token ids and returns a float32 loss: nothing to cast
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), offload_policy=offload)
     if not model.config.tie_embeddings:
