@@ -18,7 +18,6 @@ in the background. Command line: `python checkpoint.py verify | inspect | conver
 """
 
 import functools
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -58,12 +57,10 @@ from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.distributed.sharding import Tensors, local_rows
+from torchtitan_lite.distributed.sharding import Tensors
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
-
-_PIECE = 64 << 20  # bytes of a whole tensor that are sent at a time
 
 
 class Checkpointer:
@@ -132,37 +129,6 @@ class Checkpointer:
         self._load_tensors(folder, manifest)
         self._saver.protect = {state.step}
         return state
-
-    def load_weights(self, open_weights: Callable[[bool], Mapping[str, Tensor]]) -> None:
-        """Load only a model's weights. On one machine each rank reads its rows; on several, rank 0 sends them.
-
-        Args:
-            open_weights: returns whole tensors by our names, read lazily. Its argument: verify the files (on rank 0).
-
-        Raises:
-            CheckpointError: on every rank, before anything is overwritten: the weights are of another model.
-        """
-        targets = sharding.own_tensors(self.model)
-        weights: Mapping[str, Tensor] = {}
-
-        def compare() -> None:
-            nonlocal weights
-            from torchtitan_lite.checkpointing import dcp_storage
-
-            weights = open_weights(True)
-            found = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
-            advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
-            storage.compare(Path("model.init_from"), found, _shapes(targets), "model", advice)
-
-        on_rank0(self.world, compare)
-        if self.world.local_world_size < self.world.world_size:
-            self._fill(targets, weights.__getitem__)
-            return
-        weights = weights or open_weights(False)
-        for name, target in targets.items():
-            rows, first = local_rows(target)
-            with progress.working(f"reading {name}"):
-                rows.copy_(weights[name][first : first + len(rows)])
 
     def _parts(self) -> sharding.Parts:
         """The tensors, by file of a full state dict."""
@@ -296,7 +262,7 @@ class Checkpointer:
         if manifest.state_dict == "full" and self.config.api == "dtensor":
             for file, targets in self._parts().items():
                 read = storage.open_tensors(folder / file).get_tensor if self.world.rank == 0 else None
-                self._fill(targets, read)
+                self.fill(targets, read)
         elif manifest.state_dict == "full":
             self._set_full(folder)
         elif self.config.api == "dtensor":
@@ -305,27 +271,18 @@ class Checkpointer:
             self._set_sharded(folder)
 
     @torch.no_grad()
-    def _fill(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor] | None) -> None:
+    def fill(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor] | None) -> None:
         """Rank 0 reads one whole tensor at a time, and broadcasts it in pieces. Each rank keeps its rows."""
-        buffer = torch.empty(_PIECE, dtype=torch.uint8, device=self.world.device)
-        whole = torch.empty(0)
+        from torchtitan_lite.checkpointing.state_dict import PIECE, broadcast_rows
+
+        buffer = torch.empty(PIECE, dtype=torch.uint8, device=self.world.device)
         for name, target in targets.items():
+            whole = None
             if read and self.world.rank == 0:
                 with progress.working(f"reading {name}"):
-                    whole = read(name).reshape(-1)
+                    whole = read(name)
             dist.barrier(group=self.world.untimed)  # rank 0's disk may be slow, and the broadcast has a timeout
-            rows, row = local_rows(target)
-            mine, first = rows.view(-1), row * math.prod(target.shape[1:])
-            pieces = buffer.view(target.dtype)
-            for start in range(0, target.numel(), len(pieces)):
-                piece = pieces[: target.numel() - start]
-                if self.world.rank == 0:
-                    piece.copy_(whole[start : start + len(piece)])
-                dist.broadcast(piece, src=0)
-                begin, end = max(start, first), min(start + len(piece), first + len(mine))
-                if begin < end:
-                    mine[begin - first : end - first].copy_(piece[begin - start : end - start])
-                progress.advance(piece.nbytes)
+            broadcast_rows(whole, target, buffer)
 
     def _set_full(self, folder: Path) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -49,16 +49,10 @@ from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import duration, what_next
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.watchdog import Watchdog
+from torchtitan_lite.optim.clip import clip_gradients, squared_norm
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    freeze,
-    learning_rate,
-    set_learning_rate,
-    squared_norm,
-)
+from torchtitan_lite.optim.optimizer import build_optimizer, freeze, learning_rate, set_learning_rate
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory
 from torchtitan_lite.training import start as starting
@@ -90,7 +84,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     mesh = build_mesh(layout, world.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
-    model = sharded_model(config, data.vocab_size, mesh, widen=world.widens(config))
+    model = sharded_model(config, data.vocab_size, mesh, widen=parallelize.widens(config, world))
     materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: it holds the DTensors.
@@ -164,10 +158,11 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
         for note in checkpointer.notes:
             log.info(f"note    {note}")
     if config.model.init_from and not loaded:
+        from torchtitan_lite.checkpointing.initial_weights import load_weights
         from torchtitan_lite.huggingface import weights
 
         source = Path(config.model.init_from)
-        checkpointer.load_weights(lambda verify: weights.open_weights(source, config.model, verify))
+        load_weights(checkpointer, lambda verify: weights.open_weights(source, config.model, verify))
     return loaded
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
+from torchtitan_lite.checkpointing.initial_weights import load_weights
 from torchtitan_lite.checkpointing.preflight import require_finite
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import (
@@ -41,9 +42,10 @@ from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.optim.clip import clip_gradients, squared_norm
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate, squared_norm
+from torchtitan_lite.optim.optimizer import build_optimizer, freeze, set_learning_rate
 from torchtitan_lite.training.evaluate import Validation, evaluate
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
@@ -269,12 +271,12 @@ def case_weights_of_another_run_reach_every_rank() -> None:
         checkpointer = Checkpointer(
             Path("unused"), model, build_optimizer(model, OptimConfig()), CheckpointConfig(), world
         )
-        checkpointer.load_weights(lambda _, reference=reference: reference)  # type: ignore[misc]
+        load_weights(checkpointer, lambda _, reference=reference: reference)  # type: ignore[misc]
         for key, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert parameter.full_tensor().equal(reference[key].float()), f"{name}: {key}"
         with pytest.raises(CheckpointError, match=" is - in the checkpoint and "):
-            checkpointer.load_weights(lambda _: {})
+            load_weights(checkpointer, lambda _: {})
 
 
 def case_a_step_with_nan_on_one_rank_changes_nothing() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import checkpoint
 from tests.distributed_cases import MESHES, make_mesh, sharded
-from torchtitan_lite.checkpointing import safetensors_file, storage
+from torchtitan_lite.checkpointing import safetensors_file, state_dict, storage
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig, RunConfig
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts, process_group
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         limit_group_timeouts(COLLECTIVE_S / 60)
 
         write = SlowDisk(world, safetensors_file.TensorFileWriter.write)
-        checkpoint.TensorFileWriter.write = lambda *args: write(*args)  # type: ignore[method-assign]
+        safetensors_file.TensorFileWriter.write = lambda *args: write(*args)  # type: ignore[method-assign]
         DTensor.full_tensor = write.counted(DTensor.full_tensor)  # type: ignore[method-assign]
         saver.save(TrainState(step=1))
         saved = saver.wait()
@@ -86,10 +86,10 @@ def main(argv: Sequence[str]) -> int:
 
         folder = storage.step_folder(Path(argv[0]), 1)
         manifest = storage.read_manifest(folder)
-        checkpoint._PIECE = PIECE
+        state_dict.PIECE = PIECE
         for name in ("broadcast", "scatter"):
             setattr(dist, name, read.counted(getattr(dist, name)))
-        storage.open_tensors = lambda file: Slow(file)  # type: ignore[assignment]
+        storage.open_tensors = lambda file: Slow(file)
         found["load peak"] = peak_of(lambda: saver._load_tensors(folder, manifest))
         found["load ahead"] = read.ahead
         same = zip(parameters, before, strict=True)

@@ -17,6 +17,16 @@ from torchtitan_lite.monitoring.hang import is_lost
 SHARDED = {"checkpoint__state_dict": "sharded"}
 slow = pytest.mark.slow
 
+NCCL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {} (run with NCCL_DEBUG=INFO for details), "
+    "NCCL version 2.27.5\nnccl{}: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+    "Last error:\n"
+)
+ASYNCHRONOUS = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable "
+    "device-side assertions.\n"
+)
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
 
 
@@ -42,11 +52,39 @@ def test_torch_distributed_errors_are_recognised() -> None:
     assert is_lost(dist.DistStoreError("wait timeout after 5000ms, keys: /attempt 0//x"))
     assert is_lost(dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."))
     assert is_lost(dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, remote error"))
+    assert is_lost(
+        dist.DistBackendError(NCCL.format("remote process exited or there was a network error", "RemoteError"))
+    )
+    assert is_lost(dist.DistBackendError(NCCL.format("unhandled system error", "SystemError")))
+
+
+def test_nccl_errors_of_one_rank_are_not_communication_errors() -> None:
+    invalid = NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
+    assert not is_lost(dist.DistBackendError(invalid))
+    assert not is_lost(dist.DistBackendError(NCCL.format("unhandled cuda error", "UnhandledCudaError")))
+
+
+def test_compiler_errors_are_not_communication_errors() -> None:
+    from torch._inductor.exc import InductorError
+
+    assert not is_lost(InductorError(BrokenPipeError(32, "Broken pipe"), None))
+    assert not is_lost(InductorError(ConnectionResetError(104, "Connection reset by peer"), None))
 
 
 @pytest.mark.parametrize("text", [
     "CUDA error: peer access is already enabled",
     "CUDA error: peer mapping resources exhausted",
+    "CUDA error: peer access is not supported between these two devices",
+    "CUDA error: an illegal memory access was encountered" + ASYNCHRONOUS,
+    "CUDA error: device-side assert triggered" + ASYNCHRONOUS,
+    "CUDA error: the launch timed out and was terminated" + ASYNCHRONOUS,
+    "CUDA error: uncorrectable ECC error encountered" + ASYNCHRONOUS,
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    "backend='inductor' raised:\nCompilationError: at 23:4:\n    tl.store(out_ptr0 + (x2), tmp8, None)\n    ^\n",
+    "backend='inductor' raised:\nLoweringException: AssertionError: can't store to a peer buffer",
+    "backend='inductor' raised:\nCppCompileError: C++ compile error",
+    "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes may help.",
     'Error(s) in loading state_dict for GPT:\n\tMissing key(s) in state_dict: "store.weight"',
     "Cannot store a tensor of dtype torch.int64 in a parameter",
     "setStorage: sizes [4], strides [1] need a storage of 16 bytes, which is out of bounds",
@@ -97,6 +135,7 @@ def test_every_group_of_every_mesh_gives_up_in_time(tmp_path: Path) -> None:
     result = ranks(4, str(tmp_path), entry="tests.mesh_timeouts")
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
     assert not any(each["late"] for each in found), "groups that are made in a step have torch's timeout"
+    assert all(each["resharding"] == 2 for each in found), "reshard_after_forward = 2: the groups share one mesh"
     seen = [group for each in found for group in each["seen"]]
     assert len({name for name, *_ in seen}) >= 4, result.stderr  # all ranks; the two axes; reshard_after_forward = 2
     for name, what, seconds, lost, error in seen:

@@ -14,15 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
+from torchtitan_lite.distributed import cpu_flags
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.parallelize import apply_fast_paths
+from torchtitan_lite.distributed.parallelize import apply_fast_paths, widens
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer, build, widened
 from torchtitan_lite.models.attention import attend
 
 # what oneDNN then offers is what a CPU with AVX2 has
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-SIZES = {"dim": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 24}
+SIZES: dict[str, Any] = {"dim": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 24}
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -98,7 +99,7 @@ def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bo
 
 @pytest.mark.parametrize(("env", "expected"), [({}, None), (AVX2, "('bfloat16', 'float16')")])
 def test_the_cpu_is_known_by_its_flags(env: dict[str, str], expected: str | None) -> None:
-    code = "from torchtitan_lite.distributed.process_group import slow_dtypes; print(slow_dtypes())"
+    code = "from torchtitan_lite.distributed.cpu_flags import slow_dtypes; print(slow_dtypes())"
     said = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | env, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -134,12 +135,12 @@ def test_the_way_is_logged_recorded_and_switched_off(text: Path, tmp_path: Path)
     assert losses(tmp_path / "widen_true") == curves[0]
 
 
-def test_float32_runs_and_gpus_have_nothing_to_widen() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    config = Config.model_validate({"fsdp": {"param_dtype": "bfloat16"}})
-    assert World(0, 1, cpu, 1, slow_dtypes=("bfloat16",)).widens(config)
-    assert not World(0, 1, cpu, 1, slow_dtypes=("float16",)).widens(config)
-    assert not World(0, 1, gpu, 1).widens(config)
-    assert not World(0, 1, cpu, 1, slow_dtypes=("bfloat16", "float16")).widens(Config())
+def test_only_slow_dtypes_of_a_cpu_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = (World(0, 1, torch.device(device), 1) for device in ("cpu", "cuda"))
+    bf16 = Config.model_validate({"fsdp": {"param_dtype": "bfloat16"}})
     mixed = {"fsdp": {"precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]}}
-    assert World(0, 1, cpu, 1, slow_dtypes=("bfloat16",)).widens(Config.model_validate(mixed))
+    for slow, expected in ((("bfloat16", "float16"), True), (("float16",), False)):
+        monkeypatch.setattr(cpu_flags, "slow_on_rank0", lambda slow=slow: slow)
+        assert widens(bf16, cpu) == widens(Config.model_validate(mixed), cpu) == expected
+        assert not widens(bf16, gpu)
+        assert not widens(Config(), cpu)

@@ -22,5 +22,5 @@ def train_step(session: Session, step: int) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    train.train_step = train_step
+    train.train_step = train_step  # type: ignore[assignment]
     exit_process(train.main(sys.argv[1:]))

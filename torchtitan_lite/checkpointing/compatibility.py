@@ -11,6 +11,7 @@ from torchtitan_lite.config.derive import derive, flatten
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.parallelize import widens
 from torchtitan_lite.distributed.process_group import World
 
 
@@ -96,7 +97,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "fused_functions": config.speed.fused_functions
         and FAMILIES[config.model.family].fused_functions
         and not on_gpu,
-        "widened_products": world.widens(config),
+        "widened_products": widens(config, world),
         "shared_memory": _sums_in_shared_memory(config, world),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "deterministic": config.run.deterministic or not on_gpu,

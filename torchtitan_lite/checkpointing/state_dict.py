@@ -1,5 +1,6 @@
-"""Gather whole tensors on rank 0 from host copies of each rank's rows, while training continues."""
+"""Whole tensors on rank 0: gather them from host copies of each rank's rows, or send each rank its rows of them."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -7,7 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.sharding import local_rows
+
+PIECE = 64 << 20  # bytes that are sent at a time
 
 
 def needed_copies(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -64,3 +68,24 @@ def _has_rows(tensor: Tensor) -> bool:
         return False
     axes = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
     return all(placement.is_shard() or coordinate == 0 for coordinate, placement in axes)
+
+
+def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None:
+    """Fill this rank's rows of a tensor from rank 0's whole one. Collective.
+
+    Args:
+        whole: on the CPU of rank 0, None elsewhere.
+        buffer: (PIECE,) uint8 on the ranks' devices. All pieces go through it, so nothing else is allocated.
+    """
+    rows, row = local_rows(target)
+    mine, first = rows.view(-1), row * math.prod(target.shape[1:])
+    pieces = buffer.view(target.dtype)
+    for start in range(0, target.numel(), len(pieces)):
+        piece = pieces[: target.numel() - start]
+        if whole is not None:
+            piece.copy_(whole.view(-1)[start : start + len(piece)])
+        dist.broadcast(piece, src=0)
+        begin, end = max(start, first), min(start + len(piece), first + len(mine))
+        if begin < end:
+            mine[begin - first : end - first].copy_(piece[begin - start : end - start])
+        progress.advance(piece.nbytes)

@@ -326,7 +326,7 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
     backward_prefetch: PositiveInt = 2
     """with explicit_prefetching: groups to prefetch in backward"""
 
-    def dtypes(self, *keys: str) -> set[str]:
+    def dtypes(self, *keys: str) -> set[str | None]:
         """The values of these keys, in this section and its overrides."""
         return {getattr(section, key) for section in (self, *self.precision_overrides) for key in keys}
 

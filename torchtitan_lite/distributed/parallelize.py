@@ -11,6 +11,7 @@ and `fully_shard` adds its hooks around both. The root comes last. It owns no pa
 streams and buffers.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config.patterns import first_match, unused
-from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, FsdpConfig, SpeedConfig
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, Config, FsdpConfig, SpeedConfig
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
@@ -79,6 +81,16 @@ def apply_fast_paths(model: Transformer, config: SpeedConfig, *, widen: bool = F
         from torchtitan_lite.models import widened
 
         widened.widen(model)
+
+
+def widens(config: Config, world: World) -> bool:
+    """Whether 16-bit products are computed in float32. The first call is a collective."""
+    dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
+    if not dtypes or not config.speed.widened_products or world.device.type != "cpu":
+        return False
+    from torchtitan_lite.distributed.cpu_flags import slow_on_rank0
+
+    return not dtypes.isdisjoint(slow_on_rank0())
 
 
 def apply_compile(model: Transformer, config: CompileConfig) -> None:
@@ -182,19 +194,25 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     )
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     groups = groups_of(model, config)
-    for group in groups:
-        fully_shard(
-            group.modules,
-            mesh=mesh,
-            reshard_after_forward=group.reshard_after_forward,
-            mp_policy=replace(
+    with contextlib.ExitStack() as sharing:
+        if type(config.reshard_after_forward) is int:
+            from torchtitan_lite.distributed.post_forward import one_mesh
+
+            sharing.enter_context(one_mesh())
+        for group in groups:
+            mp_policy = replace(
                 policy,
                 param_dtype=group.param_dtype,
                 reduce_dtype=group.reduce_dtype,
                 output_dtype=group.output_dtype,
-            ),
-            offload_policy=offload,
-        )
+            )
+            fully_shard(
+                group.modules,
+                mesh=mesh,
+                reshard_after_forward=group.reshard_after_forward,
+                mp_policy=mp_policy,
+                offload_policy=offload,
+            )
     # the root takes token ids and returns a float32 loss: nothing to cast
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), offload_policy=offload)
     if not model.config.tie_embeddings:

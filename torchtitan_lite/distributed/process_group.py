@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config.derive import Layout, usable_cores
-from torchtitan_lite.config.schema import Config, RunConfig
+from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import process
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import flush, print_error
@@ -33,11 +32,6 @@ class World:
     threads: int  # CPU threads of this rank
     local_world_size: int = 1  # ranks on this machine
     untimed: dist.ProcessGroup | None = None  # for loads, see `untimed_group`; None: the default group
-    slow_dtypes: tuple[str, ...] = ()  # rank 0's CPU has no instructions for products in them
-
-    def widens(self, config: Config) -> bool:
-        """Whether 16-bit products are computed in float32 (models/widened.py)."""
-        return config.speed.widened_products and not config.fsdp.dtypes("param_dtype").isdisjoint(self.slow_dtypes)
 
 
 def env_int(name: str, default: int) -> int:
@@ -90,8 +84,7 @@ def process_group(run: RunConfig) -> Iterator[World]:
         store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    slow = from_rank0(slow_dtypes()) if device.type == "cpu" else ()
-    yield World(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), slow)
+    yield World(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group())
 
 
 _UNTIMED = "untimed"
@@ -109,19 +102,6 @@ def limit_group_timeouts(timeout_minutes: float) -> None:
     for group in list(c10d._world.pg_map):
         if group.group_desc != _UNTIMED:
             c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
-
-
-def slow_dtypes() -> tuple[str, ...]:
-    """The 16-bit dtypes that this CPU has no instructions for: a product takes forty times as long as in float32.
-
-    Found by flags, as a choice by timing could differ between ranks and resumes.
-    """
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return ()
-    mkldnn = torch.ops.mkldnn  # its answers respect ONEDNN_MAX_CPU_ISA, but it also emulates bfloat16
-    bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    fast = {"bfloat16": bfloat16 and mkldnn._is_mkldnn_bf16_supported(), "float16": mkldnn._is_mkldnn_fp16_supported()}
-    return tuple(dtype for dtype, supported in fast.items() if not supported)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

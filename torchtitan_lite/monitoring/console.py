@@ -36,7 +36,11 @@ def start_lines(
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
         f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {world.threads} threads per rank",
-        model_line(config, f"{n_parameters:,} parameters, {mine:,} on rank 0", world.widens(config)),
+        model_line(
+            config,
+            f"{n_parameters:,} parameters, {mine:,} on rank 0",
+            widened=state.bitwise_setting["widened_products"],
+        ),
         batch_line(config, layout, world.world_size),
         *data_lines(config, data, samples),
         f"fsdp    {fsdp_line(config)}",
@@ -56,9 +60,9 @@ def start_lines(
     return "\n".join(lines)
 
 
-def model_line(config: Config, parameters: str, widens: bool = False) -> str:
+def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     model = config.model
-    products = ", its products in float32: this CPU has no instructions for them" if widens else ""
+    products = ", its products in float32: this CPU has no instructions for them" if widened else ""
     return (
         f"model   {model.family} dim {model.dim}, {model.n_layers} layers, {model.n_heads} heads: {parameters}; "
         f"computes in {config.fsdp.param_dtype}{products}"

@@ -51,10 +51,18 @@ _LOST = (
 )
 
 
+# NCCL's errors of this rank alone: wrong use, such as two ranks on one GPU, or a failed CUDA call
+_LOCAL = "ncclinvalidusage", "ncclinvalidargument", "ncclunhandledcudaerror"
+
+
 def is_lost(error: RuntimeError) -> bool:
     """Whether an error means that another rank is gone or too late."""
     text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(phrase in text for phrase in _LOST)
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        return False  # its text may quote any code, and the pipes of compiler processes break, too
+    if isinstance(error, dist.DistError):
+        return not any(phrase in text for phrase in _LOCAL)
+    return any(phrase in text for phrase in _LOST)
 
 
 class StepTimer:

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
-from torchtitan_lite.distributed.sharding import copies_of, local_rows
 from torchtitan_lite.errors import ConfigError, shortened
-from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.local_adamw import LocalAdamW
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -50,18 +48,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         make_state(sgd)  # for a save before its first step; float16 may skip some
         return sgd
     return LocalAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW on each rank's shards. The update is elementwise, so a step can bypass DTensor, whose first call of each
-    operator takes longer than ten steps of a small model. The state still consists of DTensors.
-    """
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        return has_complex
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
@@ -124,30 +110,3 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-@torch.no_grad()
-def squared_norm(model: nn.Module) -> Tensor:
-    """This rank's part of the gradients' squared norm, () float64: the sum over all ranks is the square."""
-    norm = torch.nn.utils.get_total_norm([local_rows(p.grad)[0] for p in model.parameters() if p.grad is not None])
-    return norm.double().square() / copies_of(next(model.parameters()))
-
-
-@torch.no_grad()
-def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scaler: GradScaler) -> None:
-    """Remove the loss scale, and scale the gradients down to a global norm of at most max_norm.
-
-    A fused optimizer divides by its `grad_scale` while it reads the gradients, which saves a pass over them.
-
-    Args:
-        norm: the unscaled global norm, () float32.
-    """
-    if max_norm == math.inf and not scaler.enabled:
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
-    factor = scaler.unscaled(factor).to(parameters[0].device)  # the host's with cpu_offload
-    if optimizer.defaults.get("fused"):
-        optimizer.grad_scale = 1 / factor  # type: ignore[attr-defined]
-    else:
-        torch._foreach_mul_([local_rows(p.grad)[0] for p in parameters if p.grad is not None], factor)

@@ -41,8 +41,9 @@ from torchtitan_lite.distributed.parallelize import (
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.fused import RMSNorm
+from torchtitan_lite.optim.clip import clip_gradients, squared_norm
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
+from torchtitan_lite.optim.optimizer import build_optimizer, freeze, make_state
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
     *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),

@@ -1,0 +1,35 @@
+"""One mesh for all groups with `reshard_after_forward = N`.
+
+torch (2.11 to 2.13) makes a DeviceMesh in every call of `fully_shard` with a number: two process groups, and on GPUs
+NCCL communicators, for each group of parameters. They are all the same, so one is enough.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.fsdp._fully_shard import _fully_shard
+
+
+@contextlib.contextmanager
+def one_mesh() -> Iterator[None]:
+    """Calls of `fully_shard` in this context, all with the same mesh, share what torch makes for each N."""
+    module: Any = _fully_shard
+    make = getattr(module, "_get_post_forward_mesh_info", None)
+    if make is None:  # private: may go away
+        yield
+        return
+    made: dict[int, Any] = {}
+
+    def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
+        if isinstance(reshard_after_forward, bool):
+            return make(reshard_after_forward, mesh_info)
+        if reshard_after_forward not in made:
+            made[reshard_after_forward] = make(reshard_after_forward, mesh_info)
+        return made[reshard_after_forward]
+
+    module._get_post_forward_mesh_info = shared
+    try:
+        yield
+    finally:
+        module._get_post_forward_mesh_info = make
