@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress, storage
 from torchtitan_lite.checkpointing.compatibility import with_defaults
+from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.safetensors_file import (
     FileRecord,
     TensorFileWriter,
@@ -52,7 +53,7 @@ from torchtitan_lite.checkpointing.safetensors_file import (
     write_tensors,
 )
 from torchtitan_lite.checkpointing.save import Saver, Write
-from torchtitan_lite.checkpointing.select import on_rank0, select_checkpoint
+from torchtitan_lite.checkpointing.select import select_checkpoint
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed import sharding

@@ -20,10 +20,10 @@ from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.prepare.split import documents
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
-from torchtitan_lite.data.tokenizer import bytes_per_token, end_token
+from torchtitan_lite.data.tokenizer import end_token
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.training.evaluate import unigram_bits_per_byte
+from torchtitan_lite.training.evaluate import bytes_per_token, unigram_bits_per_byte
 
 
 def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: object) -> Path:

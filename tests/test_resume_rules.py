@@ -14,6 +14,7 @@ from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succ
 from torchtitan_lite.checkpointing import compatibility
 from torchtitan_lite.config import load, schema
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.monitoring import resumed
 
 ROWS = [
     (re.findall(r"`([^`]+)`", keys), verdict.split(",")[0].split(":")[0].strip())
@@ -83,14 +84,14 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         return compatibility.bitwise_setting(load.load(None, given, world_size=4).config, world)
 
     for change in changes:
-        assert compatibility.differences(setting({}), setting(change)), change
+        assert resumed.differences(setting({}), setting(change)), change
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
     same |= {"speed.gc_every": 0}
-    assert not compatibility.differences(setting({}), setting(same))
+    assert not resumed.differences(setting({}), setting(same))
     sent = load.load(None, {"speed.shared_memory": load.ConfigValue(False, "")}, world_size=4).config
     for elsewhere in (World(0, 4, torch.device("cpu"), 1, local_world_size=2), World(0, 2, torch.device("cpu"), 1, 2)):
         assert compatibility.bitwise_setting(sent, elsewhere)["shared_memory"] is False, "gloo's TCP, or a sum of two"
-        assert not compatibility.differences(
+        assert not resumed.differences(
             compatibility.bitwise_setting(load.load(None, {}).config, elsewhere),
             compatibility.bitwise_setting(sent, elsewhere),
         )

@@ -10,13 +10,13 @@ import torch
 
 from tests.helpers import checkpoint, ranks, records, succeeded, tiny
 from tests.test_data import make, rows
-from torchtitan_lite.checkpointing.compatibility import validation_change
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Mixture, Samples
+from torchtitan_lite.monitoring.resumed import validation_change
 from torchtitan_lite.training.evaluate import Score, Validation, eval_line, unigram_bits_per_byte
 
 NAN = math.nan

@@ -37,25 +37,6 @@ def continued(saved: TrainState, fresh: TrainState) -> TrainState:
     )
 
 
-def changed(saved: TrainState, here: TrainState) -> str:
-    """The changed config keys, as `differences` shows them, without those only read at step 0."""
-    return differences(saved.config, {key: v for key, v in here.config.items() if key != "model.init_from"})
-
-
-def validation_change(saved: TrainState, here: TrainState) -> str:
-    """The sequences that validation covers now and covered before the resume; empty if they are the same.
-
-    Older checkpoints do not record them: they validated on the first sequences of the text.
-    """
-    now, before, how = here.validation, saved.validation, ""
-    if not before:
-        before = {"samples": min(saved.config.get("eval.samples", 0), now["of"]), "of": now["of"]}
-        how = "the first "
-    if now == before or (now["samples"] == now["of"] and before["samples"] == before["of"]):
-        return ""
-    return f"{now['samples']} of {now['of']} sequences, drawn at random, and covered {how}{before['samples']} before"
-
-
 def identity(config: Config, data: DataSet) -> dict[str, Any]:
     """What a resume can't change, by config key: a checkpoint that differs is refused."""
     values = flatten(config) | {f"model.{key}": value for key, value in config.model.resolved().items()}
@@ -110,10 +91,3 @@ def _sums_in_shared_memory(config: Config, world: World) -> bool:
     """Whether gradients are summed in rank order, and that matters: a sum of two is the same in any order."""
     one_machine = world.device.type == "cpu" and world.local_world_size == world.world_size
     return config.speed.shared_memory and one_machine and derive(config, world.world_size).dp_shard > 2
-
-
-def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The changed values, as "threads 1 -> 2, ..."; empty if there are none."""
-    return ", ".join(
-        f"{key} {saved.get(key)} -> {value}" for key, value in here.items() if saved.get(key, value) != value
-    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, progress, storage
-from torchtitan_lite.checkpointing.select import on_rank0
+from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.distributed.sharding import local_rows, own_tensors
 
 if TYPE_CHECKING:

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
+
+from torchtitan_lite.distributed.agreement import outcome_on_rank0
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import CheckpointError, UserError
 
 T = TypeVar("T")
 
@@ -110,3 +114,12 @@ def _read_by_kernel() -> int:
     except OSError:
         return 0
     return int(found[1]) if found else 0
+
+
+def on_rank0(world: World, action: Callable[[], T]) -> T:
+    """The result of an action on rank 0, on every rank. A UserError or OSError becomes a CheckpointError."""
+    work = as_work("reading the checkpoint for all ranks", action)
+    result, error = outcome_on_rank0(world.rank, work, world.untimed, (UserError, OSError))
+    if error:
+        raise CheckpointError(error)
+    return cast(T, result)

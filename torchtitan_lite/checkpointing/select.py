@@ -9,19 +9,17 @@ import math
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import torch.distributed as dist
-
-from torchtitan_lite.checkpointing import progress, storage
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.agreement import outcome_on_rank0
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import CheckpointError, UnreadableError, UserError
+from torchtitan_lite.errors import CheckpointError, UnreadableError
 
 T = TypeVar("T")
 
@@ -63,7 +61,7 @@ def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World)
     damaged: list[tuple[int, str]] = []
     for step in reversed(steps):
         folder = storage.step_folder(checkpoints, step)
-        manifest, problems = verify_together(folder, config.verify, world)
+        manifest, problems = _verified(folder, config, world)
         if not problems:
             selection.folder, selection.manifest = folder, manifest
             break
@@ -89,8 +87,14 @@ def _newest_of(folder: Path) -> Path:
     return found[-1]
 
 
+def _verified(folder: Path, config: CheckpointConfig, world: World) -> tuple[Manifest | None, list[str]]:
+    from torchtitan_lite.checkpointing.verify import verify_together
+
+    return verify_together(folder, config.verify, world)
+
+
 def _require_complete(folder: Path, config: CheckpointConfig, world: World) -> Manifest | None:
-    manifest, problems = verify_together(folder, config.verify, world)
+    manifest, problems = _verified(folder, config, world)
     if problems:
         raise CheckpointError("; ".join(problems))
     return manifest
@@ -114,42 +118,6 @@ def set_aside(checkpoints: Path, planned: list[tuple[int, str]]) -> list[str]:
                     after.rename(before)
             raise CheckpointError(f"{folder} can't be set aside: {error}") from None
     return [f"{before} was set aside as {after}" for before, after in moved]
-
-
-def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | None, list[str]]:
-    """The manifest, and all problems. The ranks share the hashing.
-
-    A full state dict may be on a local disk of the first machine, so only that machine's ranks hash it.
-    """
-    manifest, error = on_rank0(world, lambda: storage.check_manifest(folder))
-    if manifest is None:
-        return None, [error]
-    n = world.world_size if manifest.state_dict == "sharded" else min(world.local_world_size, world.world_size)
-    by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
-    mine = by_size[world.rank :: n] if world.rank < n else []
-    problems: list[str] = []
-    unreadable = ""
-    try:
-        with progress.working(f"verifying its share of {folder.name}"):
-            problems = [
-                wrong for name in mine if (wrong := storage.verify_file(folder, name, manifest.files[name], mode))
-            ]
-    except UnreadableError as caught:
-        unreadable = str(caught)
-    found: list[tuple[list[str], str]] = [([], "")] * world.world_size
-    dist.all_gather_object(found, (problems, unreadable), group=world.untimed)
-    if errors := list(dict.fromkeys(text for _, text in found if text)):
-        raise CheckpointError("\n  ".join(errors))
-    return manifest, [wrong for some, _ in found for wrong in some]
-
-
-def on_rank0(world: World, action: Callable[[], T]) -> T:
-    """The result of an action on rank 0, on every rank. A UserError or OSError becomes a CheckpointError."""
-    work = progress.as_work("reading the checkpoint for all ranks", action)
-    result, error = outcome_on_rank0(world.rank, work, world.untimed, (UserError, OSError))
-    if error:
-        raise CheckpointError(error)
-    return cast(T, result)
 
 
 def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:

@@ -3,9 +3,7 @@
 import hashlib
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
 from torchtitan_lite.config.paths import expanded, kind_of
 from torchtitan_lite.errors import DataError
@@ -82,27 +80,3 @@ def size(tokenizer: Tokenizer) -> int:
 def sha256(tokenizer: Tokenizer) -> str:
     """The hash of a tokenizer's definition, in hex."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
-
-
-def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:
-    """The bytes of text of each token, (size,) int64; 0 for special tokens and for the end token `end`.
-
-    In a byte-level vocabulary each character of a token is one byte. In others, U+2581 is a space and <0xAB> is a byte.
-    """
-    lengths = np.zeros(size(tokenizer), dtype=np.int64)
-    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    byte_level = all(alphabet.issuperset(token) for token in vocabulary if token not in added)
-    for token, index in vocabulary.items():
-        if added.get(token, False):
-            continue
-        if token in added:
-            lengths[index] = len(token.encode())
-        elif byte_level or (len(token) == 6 and token.startswith("<0x")):
-            lengths[index] = len(token) if byte_level else 1
-        else:
-            lengths[index] = len(token.replace("\u2581", " ").encode())
-    if end is not None:
-        lengths[end] = 0
-    return lengths

@@ -20,9 +20,10 @@ def widen(model: nn.Module) -> None:
         if type(module) is nn.Linear:
             module.__class__ = Linear
         elif hasattr(module, "widened"):  # attention, and the output matrix
-            module.widened = True
+            flagged: Any = module
+            flagged.widened = True
             if isinstance(module, nn.Linear):
-                module.linear = linear
+                flagged.linear = linear
 
 
 class Linear(nn.Linear):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpointing.compatibility import changed, differences, validation_change
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import Config
@@ -49,12 +48,10 @@ def start_lines(
     ]
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
-    if loaded and (values := changed(loaded, state)):
-        lines.append(f"run     changed since then: {values}")
-    if loaded and (values := differences(loaded.bitwise_setting, state.bitwise_setting)):
-        lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
-    if loaded and config.eval.every and (values := validation_change(loaded, state)):
-        lines.append(f"run     validation covers {values}: do not compare its loss with that of earlier steps")
+    if loaded:
+        from torchtitan_lite.monitoring.resumed import resume_lines
+
+        lines += resume_lines(config, loaded, state)
     if config.model.init_from and not loaded:
         lines.append(f"run     starts from the weights of {config.model.init_from}")
     return "\n".join(lines)

@@ -4,15 +4,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from tokenizers import Tokenizer
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Loader, MicroBatch
 from torchtitan_lite.data.samples import open_samples
-from torchtitan_lite.data.tokenizer import bytes_per_token
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
@@ -136,3 +137,27 @@ def _ratio(totals: Tensor, products: Tensor, of: int, n: int) -> tuple[float, fl
     ratio = float(totals[0]) / total
     squares = float(products[0, 0] - 2 * ratio * products[0, of] + ratio**2 * products[of, of])
     return ratio, math.sqrt(max(squares, 0.0) * n / (n - 1)) / total if n > 1 else math.nan
+
+
+def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:
+    """The bytes of text of each token, (size,) int64; 0 for special tokens and for the end token `end`.
+
+    In a byte-level vocabulary each character of a token is one byte. In others, U+2581 is a space and <0xAB> is a byte.
+    """
+    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    lengths = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
+    byte_level = all(alphabet.issuperset(token) for token in vocabulary if token not in added)
+    for token, index in vocabulary.items():
+        if added.get(token, False):
+            continue
+        if token in added:
+            lengths[index] = len(token.encode())
+        elif byte_level or (len(token) == 6 and token.startswith("<0x")):
+            lengths[index] = len(token) if byte_level else 1
+        else:
+            lengths[index] = len(token.replace("\u2581", " ").encode())
+    if end is not None:
+        lengths[end] = 0
+    return lengths

@@ -8,7 +8,8 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from torchtitan_lite.checkpointing.select import on_rank0, set_aside
+from torchtitan_lite.checkpointing.progress import on_rank0
+from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet

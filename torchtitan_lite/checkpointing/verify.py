@@ -1,0 +1,38 @@
+"""The ranks verify a checkpoint together."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan_lite.checkpointing import progress, storage
+from torchtitan_lite.checkpointing.progress import on_rank0
+from torchtitan_lite.checkpointing.storage import Manifest
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import CheckpointError, UnreadableError
+
+
+def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | None, list[str]]:
+    """The manifest, and all problems. The ranks share the hashing.
+
+    A full state dict may be on a local disk of the first machine, so only that machine's ranks hash it.
+    """
+    manifest, error = on_rank0(world, lambda: storage.check_manifest(folder))
+    if manifest is None:
+        return None, [error]
+    n = world.world_size if manifest.state_dict == "sharded" else min(world.local_world_size, world.world_size)
+    by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
+    mine = by_size[world.rank :: n] if world.rank < n else []
+    problems: list[str] = []
+    unreadable = ""
+    try:
+        with progress.working(f"verifying its share of {folder.name}"):
+            problems = [
+                wrong for name in mine if (wrong := storage.verify_file(folder, name, manifest.files[name], mode))
+            ]
+    except UnreadableError as caught:
+        unreadable = str(caught)
+    found: list[tuple[list[str], str]] = [([], "")] * world.world_size
+    dist.all_gather_object(found, (problems, unreadable), group=world.untimed)
+    if errors := list(dict.fromkeys(text for _, text in found if text)):
+        raise CheckpointError("\n  ".join(errors))
+    return manifest, [wrong for some, _ in found for wrong in some]
