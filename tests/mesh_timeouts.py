@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
         before = groups()
         for model in (copies, parts):
             loss_of(model).backward()
-            squared_norm(model)
+            squared_norm(model, 1)
         late = sorted(groups().keys() - before.keys())
         store = dist.distributed_c10d._get_default_store()
         seen = []

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
-from torchtitan_lite.distributed.sharding import copies_of, local_rows
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, shortened
-from torchtitan_lite.optim.grad_scaler import GradScaler
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -113,27 +112,20 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-@torch.no_grad()
-def squared_norm(model: nn.Module) -> Tensor:
-    """This rank's part of the gradients' squared norm, () float64: the sum over all ranks is the square."""
+def squared_norm(model: nn.Module, copies: int) -> Tensor:
+    """A rank's part of the squared gradient norm, () float64, for a sum over ranks; `copies` ranks have each part."""
     norm = torch.nn.utils.get_total_norm([local_rows(p.grad)[0] for p in model.parameters() if p.grad is not None])
-    return norm.double().square() / copies_of(next(model.parameters()))
+    return norm.double().square() / copies  # the square of a float32 may need a float64
 
 
-@torch.no_grad()
-def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scaler: GradScaler) -> None:
-    """Remove the loss scale, and scale the gradients down to a global norm of at most max_norm.
+def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scale: Tensor) -> None:
+    """Divide the gradients by the loss scale, and scale them down from `norm` (without that scale) to max_norm.
 
     A fused optimizer divides by its `grad_scale` while it reads the gradients, which saves a pass over them.
-
-    Args:
-        norm: the unscaled global norm, () float32.
     """
-    if max_norm == math.inf and not scaler.enabled:
-        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
-    factor = scaler.unscaled(factor).to(parameters[0].device)  # the host's with cpu_offload
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale  # as torch.nn.utils.clip_grad_norm_
+    factor = factor.to(parameters[0].device)  # the host with cpu_offload
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale = 1 / factor  # type: ignore[attr-defined]
     else:
