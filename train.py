@@ -49,10 +49,9 @@ from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import duration, what_next
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.watchdog import Watchdog
-from torchtitan_lite.optim.clip import clip_gradients, squared_norm
+from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer, freeze, learning_rate, set_learning_rate
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory
 from torchtitan_lite.training import start as starting
@@ -88,7 +87,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: it holds the DTensors.
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = optim.build_optimizer(model, config.optim)
 
     # 4. The data: the order of sequences is a function of the seed and one integer.
     samples = open_samples(data, "train", config.train.seq_len, config.data.packing)
@@ -201,7 +200,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     """Build the model on the meta device and shard it: every parameter is a DTensor without storage."""
     with torch.device("meta"):
         model = models.build(config.model, vocab_size)
-    freeze(model, config.optim.freeze)
+    optim.freeze(model, config.optim.freeze)
     parallelize.apply_fast_paths(model, config.speed, widen=widen)
     parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
     parallelize.apply_compile(model, config.compile)
@@ -295,17 +294,17 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         s.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
 
-    # One small all-reduce for all that ranks share in a step. The square of a float32 needs float64.
+    # one small all-reduce for all that ranks share in a step
     totals = torch.zeros(3 + world.world_size, dtype=torch.float64, device=device)
-    totals[0], totals[1] = loss_sum, squared_norm(s.model)
+    totals[0], totals[1] = loss_sum, optim.squared_norm(s.model, s.layout.dp_replicate)
     totals[2:3].fill_(float(s.preemption.requested()))  # totals[2] = 1.0 would make the host wait for the device
     totals[3 + world.rank] = ~loss_sum.isfinite()
     sum_over_ranks(totals)
-    grad_norm = s.scaler.unscaled(totals[1].sqrt().float())
-    clip_gradients(s.optimizer, grad_norm, s.config.optim.max_norm, s.scaler)
+    grad_norm = totals[1].sqrt().float() / s.scaler.scale
+    optim.clip_gradients(s.optimizer, grad_norm, s.config.optim.max_norm, s.scaler.scale)
 
     check_previous_step(s)  # the device has finished that step by now, so this does not wait
-    set_learning_rate(s.optimizer, learning_rate(s.config.optim, step, s.config.train.steps))
+    optim.set_learning_rate(s.optimizer, optim.learning_rate(s.config.optim, step, s.config.train.steps))
     with s.clock.timing("optimizer_s"):
         s.guard.update(step, totals[3:], grad_norm)
     s.preemption.share(totals[2])

@@ -42,10 +42,9 @@ from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.optim.clip import clip_gradients, squared_norm
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer, freeze, set_learning_rate
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate, squared_norm
 from torchtitan_lite.training.evaluate import Validation, evaluate
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
@@ -70,6 +69,7 @@ MESHES = {
     "2 x 2": torch.tensor([[0, 1], [2, 3]]),
     "4 copies": torch.tensor([[0], [1], [2], [3]]),
 }
+COPIES = {"4": 1, "2 x 2": 2, "4 copies": 4}  # of each shard
 
 
 def make_mesh(ranks: torch.Tensor) -> DeviceMesh:
@@ -294,8 +294,8 @@ def _nan_on_one_rank(config: OptimConfig) -> None:
 
     def step(number: int, loss: torch.Tensor, bad: list[float]) -> None:
         loss.backward()
-        norm = sum_over_ranks(squared_norm(model)).sqrt().float()
-        clip_gradients(optimizer, norm, 1.0, scaler)
+        norm = sum_over_ranks(squared_norm(model, 1)).sqrt().float()
+        clip_gradients(optimizer, norm, 1.0, scaler.scale)
         set_learning_rate(optimizer, 1e-3)
         guard.update(number, torch.tensor(bad), norm)
 
@@ -361,8 +361,8 @@ def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
         its_optimizer.zero_grad()
         set_learning_rate(optimizer, 1e-3)
         scaler.scaled(loss_of(model, number)).backward()
-        norm = scaler.unscaled(sum_over_ranks(squared_norm(model)).sqrt().float())
-        clip_gradients(optimizer, norm, config.max_norm, scaler)
+        norm = sum_over_ranks(squared_norm(model, COPIES[mesh])).sqrt().float() / scaler.scale
+        clip_gradients(optimizer, norm, config.max_norm, scaler.scale)
         guard.update(number, torch.zeros(4), norm)
         guard.check()
         torch.testing.assert_close(norm, expected, rtol=3e-6, atol=0)

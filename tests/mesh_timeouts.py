@@ -13,7 +13,7 @@ from tests.distributed_cases import MESHES, loss_of, make_mesh, sharded
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
 from torchtitan_lite.distributed.process_group import exit_process, limit_group_timeouts, process_group
 from torchtitan_lite.monitoring.hang import is_lost
-from torchtitan_lite.optim.clip import squared_norm
+from torchtitan_lite.optim.optimizer import squared_norm
 
 
 def groups() -> dict[str, dist.ProcessGroup]:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
         existing = groups()
         for model in (copies, parts):
             loss_of(model).backward()
-            squared_norm(model)
+            squared_norm(model, 1)
         late = sorted(groups().keys() - existing.keys())
         store = dist.distributed_c10d._get_default_store()
         seen = []

@@ -21,9 +21,7 @@ from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import before_micro_batch
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group, sum_over_ranks
-from torchtitan_lite.optim.clip import clip_gradients, squared_norm
-from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, squared_norm
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
 
 
@@ -32,7 +30,6 @@ def measure(config: Config, world: World) -> int:
     model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device))
     materialise(model, world.device, 0)
     optimizer = build_optimizer(model, config.optim)
-    off = GradScaler(config.grad_scaler, enabled=False, device=world.device)
     shape = config.train.micro_batch_size, config.train.seq_len
 
     def step() -> None:
@@ -40,8 +37,8 @@ def measure(config: Config, world: World) -> int:
             tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
             before_micro_batch(model, config.fsdp, last=i == layout.grad_accum_steps - 1)
             model(tokens, tokens).backward()
-        norm = sum_over_ranks(squared_norm(model).to(world.device)).sqrt().float()
-        clip_gradients(optimizer, norm, config.optim.max_norm, off)
+        norm = sum_over_ranks(squared_norm(model, layout.dp_replicate).to(world.device)).sqrt().float()
+        clip_gradients(optimizer, norm, config.optim.max_norm, torch.ones((), device=world.device))
         optimizer.step()
         optimizer.zero_grad()
 

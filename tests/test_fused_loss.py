@@ -81,7 +81,7 @@ for block in (32768, 1024):
 @pytest.mark.extended
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 def test_the_kernel_runs_in_tritons_interpreter() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     subprocess.run([sys.executable, "-c", _INTERPRETED], cwd=ROOT, env=env, check=True)
 
 

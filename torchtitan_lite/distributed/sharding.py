@@ -1,6 +1,5 @@
 """Which rows of a parameter this rank holds, and tensor names: flat in our files, nested in torch's functions."""
 
-import math
 from typing import Any
 
 import torch
@@ -22,14 +21,6 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
             per_rank = -(-parameter.shape[0] // parameter.device_mesh.size(axis))
             first = min(per_rank * parameter.device_mesh.get_local_rank(axis), parameter.shape[0])
     return parameter.to_local(), first
-
-
-def copies_of(parameter: Tensor) -> int:
-    """The number of ranks that hold the same rows of a parameter: dp_replicate with HSDP, else 1."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh = parameter.device_mesh
-    return math.prod(mesh.size(axis) for axis, held in enumerate(parameter.placements) if held.is_replicate())
 
 
 Tensors = dict[str, Tensor]

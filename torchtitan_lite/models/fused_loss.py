@@ -9,6 +9,7 @@ plain operators compute the same.
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,39 @@ def chunk_size(n: int, vocab_size: int, itemsize: int) -> int:
     return max(min(-(-even // 128) * 128, most), 1)
 
 
-def loss_and_gradients(
+def fused_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore: int, wants_dx: bool, wants_dw: bool
+) -> Tensor:
+    """The summed loss, () float32, of x (N, D) @ weight.T (D, V) and targets (N,) or `ignore`."""
+    return _FusedCrossEntropy.apply(x, weight, targets, ignore, wants_dx, wants_dw)  # type: ignore[no-untyped-call]
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """As loss._ChunkedCrossEntropy: forward computes the gradients, up to the factor that backward provides."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int, wants_dx: bool, wants_dw: bool
+    ) -> Tensor:
+        loss, dx, dw = _loss_and_gradients(x, weight, targets, ignore, wants_dx, wants_dw)
+        ctx.save_for_backward(dx, dw)
+        ctx.dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        dx, dw = ctx.saved_tensors
+        if dx is not None:
+            dx = (dx * grads[0]).to(dx.dtype)
+        if dw is not None:  # in one pass, without a float32 product
+            dw = torch.mul(dw, grads[0], out=torch.empty(dw.shape, dtype=ctx.dtype, device=dw.device))
+        return dx, dw, None, None, None, None
+
+
+def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, ignore: int, wants_dx: bool, wants_dw: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The summed loss of x (N, D) @ weight.T (D, V), and the gradients of x and (in float32) of weight."""
+    """The summed loss, the gradient of x, and that of weight in float32."""
     chunk = chunk_size(len(x), len(weight), x.element_size())
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x) if wants_dx else None

@@ -35,7 +35,7 @@ def bits_per_byte(nats: float, n_bytes: int) -> float:
 
 # Tokens in a chunk. On the CPU its logits should fit into the cache; on a GPU it should occupy the whole device.
 CHUNK = {"cpu": 256, "cuda": 4096}
-KERNEL_ON = {"cuda"}  # devices where fused_loss.py computes it, in chunks of its own size
+KERNEL_ON = {"cuda"}  # devices with a kernel for a chunk's loss and gradient, and chunks of its own size: fused_loss.py
 
 
 class Head(nn.Linear):
@@ -70,6 +70,11 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, widened
     """
     learns = torch.is_grad_enabled()
     wanted = learns and x.requires_grad, learns and weight.requires_grad
+    if x.device.type in KERNEL_ON:
+        from torchtitan_lite.models import fused_loss
+
+        if fused_loss.is_usable(x, len(weight)):
+            return fused_loss.fused_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), IGNORE, *wanted)
     return _ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *wanted, widened)  # type: ignore[no-untyped-call]
 
 
@@ -80,7 +85,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, widened: bool
     ) -> Tensor:
-        loss, dx, dw = _compute(x, weight, targets, wants_dx, wants_dw, widened)
+        chunk = CHUNK.get(x.device.type, max(CHUNK.values()))
+        dx = torch.empty_like(x) if wants_dx else None
+        dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        matrix = weight.float() if widened else weight
+        for start in range(0, len(x), chunk):
+            part = x[start : start + chunk].to(matrix.dtype)
+            losses, d_logits = _softmax_minus_onehot((part @ matrix.T).to(x.dtype), targets[start : start + chunk])
+            loss += losses.sum()
+            d_logits = d_logits.to(matrix.dtype)
+            if dx is not None:
+                dx[start : start + chunk] = d_logits @ matrix
+            if dw is not None:
+                _add(dw, d_logits.T @ part)
         ctx.save_for_backward(dx, dw)
         ctx.dtype = weight.dtype
         return loss
@@ -96,32 +114,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _compute(
-    x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, widened: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The summed loss, the gradient of x, and that of weight in float32."""
-    if x.device.type in KERNEL_ON:
-        from torchtitan_lite.models import fused_loss
-
-        if fused_loss.is_usable(x, len(weight)):
-            return fused_loss.loss_and_gradients(x, weight, targets, IGNORE, wants_dx, wants_dw)
-    chunk = CHUNK.get(x.device.type, max(CHUNK.values()))
-    dx = torch.empty_like(x) if wants_dx else None
-    dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
-    loss = torch.zeros((), dtype=torch.float32, device=x.device)
-    matrix = weight.float() if widened else weight
-    for start in range(0, len(x), chunk):
-        part = x[start : start + chunk].to(matrix.dtype)
-        losses, d_logits = _softmax_minus_onehot((part @ matrix.T).to(x.dtype), targets[start : start + chunk])
-        loss += losses.sum()
-        d_logits = d_logits.to(matrix.dtype)
-        if dx is not None:
-            dx[start : start + chunk] = d_logits @ matrix
-        if dw is not None:
-            _add(dw, d_logits.T @ part)
-    return loss, dx, dw
-
-
 def _add(total: Tensor, product: Tensor) -> None:
     """total += product, (V, D) each, in groups of rows: across dtypes PyTorch would first copy the whole product."""
     step = _rows(total) if total.dtype != product.dtype else len(total)
@@ -132,8 +124,6 @@ def _add(total: Tensor, product: Tensor) -> None:
 def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """total * factor in another dtype, without an intermediate copy of the product."""
     out = torch.empty(total.shape, dtype=dtype, device=total.device)
-    if total.device.type in KERNEL_ON:
-        return torch.mul(total, factor, out=out)  # the CPU would make a float32 copy first
     for rows, to in zip(total.split(_rows(total)), out.split(_rows(total)), strict=True):
         to.copy_(rows * factor)
     return out

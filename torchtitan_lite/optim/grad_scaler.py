@@ -28,21 +28,17 @@ class GradScaler:
         self.min_scale = config.min_scale
         self.skipped_steps = int(state.get("skipped_steps", 0))  # FiniteGuard counts them, one step late
         self._growth_interval = config.growth_interval
-        self._scale = torch.tensor(float(state.get("scale", config.init_scale)), device=device)
+        self._scale = torch.tensor(float(state.get("scale", config.init_scale)) if enabled else 1.0, device=device)
         self._good_steps = torch.tensor(int(state.get("good_steps", 0)), device=device)
 
     @property
     def scale(self) -> Tensor:
-        """() float32, on the device."""
+        """() float32, on the device; 1 without float16."""
         return self._scale
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call backward on. Its gradients are scaled until `clip_gradients`."""
         return loss * self._scale if self.enabled else loss
-
-    def unscaled(self, value: Tensor) -> Tensor:
-        """A value divided by the scale."""
-        return value / self._scale if self.enabled else value
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.optim.local_adamw import LocalAdamW
 
@@ -110,3 +111,23 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def squared_norm(model: nn.Module, copies: int) -> Tensor:
+    """A rank's part of the squared gradient norm, () float64, for a sum over ranks; `copies` ranks have each part."""
+    norm = torch.nn.utils.get_total_norm([local_rows(p.grad)[0] for p in model.parameters() if p.grad is not None])
+    return norm.double().square() / copies  # the square of a float32 may need a float64
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scale: Tensor) -> None:
+    """Divide the gradients by the loss scale, and scale them down from `norm` (without that scale) to max_norm.
+
+    A fused optimizer divides by its `grad_scale` while it reads the gradients, which saves a pass over them.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale  # as torch.nn.utils.clip_grad_norm_
+    factor = factor.to(parameters[0].device)  # the host with cpu_offload
+    if optimizer.defaults.get("fused"):
+        optimizer.grad_scale = 1 / factor  # type: ignore[attr-defined]
+    else:
+        torch._foreach_mul_([local_rows(p.grad)[0] for p in parameters if p.grad is not None], factor)

@@ -41,9 +41,7 @@ from torchtitan_lite.distributed.parallelize import (
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.fused import RMSNorm
-from torchtitan_lite.optim.clip import clip_gradients, squared_norm
-from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer, freeze, make_state
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
     *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),
@@ -343,8 +341,7 @@ def _step(
             collectives.append(timeline.collectives)
             timeline.collectives = Counter()
         timeline.part("optimizer")
-        off = GradScaler(config.grad_scaler, enabled=False, device=torch.device("cpu"))
-        clip_gradients(optimizer, squared_norm(model).sqrt().float(), config.optim.max_norm, off)
+        clip_gradients(optimizer, squared_norm(model, 1).sqrt().float(), config.optim.max_norm, torch.ones(()))
         optimizer.step()
         optimizer.zero_grad()
     return Simulated(timeline.peaks(), timeline.held(ACTIVATIONS, between), collectives)
