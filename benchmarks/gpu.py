@@ -107,8 +107,7 @@ def measure(options: list[str], n: int) -> Measured | str:
     """Run train.py; the reason, if it fails (out of memory, most likely)."""
     with tempfile.TemporaryDirectory() as out_dir:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-        # what compiled, checkpointed blocks need not to fall into pieces
-        env = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
         command = [*launcher, "train.py", *command_line(options, n, out_dir)]
         result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if result.returncode:
