@@ -3,13 +3,17 @@
 First runs the tests that need a GPU (bitwise resume, the CPU's initial parameters and losses, the table of FSDP2's
 options). Then runs train.py on all GPUs of this machine for a table of settings: MFU, tokens per second, peak memory,
 and the share of time spent waiting for data. The first Llama row is the baseline, the others change one thing each, and
-the last ones aim for the highest throughput.
+the last ones aim for the highest throughput. A row that fails (out of memory, something missing) gives the reason. The
+last row is torchtitan on the same GPUs, if it is installed: published figures are of other cards.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import os
+import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -25,14 +29,24 @@ from torchtitan_lite.monitoring import mfu
 
 ROOT = Path(__file__).parent.parent
 STEPS, LOG_EVERY, SEQUENCES = 40, 5, 8  # per GPU and step
+VARIANT = "variant="  # of gpu_variants.py
 
-# Dense bfloat16 products, nominal, in FLOP/s. A GPU that is not here gets no MFU.
+# Llama 3 8B, selective checkpointing, compiled; --torchtitan gives the arguments of another version
+TORCHTITAN = (
+    "--module llama3 --config llama3_8b --training.steps=40 --metrics.log_freq=5 "
+    "--training.num_tokens_per_microbatch_per_dp_rank=16384 --compile.enable"
+)
 PLAIN = ["--fsdp.explicit_prefetching=false", "--fsdp.reshard_after_forward=default", "--compile.enabled=false"]
 GPT = ["--config=configs/gpt_124m.toml", *PLAIN, "--train.micro_batch_size=8"]
 # 1.24 B parameters, sequences of 4,096 tokens, Llama 3's vocabulary
 LLAMA = ["--config=configs/llama_1b.toml", *PLAIN, "--train.micro_batch_size=2"]
 FIELD = [*LLAMA, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true", "--activation_checkpointing.mode=selective"]
 NO_CHECKPOINTING = "--activation_checkpointing.mode=none"
+BEST = [
+    *(*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=4", "--fsdp.reshard_after_forward=false"),
+    *("--fsdp.reshard_after_backward=false", "--fsdp.grad_sync=last"),
+]
+EIGHT = ["--config=configs/llama_8b.toml", *FIELD[1:]]
 SETTINGS = {
     "llama 1B: bf16, compiled, selective": FIELD,
     "  without the chunked loss": [*FIELD, "--speed.chunked_loss=false"],
@@ -46,10 +60,17 @@ SETTINGS = {
     "  no checkpointing, micro-batch 1": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=1"],
     "  no checkpointing, micro-batch 2": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=2"],
     "  no checkpointing, micro-batch 4": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=4"],
-    "  no checkpointing, micro-batch 4, stay gathered": [
-        *(*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=4", "--fsdp.reshard_after_forward=false"),
-        "--fsdp.reshard_after_backward=false",
-    ],
+    "  no checkpointing, micro-batch 8": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=8"],
+    "  no checkpointing, micro-batch 4, kept gathered, summed last": BEST,
+    "    and explicit prefetching": [*BEST, "--fsdp.explicit_prefetching=true"],
+    "    and attention by cudnn": [*BEST, "variant=cudnn"],
+    "    and attention by flash": [*BEST, "variant=flash"],
+    "    and attention by efficient": [*BEST, "variant=efficient"],
+    "    and attention by math": [*BEST, "variant=math"],
+    "    and symmetric memory": [*BEST, "variant=symmetric-memory"],
+    "    and a reduce-scatter group": [*BEST, "variant=separate-groups"],
+    "    and float8 by torchao, rowwise": [*BEST, "variant=float8"],
+    "llama 8B: bf16, compiled, selective, micro-batch 2, as torchtitan's": EIGHT,
     "gpt 124M: bf16": [*GPT, "--fsdp.param_dtype=bfloat16"],
     "  compiled": [*GPT, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true"],
     "  compiled, micro-batch 32": [
@@ -76,7 +97,13 @@ def command_line(options: list[str], n: int, out_dir: str) -> list[str]:
     common += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", f"--run.out_dir={out_dir}"]
     if "gpt" in options[0]:  # small: with more sequences the optimizer counts for as little as in a real run
         common = [c for c in common if "global_batch_size" not in c] + [f"--train.global_batch_size={64 * n}"]
-    return [*options, *common]
+    return [*(option for option in options if not option.startswith(VARIANT)), *common]
+
+
+def program_of(options: list[str]) -> list[str]:
+    """train.py, or what runs it with the variant that the options name."""
+    variants = [option.removeprefix(VARIANT) for option in options if option.startswith(VARIANT)]
+    return ["-m", "benchmarks.gpu_variants", *variants] if variants else ["train.py"]
 
 
 def flops_per_token(options: list[str], *, causal: bool) -> int:
@@ -87,6 +114,8 @@ def flops_per_token(options: list[str], *, causal: bool) -> int:
     """
     given: load.ConfigValues = {}
     for option in options[1:]:
+        if option.startswith(VARIANT):
+            continue
         key, value = option.removeprefix("--").split("=", 1)
         given[key] = load.ConfigValue(load.parse_value(key, value), "benchmark")
     config = load.load(ROOT / options[0].split("=")[1], given).config
@@ -103,17 +132,44 @@ def peak_flops(name: str) -> float:
     return known.bf16_flops if known else math.nan
 
 
+def reason(stderr: str) -> str:
+    """Why a run failed: our own message, or the first line that looks like one."""
+    lines = [line.strip() for line in stderr.splitlines()]
+    ours = [line for line in lines if line.startswith(("train.py: ", "benchmarks.gpu_variants: "))]
+    others = [line for line in lines if "rror" in line or "memory" in line]
+    return next(iter([*ours, *others]), "no message")[:160].replace("|", "/")
+
+
+def measure_torchtitan(arguments: str, folder: str, n: int) -> Measured | str:
+    """Run torchtitan with these arguments in a folder that has its tokenizer; the reason, if that fails."""
+    if importlib.util.find_spec("torchtitan") is None:
+        return "torchtitan is not installed"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    command = [*launcher, "--local-ranks-filter", "0", "--role", "rank", "--tee", "3", "-m", "torchtitan.train"]
+    result = subprocess.run([*command, *shlex.split(arguments)], cwd=folder, capture_output=True, text=True)
+    found = read_torchtitan(result.stdout + result.stderr, n)
+    return reason(result.stderr) if result.returncode else found or "it logged no throughput"
+
+
+def read_torchtitan(log: str, n: int) -> Measured | None:
+    """Medians of its lines "memory:  9.46GiB(64.99%)  tps: 7,049" after the first two; None if there are fewer."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
+    lines = re.findall(r"memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)", plain)[2:]
+    if not lines:
+        return None
+    rates = [float(tps.replace(",", "")) for _, tps in lines]
+    return Measured(n * statistics.median(rates), float(lines[-1][0]), math.nan)
+
+
 def measure(options: list[str], n: int) -> Measured | str:
     """Run train.py; the reason, if it fails (out of memory, most likely)."""
     with tempfile.TemporaryDirectory() as out_dir:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-        # what compiled, checkpointed blocks need not to fall into pieces
-        env = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
-        command = [*launcher, "train.py", *command_line(options, n, out_dir)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [*launcher, *program_of(options), *command_line(options, n, out_dir)]
         result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if result.returncode:
-            lines = [line for line in result.stderr.splitlines() if "rror" in line or "memory" in line]
-            return lines[0].strip()[:100] if lines else "no message"
+            return reason(result.stderr)
         lines = (Path(out_dir) / "run" / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if "loss" in record][2:]
     tokens = records[1]["tokens"] - records[0]["tokens"]
@@ -125,11 +181,23 @@ def measure(options: list[str], n: int) -> Measured | str:
     )
 
 
+def line(label: str, found: Measured | str, options: list[str], n: int, peak: float) -> str:
+    """A row of the table."""
+    if isinstance(found, str):
+        return f"| {label} | failed: {found} | | | | |"
+    rate = found.tokens_per_second / n
+    full, once = (rate * flops_per_token(options, causal=causal) / peak for causal in (False, True))
+    memory, data = found.peak_memory_gib, found.data_share
+    return f"| {label} | {full:.1%} | {once:.1%} | {rate:,.0f} | {memory:.1f} | {data:.1%} |"
+
+
 def main() -> None:
     """Test, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--only", default="", help="settings whose names contain this")
+    parser.add_argument("--torchtitan", default=TORCHTITAN, help=f"its arguments (default: {TORCHTITAN})")
+    parser.add_argument("--torchtitan-folder", default=".", help="where it starts: the folder with its assets/")
     given = parser.parse_args()
     n = torch.cuda.device_count()
     if n == 0:
@@ -143,16 +211,12 @@ def main() -> None:
     print("| | MFU | MFU, causal attention once | tokens/s per GPU | peak GiB | waiting for data |")
     print("|---|---:|---:|---:|---:|---:|", flush=True)
     for label, options in SETTINGS.items():
-        if given.only not in label:
-            continue
-        found = measure(options, n)
-        if isinstance(found, str):
-            print(f"| {label} | failed: {found} | | | | |", flush=True)
-            continue
-        rate = found.tokens_per_second / n
-        full, once = (rate * flops_per_token(options, causal=causal) / peak for causal in (False, True))
-        memory, data = found.peak_memory_gib, found.data_share
-        print(f"| {label} | {full:.1%} | {once:.1%} | {rate:,.0f} | {memory:.1f} | {data:.1%} |", flush=True)
+        if given.only in label:
+            print(line(label, measure(options, n), options, n, peak), flush=True)
+    label = f"torchtitan: {given.torchtitan}"
+    if given.only in label:
+        found = measure_torchtitan(given.torchtitan, given.torchtitan_folder, n)
+        print(line(label, found, EIGHT, n, peak), flush=True)
 
 
 if __name__ == "__main__":

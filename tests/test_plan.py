@@ -21,6 +21,7 @@ from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, named
 from torchtitan_lite.tools import plan, simulate
+from torchtitan_lite.tools.estimate.step_time import link_s
 from torchtitan_lite.tools.simulate import Collective
 
 
@@ -116,13 +117,13 @@ def test_link_times_follow_from_bytes_and_bandwidth() -> None:
         return Layout(replicate, shard, 1, 0, 1)
 
     gathered = Collective("reduce-scatter", 8_000_000_000, 8)
-    assert plan.link_s(gathered, h100, layout(1, 8), 8) == pytest.approx(7 / 450)
+    assert link_s(gathered, h100, layout(1, 8), 8) == pytest.approx(7 / 450)
     over_4_machines = Collective("reduce-scatter", 8_000_000_000, 32)
-    assert plan.link_s(over_4_machines, h100, layout(1, 32), 32) == pytest.approx(8 * 31 / 32 / 450)
-    assert plan.link_s(over_4_machines, DEVICES["a100"], layout(1, 32), 32) == pytest.approx(8 * 0.75 / 200)
+    assert link_s(over_4_machines, h100, layout(1, 32), 32) == pytest.approx(8 * 31 / 32 / 450)
+    assert link_s(over_4_machines, DEVICES["a100"], layout(1, 32), 32) == pytest.approx(8 * 0.75 / 200)
     summed = Collective("all-reduce", 1_000_000_000, 0)
-    assert plan.link_s(summed, h100, layout(4, 8), 32) == pytest.approx(2 * 0.75 / 50)
-    assert plan.link_s(summed, h100, layout(2, 4), 8) == pytest.approx(2 * 0.5 / 450)
+    assert link_s(summed, h100, layout(4, 8), 32) == pytest.approx(2 * 0.75 / 50)
+    assert link_s(summed, h100, layout(2, 4), 8) == pytest.approx(2 * 0.5 / 450)
 
 
 BIG = ["--config", str(ROOT / "configs/llama_70b.toml"), "--model.size=405B", "--train.micro_batch_size=1"]

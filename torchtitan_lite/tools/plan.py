@@ -1,6 +1,7 @@
 """Memory and time of a run, without a GPU: `python -m torchtitan_lite.plan --config x.toml --world-size 64`.
 
-Memory and communication come from a simulated step (simulate.py). The time is a lower bound from nominal peaks.
+Memory and communication come from a simulated step (simulate.py). Two times are printed: a lower bound from nominal
+peaks, and the expected one (estimate/).
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, duration, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device, flops_per_token
+from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 
 GIB = 2**30
@@ -64,11 +66,24 @@ class Plan:
         """Lower bound of a step: the longer of computation and communication, plus the optimizer."""
         return max(self.compute_s(device), sum(self.sent_s(device).values())) + self.optimizer_s(device)
 
+    def expected(self, device: Device, power: float = 1.0) -> step_time.Expected:
+        """The expected time of a step.
+
+        Args:
+            power: the device's power limit, as a share of the nominal one.
+        """
+        machine, fused = step_time.Machine(device, power), self.config.compile.enabled
+        found = step_time.optimizer(machine, self.simulated.optimizer)
+        for i, times in self.simulated.micro_batches(self.layout.grad_accum_steps):
+            sent = step_time.sent_s(self.simulated.collectives[i], device, self.layout, self.world_size)
+            found += step_time.micro_batch(machine, self.simulated.work[i], sent, fused=fused).times(times)
+        return found
+
     def sent_s(self, device: Device) -> dict[str, float]:
         """Seconds by kind of collective, on otherwise idle links."""
         found: Counter[str] = Counter()
         for collective, times in self.collectives.items():
-            found[collective.kind] += times * link_s(collective, device, self.layout, self.world_size)  # type: ignore[assignment]
+            found[collective.kind] += times * step_time.link_s(collective, device, self.layout, self.world_size)  # type: ignore[assignment]
         return dict(found)
 
     @property
@@ -85,24 +100,6 @@ class Plan:
     def fits(self, device: Device) -> bool:
         """Whether the peak fits into the device's memory minus the reserve."""
         return sum(self.device_bytes.values()) <= (1 - RESERVE) * device.memory_gib * GIB
-
-
-def link_s(collective: Collective, device: Device, layout: Layout, world_size: int) -> float:
-    """Lower bound of a collective's time, from the bytes that cross the slowest link.
-
-    Ranks of a shard group are neighbours; copies (all-reduce) are dp_shard ranks apart. All ranks of a machine send
-    their share to other machines at the same time.
-    """
-    per_node = min(device.per_node, world_size)
-    if collective.kind == "all-reduce":
-        ranks, machines, rounds = layout.dp_replicate, min(layout.dp_replicate, -(-world_size // per_node)), 2
-        network = device.inter_node  # each rank has its own partners
-    else:
-        ranks, machines, rounds = collective.ranks, -(-collective.ranks // per_node), 1
-        network = device.inter_node * per_node
-    inside = collective.bytes * (ranks - 1) / max(ranks, 1) / device.intra_node
-    between = collective.bytes * (machines - 1) / machines / network if machines > 1 else 0.0
-    return rounds * max(inside if machines == 1 or rounds == 1 else 0.0, between)
 
 
 def vocabulary(config: Config) -> tuple[int, str]:
@@ -236,7 +233,23 @@ def _time_lines(plan: Plan, mfu: float) -> list[str]:
     real_s = max(plan.flops_per_token * tokens / plan.world_size / peak / mfu, step_s)
     days = real_s * train.steps / 86400
     lines.append(f"        at {mfu:.0%} of the peak (--mfu): {real_s:.3f} s a step, {days:.2f} days")
-    return lines
+    return [*lines, *_expected_lines(plan, device, peak)]
+
+
+def _expected_lines(plan: Plan, device: Device, peak: float) -> list[str]:
+    """What docs/plan.md compares with published runs."""
+    if plan.config.fsdp.cpu_offload:
+        return ["expected time unknown: copies to the host are not estimated"]
+    found, steps = plan.expected(device), plan.config.train.steps
+    tokens_s = plan.layout.tokens_per_step / plan.world_size / found.total
+    note = "" if device.name in step_time.SUSTAINED else f" (no published run on {device.name} was used)"
+    return [
+        f"expected a step takes {found.total:.3f} s{note}: products {found.products:.3f}, attention "
+        f"{found.attention:.3f}, other operators {found.others:.3f}, communication not hidden {found.exposed:.3f}, "
+        f"optimizer {found.optimizer:.3f}",
+        f"        {tokens_s:,.0f} tokens per second and device, {plan.flops_per_token * tokens_s / peak:.0%} MFU; the "
+        f"run {duration(found.total * steps)} ({found.total * steps / 86400:.2f} days)",
+    ]
 
 
 def advice(plan: Plan) -> list[str]:
@@ -338,13 +351,14 @@ def device_of(given: argparse.Namespace) -> Device | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.plan",
-        description="Memory, communication and the least time of a run. Nothing is allocated; no GPU is needed. Every "
-        "option of train.py works as well: --config FILE, --section.key=value, ...",
+        description="Memory, communication, and the least and expected time of a run. Nothing is allocated; no GPU "
+        "is needed. Every option of train.py works as well: --config FILE, --section.key=value, ...",
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     parser.add_argument("--device", default="h100", help=f"cpu, {', '.join(DEVICES)}, or own figures (default: h100)")
     parser.add_argument("--mfu", type=float, default=0.4, help="a share of the peak to expect (default: 0.4)")
+    parser.add_argument("--published", action="store_true", help="compare with published runs (docs/plan.md); minutes")
     own = parser.add_argument_group("own figures, for another device")
     for flag, (_, _, text) in OWN.items():
         own.add_argument(f"--{flag}", type=float, metavar="N", help=text)
@@ -362,6 +376,11 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--world-size={given.world_size} should be 1 or more, and at most {MOST_RANKS:,}")
     if not 0 < given.mfu <= 1:
         raise ConfigError(f"--mfu={given.mfu} should be above 0 and at most 1, e.g. 0.4")
+    if given.published:
+        from torchtitan_lite.tools.estimate import published
+
+        print(published.table([published.compare(row) for row in published.ROWS]))
+        return 0
     device = device_of(given)
     per_node = min(device.per_node if device else given.world_size, given.world_size)
     sizes = {"world_size": given.world_size, "local_world_size": per_node}

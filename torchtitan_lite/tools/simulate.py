@@ -42,6 +42,7 @@ from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.fused import RMSNorm
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
+from torchtitan_lite.tools.estimate.work import Recorder, Work
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
     *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),
@@ -78,6 +79,8 @@ class Simulated:
     peaks: Peaks
     kept: int  # bytes of activations between forward and backward of a micro-batch
     collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, or fewer
+    work: list[Counter[Work]]  # in the same way
+    optimizer: Counter[Work]  # clipping and the update
 
     @property
     def peak(self) -> dict[str, int]:
@@ -86,15 +89,17 @@ class Simulated:
 
     def of_step(self, grad_accum_steps: int) -> Counter[Collective]:
         """All collectives of a step with `grad_accum_steps` micro-batches."""
-        first, last = self.collectives[0], self.collectives[-1]
-        if grad_accum_steps == 1:
-            return last
-        middle = self.collectives[1] if len(self.collectives) == 3 else first
-        times = max(grad_accum_steps - 2, 0)
-        total = Counter({key: times * n for key, n in middle.items()})
-        total.update(first)
-        total.update(last)
+        total: Counter[Collective] = Counter()
+        for i, times in self.micro_batches(grad_accum_steps):
+            total.update({key: times * n for key, n in self.collectives[i].items()})
         return total
+
+    def micro_batches(self, grad_accum_steps: int) -> list[tuple[int, int]]:
+        """Which of the simulated micro-batches a step has, and how often."""
+        last = len(self.collectives) - 1
+        if grad_accum_steps == 1:
+            return [(last, 1)]
+        return [(0, 1), (1 if last == 2 else 0, max(grad_accum_steps - 2, 0)), (last, 1)]
 
 
 class Timeline(TorchDispatchMode):
@@ -105,12 +110,14 @@ class Timeline(TorchDispatchMode):
         self.now = 0
         self.storages: list[Storage] = []
         self.collectives: Counter[Collective] = Counter()
+        self.recorder = Recorder()
         self.phase, self.micro = "forward", 0
         self._parts: list[tuple[int, str]] = [(0, "start")]  # first moment and name of each part of the step
         self._alive: dict[int, tuple[Any, Storage]] = {}  # by id: the weak reference that reports its release
 
     def part(self, name: str) -> None:
         """Begin a part of the step."""
+        self.recorder.end_of_kernel(self.phase if self._parts else "forward")
         self._parts.append((self.now + 1, name))
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,6 +128,9 @@ class Timeline(TorchDispatchMode):
             for tensor in tree_leaves(out):
                 if isinstance(tensor, Tensor):
                     self.follow(_local(tensor), ACTIVATIONS)
+            fused = "block" in self._parts[-1][1] and function.namespace != "fsdp"
+            if function.namespace != "prim":
+                self.recorder.see(function, args, kwargs, out, self.phase, self._alive, fused)
         return out
 
     def follow(self, tensor: Tensor, kind: str) -> None:
@@ -248,11 +258,17 @@ def _extrapolated(one: Simulated, more: Simulated, times: int) -> Simulated:
         name: {kind: n + times * (more.peaks[name][kind] - n) for kind, n in kinds.items()}
         for name, kinds in one.peaks.items()
     }
-    collectives = [
-        Counter({key: a[key] + times * (b[key] - a[key]) for key in {*a, *b}})
-        for a, b in zip(one.collectives, more.collectives, strict=True)
-    ]
-    return Simulated(peaks, one.kept + times * (more.kept - one.kept), collectives)
+
+    def deeper(a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
+        return Counter({key: a[key] + times * (b[key] - a[key]) for key in {*a, *b}})
+
+    return Simulated(
+        peaks,
+        one.kept + times * (more.kept - one.kept),
+        [deeper(a, b) for a, b in zip(one.collectives, more.collectives, strict=True)],
+        [deeper(a, b) for a, b in zip(one.work, more.work, strict=True)],
+        deeper(one.optimizer, more.optimizer),
+    )
 
 
 def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, on_gpu: bool) -> Simulated:
@@ -323,7 +339,7 @@ def _step(
     config: Config, n_micro: int, model: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline
 ) -> Simulated:
     train = config.train
-    between, collectives = 0, []
+    between, collectives, work = 0, [], []
     with timeline.watching():
         for i in range(n_micro):
             timeline.phase, timeline.micro = "forward", i
@@ -340,8 +356,11 @@ def _step(
                     timeline.follow(_local(parameter.grad), GRADIENTS)
             collectives.append(timeline.collectives)
             timeline.collectives = Counter()
+            work.append(timeline.recorder.take())
+        timeline.phase = "optimizer"
         timeline.part("optimizer")
         clip_gradients(optimizer, squared_norm(model, 1).sqrt().float(), config.optim.max_norm, torch.ones(()))
         optimizer.step()
         optimizer.zero_grad()
-    return Simulated(timeline.peaks(), timeline.held(ACTIVATIONS, between), collectives)
+    kept = timeline.held(ACTIVATIONS, between)
+    return Simulated(timeline.peaks(), kept, collectives, work, timeline.recorder.take())

@@ -130,7 +130,9 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def prepare_process() -> None:
-    """Make this process end with its launcher, and make stdout and stderr safe to print to."""
+    """Make this process end with its launcher, its output safe to print to, and CUDA's segments of memory growable."""
+    if not any(name.endswith("ALLOC_CONF") for name in os.environ):  # torch reads it when CUDA is first used
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     die_with_launcher()
     prepare_streams()
 

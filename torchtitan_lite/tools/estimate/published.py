@@ -1,0 +1,207 @@
+"""Published throughputs, as configs of ours, and what `plan` expects for them.
+
+The rows of 8 GPUs calibrate the constants of step_time.py. The others were not used: they test them. All rows of the
+sources are here whose settings `plan` has and the source states: bfloat16, FSDP alone, models from 1 B; of
+llm-foundry's many rows those with 2,048 tokens and 8, 128 or 256 GPUs, and the 70 B on 64.
+`python -m torchtitan_lite.plan --published` prints the table.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.monitoring.mfu import DEVICES, Device
+from torchtitan_lite.tools.estimate.work import Product, Work
+from torchtitan_lite.tools.plan import Plan, make_plan
+
+TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Dec 2024)"
+TORCHTITAN_A100 = "torchtitan, docs/performance.md at 1ea476e9f (2024)"
+FOUNDRY = "llm-foundry, scripts/train/benchmarking/README.md (2023)"
+FMS = "fms-fsdp, README.md (2024)"
+
+A100, H100 = DEVICES["a100"], DEVICES["h100"]
+# torchtitan states 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W; the others the network of a machine of 8
+MACHINES: dict[str, tuple[Device, float]] = {  # and the power limit, as a share of the nominal one
+    "H100": (H100, 1.0),
+    "H100 500 W": (replace(H100, memory_gib=95.0, memory_bandwidth=2.4e12), 500 / 700),
+    "H100, 800 Gbit/s": (replace(H100, inter_node=12.5e9), 1.0),
+    "A100": (A100, 1.0),
+    "A100, 400 Gbit/s": (replace(A100, inter_node=6.25e9), 1.0),
+    "A100 40 GB": (replace(A100, memory_gib=39.4, memory_bandwidth=1.555e12), 1.0),
+}
+
+
+def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int) -> dict[str, Any]:
+    names = "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"
+    return {f"model.{k}": v for k, v in zip(names, (dim, n_layers, n_heads, n_kv_heads, hidden_dim), strict=True)}
+
+
+_MODELS: dict[str, dict[str, Any]] = {
+    "Llama 3 8B": {"model.size": "8B", "model.vocab_size": 128256},
+    "Llama 3 70B": {"model.size": "70B", "model.vocab_size": 128256},
+    "Llama 2 7B": _llama2(4096, 32, 32, 32, 11008),
+    "Llama 2 13B": _llama2(5120, 40, 40, 40, 13824),
+    "Llama 2 70B": _llama2(8192, 80, 64, 8, 28672),
+    "MPT 1B": {"model.dim": 2048, "model.n_layers": 24, "model.n_heads": 16},
+    "MPT 3B": {"model.dim": 2560, "model.n_layers": 32, "model.n_heads": 20},
+    "MPT 7B": {"model.dim": 4096, "model.n_layers": 32, "model.n_heads": 32},
+    "MPT 13B": {"model.dim": 5120, "model.n_layers": 40, "model.n_heads": 40},
+    "MPT 30B": {"model.dim": 7168, "model.n_layers": 48, "model.n_heads": 56},
+    "MPT 70B": {"model.dim": 8192, "model.n_layers": 80, "model.n_heads": 64},
+}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "compiled": {"compile.enabled": True},
+    "selective": {"activation_checkpointing.mode": "selective"},
+    "full": {"activation_checkpointing.mode": "full"},
+    "stay gathered": {"fsdp.reshard_after_forward": False},
+    "bf16 sums": {"fsdp.reduce_dtype": "bfloat16"},
+    "HSDP": {"fsdp.dp_shard": 8},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published figure."""
+
+    source: str
+    model: str
+    machine: str
+    gpus: int
+    seq_len: int
+    micro_batch: int
+    micro_batches: int  # of a step
+    options: tuple[str, ...]
+    tokens_per_second: float  # of a GPU
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the constants were fitted to this row."""
+        return self.gpus == 8
+
+    def config(self) -> Config:
+        """The same settings as a config of ours."""
+        values: dict[str, Any] = {"fsdp.param_dtype": "bfloat16", "speed.chunked_loss": False}
+        llama = self.model.startswith("Llama")
+        vocabulary = {"model.vocab_size": 32000 if llama else 50368, "model.tie_embeddings": not llama}
+        values |= {"model.family": "llama" if llama else "gpt", **vocabulary, **_MODELS[self.model]}
+        values |= {"model.max_seq_len": self.seq_len, "train.seq_len": self.seq_len}
+        values |= {"train.micro_batch_size": self.micro_batch}
+        values |= {"train.global_batch_size": self.micro_batch * self.micro_batches * self.gpus}
+        for option in self.options:
+            values |= _OPTIONS[option]
+        given = {key: load.ConfigValue(value, "published") for key, value in values.items()}
+        return load.load(None, given, world_size=self.gpus, n_gpus=8, local_world_size=8, elsewhere=True).config
+
+
+def _rows() -> Iterator[Row]:
+    selective, compiled = ("selective",), ("compiled", "selective")
+    for gpus, eager, fused in ((8, 5762, 6667), (128, 5605, 6514)):
+        yield Row(TORCHTITAN, "Llama 3 8B", "H100 500 W", gpus, 8192, 2, 1, selective, eager)
+        yield Row(TORCHTITAN, "Llama 3 8B", "H100 500 W", gpus, 8192, 2, 1, compiled, fused)
+    titan: list[tuple[str, int, int, tuple[str, ...], int]] = [
+        ("Llama 3 8B", 8192, 1, selective, 2973),
+        ("Llama 3 70B", 8192, 1, ("full",), 331),
+        ("Llama 2 13B", 4096, 2, (), 2162),
+        ("Llama 2 13B", 4096, 2, selective, 1904),
+        ("Llama 2 70B", 4096, 1, selective, 355),
+        ("Llama 2 70B", 4096, 2, ("full",), 353),
+    ]
+    for model, seq_len, size, options, speed in titan:
+        yield Row(TORCHTITAN_A100, model, "A100", 64, seq_len, size, 1, options, speed)
+    yield Row(FMS, "Llama 2 7B", "A100, 400 Gbit/s", 128, 4096, 2, 1, ("compiled", "HSDP", "bf16 sums"), 4550)
+    yield Row(FMS, "Llama 2 7B", "H100, 800 Gbit/s", 96, 4096, 2, 1, ("compiled", "HSDP", "bf16 sums"), 9600)
+    for (machine, gpus), lines in _FOUNDRY.items():
+        for billions, micro_batch, micro_batches, options, speed in lines:
+            yield Row(FOUNDRY, f"MPT {billions}", machine, gpus, 2048, micro_batch, micro_batches, options, speed)
+
+
+_FULL, _PURE, _GATHERED = ("full",), ("full", "bf16 sums"), ("stay gathered",)
+# machine, GPUs: size, micro-batch, micro-batches of a step, options, tokens per second of a GPU
+_FOUNDRY: dict[tuple[str, int], list[tuple[str, int, int, tuple[str, ...], int]]] = {
+    ("H100", 8): [
+        *(("30B", 3, 21, _FULL, 2002), ("13B", 2, 1, (), 4792), ("7B", 6, 1, (), 10643), ("1B", 14, 1, (), 45455)),
+    ],
+    ("A100", 8): [
+        *(("30B", 3, 21, _FULL, 916), ("13B", 2, 3, (), 2262), ("7B", 6, 2, (), 4641), ("3B", 10, 2, (), 10811)),
+        ("1B", 14, 4, (), 20513),
+    ],
+    ("H100", 64): [("70B", 8, 4, _FULL, 1039)],
+    ("H100", 128): [
+        *(("70B", 8, 1, _FULL, 1058), ("30B", 8, 1, _FULL, 2199), ("13B", 16, 1, _FULL, 5080)),
+        *(("7B", 6, 1, (), 10475), ("3B", 8, 1, _GATHERED, 23422), ("1B", 12, 1, _GATHERED, 44123)),
+    ],
+    ("H100", 256): [
+        *(("70B", 8, 1, _FULL, 1035), ("30B", 8, 1, _FULL, 2148), ("13B", 16, 1, _FULL, 4989)),
+        *(("7B", 6, 1, (), 10119), ("3B", 8, 1, _GATHERED, 22772), ("1B", 12, 1, _GATHERED, 42555)),
+    ],
+    ("A100", 64): [("70B", 8, 4, _PURE, 410)],
+    ("A100 40 GB", 128): [
+        *(("70B", 4, 1, _PURE, 376), ("30B", 6, 1, _PURE, 865), ("13B", 16, 1, _PURE, 1972)),
+        *(("7B", 18, 1, _PURE, 3623), ("3B", 6, 1, ("bf16 sums",), 9538), ("1B", 10, 1, ("bf16 sums",), 18647)),
+    ],
+}
+ROWS = tuple(_rows())
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row and what `plan` expects."""
+
+    row: Row
+    expected: int  # tokens per second of a GPU
+
+    @property
+    def error(self) -> float:
+        """Relative to the published figure."""
+        return self.expected / self.row.tokens_per_second - 1
+
+
+def compare(row: Row) -> Compared:
+    """Plan a row."""
+    device, power = MACHINES[row.machine]
+    plan = make_plan(row.config(), row.gpus, device)
+    if row.source.startswith("torchtitan") and "selective" in row.options:
+        recomputing = [_with_recomputed_products(work, plan) for work in plan.simulated.work]
+        plan = replace(plan, simulated=replace(plan.simulated, work=recomputing))
+    return Compared(row, round(plan.computed_tokens / plan.expected(device, power).total))
+
+
+def _with_recomputed_products(work: Counter[Work], plan: Plan) -> Counter[Work]:
+    """torchtitan's selective checkpointing recomputes every second product of the blocks, ours none."""
+    found = Counter(work)
+    for product, n in work.items():
+        if isinstance(product, Product) and product.phase == "forward" and plan.vocab_size not in _sizes(product):
+            found[replace(product, phase="backward")] += n // 2
+    return found
+
+
+def _sizes(product: Product) -> tuple[int, int, int]:
+    return product.m, product.n, product.k
+
+
+def table(compared: list[Compared]) -> str:
+    """The table of docs/plan.md."""
+    sources = list(dict.fromkeys(c.row.source for c in compared))
+    lines = [
+        "| model | GPUs | micro-batch x length | options | source | published | expected | error |",
+        "|---|---|---|---|---|---:|---:|---:|",
+    ]
+    for c in sorted(compared, key=lambda c: not c.row.calibrates):
+        r = c.row
+        lines.append(
+            f"| {r.model} | {r.gpus} x {r.machine} | {r.micro_batch} x {r.seq_len:,} | {', '.join(r.options)} "
+            f"| {sources.index(r.source) + 1}{', calibrates' if r.calibrates else ''} "
+            f"| {r.tokens_per_second:,.0f} | {c.expected:,.0f} | {c.error:+.1%} |"
+        )
+    lines += ["", *(f"{i}. {source}" for i, source in enumerate(sources, 1)), ""]
+    for name, calibrates in (("used for calibration", True), ("not used", False)):
+        errors = [abs(c.error) for c in compared if c.row.calibrates is calibrates]
+        if errors:
+            lines.append(
+                f"{len(errors)} rows {name}: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}."
+            )
+    return "\n".join(lines)
