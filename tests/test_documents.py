@@ -162,7 +162,7 @@ def test_selective_checkpointing_keeps_the_result_of_a_compiled_function() -> No
     def calls(mode: str, function: Any) -> int:
         weight = torch.randn(8, 8, requires_grad=True)
         layer = torch.nn.Module()
-        layer.forward = lambda x: function(x @ weight).sin()  # type: ignore[method-assign]
+        layer.forward = lambda x: function(x @ weight).sin()
         model: Any = SimpleNamespace(layers=[layer], config=SimpleNamespace(dropout=0.0))
         apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
         layer.forward(torch.randn(4, 8)).sum().backward()  # compiles

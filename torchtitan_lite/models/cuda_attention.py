@@ -100,7 +100,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _flex_attention_compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return compiled(flex_attention)  # type: ignore[arg-type]
+    return compiled(flex_attention)
 
 
 def _flex_attention() -> Callable[..., Any]:
