@@ -3,16 +3,18 @@
 import copy
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers import checkpoint, losses, succeeded, tensors, tiny, torchrun
+from tests.helpers import checkpoint, losses, start, succeeded, tensors, tiny, torchrun
 from tests.knob_table import ON_CUDA, TOLERANCE
 from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
 from tests.test_knobs import reference
+from tests.test_launcher import NAMESPACES, namespaces_work
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig
 from torchtitan_lite.distributed import initialize, parallelize
 from torchtitan_lite.models import build, fused_loss
@@ -175,3 +177,12 @@ def test_attention_within_documents_is_kept_by_selective_checkpointing() -> None
         names = [event.name for event in profile.events()]
         runs[mode] = sum("flex_attention" in name and "backward" not in name for name in names)
     assert 0 < runs["selective"] < runs["full"]
+
+
+@pytest.mark.skipif(not namespaces_work(), reason="unshare can't make a PID namespace here")
+def test_torchrun_can_be_process_1_on_a_gpu(text: Path, tmp_path: Path) -> None:
+    """Neither CUDA nor NCCL may make a worker look like one whose launcher died."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "train.py"]
+    more = {"run__device": "cuda", "train__steps": 3}
+    said = succeeded(start([*NAMESPACES, *command, *tiny(text, tmp_path, run__name="run", **more)]))
+    assert "done    3 steps" in said

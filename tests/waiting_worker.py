@@ -12,11 +12,11 @@ from torchtitan_lite.training.session import Session
 plain = train.train_step
 
 
-def train_step(session: Session, step: int) -> tuple[Tensor, Tensor]:
+def train_step(s: Session, step: int) -> tuple[Tensor, Tensor]:
     if step > 2:  # the first ones make state, and compile
         torch.cuda.set_sync_debug_mode("error")
     try:
-        return plain(session, step)
+        return plain(s, step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

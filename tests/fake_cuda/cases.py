@@ -34,10 +34,9 @@ _GPT: dict[str, Any] = {"model.family": "gpt", "model.n_kv_heads": None}
 # Options of a step, by name. Together the first ones hold every option.
 TABLE: dict[str, dict[str, Any]] = {
     "HSDP, full checkpointing, explicit prefetching": {"fsdp.dp_replicate": 2, **_FULL, **_PREFETCHING},
-    "float16, tied": _HALF | _TIED,
     "document mask, selective checkpointing": _MASK | _SELECTIVE,
-    "world of one, gradients synchronised once": {"train.global_batch_size": 2, **_LAST},
-    "accumulation, kept gathered": _TWO | _GATHERED,
+    "world of one, float16, tied": {"train.global_batch_size": 1, **_HALF, **_TIED},
+    "accumulation, kept gathered, gradients synchronised once": _TWO | _GATHERED | _LAST,
 }
 MORE: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -52,8 +51,8 @@ MORE: dict[str, dict[str, Any]] = {
     "document mask, full checkpointing": _MASK | _FULL,
     "world of one": {"train.global_batch_size": 1},
     "accumulation": _TWO,
+    "accumulation, kept gathered": _TWO | _GATHERED,
     "accumulation, gradients synchronised once": _TWO | _LAST,
-    "resharded to 2 ranks": {"fsdp.reshard_after_forward": 2},
     "gpt, dropout": {**_GPT, "model.dropout": 0.1},
     "gpt, document mask": {**_GPT, **_MASK},
     "logits of all tokens": {"speed.chunked_loss": False},
