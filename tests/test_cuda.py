@@ -1,19 +1,22 @@
 """Tests that need a GPU, with one rank and NCCL. Run by hand: `pytest tests/test_cuda.py`."""
 
+import copy
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers import checkpoint, losses, succeeded, tensors, tiny, torchrun
+from tests.helpers import checkpoint, losses, start, succeeded, tensors, tiny, torchrun
 from tests.knob_table import ON_CUDA, TOLERANCE
 from tests.memory_cases import CASES, LARGE, VOCABULARY, config_of
 from tests.test_knobs import reference
-from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.distributed import initialize
+from tests.test_launcher import NAMESPACES, namespaces_work
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig
+from torchtitan_lite.distributed import initialize, parallelize
 from torchtitan_lite.models import build, fused_loss
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
@@ -130,3 +133,56 @@ def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(monk
             torch.cuda.set_sync_debug_mode("default")
         found.append([loss.detach(), *(leaf.grad for leaf in leaves)])
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"fsdp__param_dtype": "bfloat16"},
+    "float16": {"fsdp__param_dtype": "float16"},
+    "float32, tied, full": {"model__tie_embeddings": True, "activation_checkpointing__mode": "full"},
+    "prefetching, selective": {"fsdp__explicit_prefetching": True, "activation_checkpointing__mode": "selective"},
+    "document mask, selective": {
+        **{"data__packing": "best_fit", "data__document_mask": True, "fsdp__param_dtype": "bfloat16"},
+        **{"activation_checkpointing__mode": "selective", "model__dim": 64},
+    },
+    "compiled": {"compile__enabled": True, "fsdp__param_dtype": "bfloat16"},
+    "kept gathered": {"fsdp__reshard_after_forward": False, "fsdp__reshard_after_backward": False},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_host_waits_for_nothing_during_a_step(name: str, text: Path, tmp_path: Path) -> None:
+    """Apart from events: torch does not report the wait for the event of the step before."""
+    more = {"model__family": "llama", "run__device": "cuda", "train__steps": 6, "eval__every": 0}
+    command = tiny(text, tmp_path, run__name="run", **more, **SETTINGS[name])
+    succeeded(torchrun(1, *command, script="tests/waiting_worker.py"))
+
+
+def test_attention_within_documents_is_kept_by_selective_checkpointing() -> None:
+    """The kernel of FlexAttention runs once forward, not twice."""
+    config = ModelConfig.model_validate(
+        {"family": "llama", "dim": 128, "n_heads": 2, "n_layers": 2, "max_seq_len": 256}
+    )
+    with torch.device("cuda"):
+        model = build(config, 517).bfloat16()
+        tokens = torch.zeros(2, 256, dtype=torch.int64)
+        positions = torch.arange(128).repeat(2, 2)
+    runs = {}
+    for mode in ("selective", "full"):
+        checkpointed = copy.deepcopy(model)
+        settings = ActivationCheckpointingConfig.model_validate({"mode": mode})
+        parallelize.apply_activation_checkpointing(checkpointed, settings)
+        checkpointed(tokens, tokens, None, positions).backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            checkpointed(tokens, tokens, None, positions).backward()
+        names = [event.name for event in profile.events()]
+        runs[mode] = sum("flex_attention" in name and "backward" not in name for name in names)
+    assert 0 < runs["selective"] < runs["full"]
+
+
+@pytest.mark.skipif(not namespaces_work(), reason="unshare can't make a PID namespace here")
+def test_torchrun_can_be_process_1_on_a_gpu(text: Path, tmp_path: Path) -> None:
+    """Neither CUDA nor NCCL may make a worker look like one whose launcher died."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "train.py"]
+    more = {"run__device": "cuda", "train__steps": 3}
+    said = succeeded(start([*NAMESPACES, *command, *tiny(text, tmp_path, run__name="run", **more)]))
+    assert "done    3 steps" in said

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.helpers import losses, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
-from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import Transformer, build, cuda_attention
 from torchtitan_lite.models.attention import attend, within_documents
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -92,6 +93,41 @@ def test_flex_attention_computes_the_same() -> None:
     torch.testing.assert_close(found.transpose(1, 2), expected)
 
 
+@pytest.mark.parametrize("length", [16, 128, 300, 1024])
+def test_the_mask_for_gpus_is_what_create_block_mask_makes(length: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    generator = torch.Generator().manual_seed(length)
+    begins = torch.rand(3, length, generator=generator) < torch.tensor([[0.0], [0.003], [0.1]])
+    places = torch.arange(length).expand(3, length)
+    positions = places - torch.where(begins, places, 0).cummax(1).values
+    found = within_documents(positions, dense=False)
+    documents = (positions == 0).cumsum(1)
+    expected = create_block_mask(
+        lambda b, _, q, k: (q >= k) & (documents[b, q] == documents[b, k]), 3, None, length, length, device="cpu"
+    )
+    assert found.seq_lengths == expected.seq_lengths
+    assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype
+        assert ours.equal(theirs), name
+    assert found.to_dense().equal(expected.to_dense())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_for_gpus_computes_the_same(compiled: bool) -> None:
+    """With the CPU's kernels; compiled, so that no graph break is left to be found on a GPU."""
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(2, 4, 16, 16), torch.randn(2, 2, 2, 16, 16)
+    attention = cuda_attention.attend
+    if compiled:
+        attention = torch.compile(attention, backend="eager", fullgraph=True)
+    for mask, causal in ((None, {"is_causal": True}), (within_documents(POSITIONS, dense=True), {})):
+        expected = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2)
+        torch.testing.assert_close(attention(q, k, v, mask, 0.0, causal), expected)
+
+
 @pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.extended), "llama"])
 def test_two_processes_train_like_one(family: str, text: Path, tmp_path: Path) -> None:
     """Sharded, checkpointed and compiled, with packed documents and an uneven batch: the same curve."""
@@ -108,3 +144,35 @@ def test_two_processes_train_like_one(family: str, text: Path, tmp_path: Path) -
     plain = more | {"data__document_mask": False}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="open", **plain)))
     assert losses(tmp_path / "open")[4] != theirs[4]
+
+
+@pytest.mark.extended
+def test_selective_checkpointing_keeps_the_result_of_a_compiled_function() -> None:
+    """As FlexAttention is compiled for GPUs: Inductor's code runs once, not again in backward."""
+    runs = []
+
+    @torch.library.custom_op("tests::mixed", mutates_args=())
+    def mixed(x: Tensor) -> Tensor:
+        runs.append(x.shape)
+        return x.softmax(-1)
+
+    mixed.register_fake(torch.empty_like)
+    mixed.register_autograd(lambda _, grad: grad)
+
+    def calls(mode: str, function: Any) -> int:
+        weight = torch.randn(8, 8, requires_grad=True)
+        layer = torch.nn.Module()
+        layer.forward = lambda x: function(x @ weight).sin()
+        model: Any = SimpleNamespace(layers=[layer], config=SimpleNamespace(dropout=0.0))
+        apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
+        layer.forward(torch.randn(4, 8)).sum().backward()  # compiles
+        runs.clear()
+        layer.forward(torch.randn(4, 8)).sum().backward()
+        return len(runs)
+
+    def function(x: Tensor) -> Tensor:
+        return mixed(x.exp())
+
+    compiled = cuda_attention.compiled(function)
+    assert [calls(mode, compiled) for mode in ("none", "selective", "full")] == [1, 1, 2]
+    assert calls("selective", torch.compile(function)) == 2, "torch keeps it without our option: then that can go"

@@ -39,6 +39,7 @@ ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
 }
+FLEX_ATTENTION = ("flex_attention", "inductor_compiled_code")  # within a compiled block, and compiled by itself
 
 
 def apply_activation_checkpointing(model: Transformer, config: ActivationCheckpointingConfig) -> None:
@@ -63,7 +64,8 @@ def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Ca
 
 
 def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    keep = operator in kept or operator.__name__ in FLEX_ATTENTION
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_fast_paths(model: Transformer, config: SpeedConfig) -> None:

@@ -1,13 +1,12 @@
 """Causal attention, by PyTorch's kernels or, on the CPU, by large matrix products over blocks of queries.
+(cuda_attention.py: on a GPU.)
 
 PyTorch's CPU flash kernel multiplies small tiles and reaches a fifth of the speed of a batched product in bfloat16
 (BENCHMARKS.md). `block_attention` multiplies each block of queries by all keys up to the block's end and masks only the
 last square. It keeps half of the (T, T) probabilities for backward: faster, but too much memory for long sequences.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,46 +89,39 @@ def within_documents(positions: Tensor, *, dense: bool) -> Any:
         dense: return a (B, 1, T, T) bool tensor for scaled_dot_product_attention. Otherwise return a BlockMask for
             FlexAttention, which skips blocks of other documents.
     """
+    if not dense:
+        from torchtitan_lite.models import cuda_attention
+
+        return cuda_attention.block_mask(positions)
     documents = (positions == 0).cumsum(1)  # (B, T), the index of each token's document
-    if dense:
-        return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-    from torch.nn.attention import flex_attention as flex  # used only on a GPU
-
-    def allowed(batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (documents[batch, q] == documents[batch, k])
-
-    n, length = positions.shape
-    return flex.create_block_mask(allowed, n, None, length, length, device=str(positions.device))
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, *, by_blocks: bool = False
 ) -> Tensor:
-    """Causal attention, (B, T, H, E) each -> (B, T, H, E). Fewer queries than keys are those of the last tokens.
+    """Causal attention, (B, T, H, E) and twice (B, S, K, E) -> (B, T, H, E). The queries are those of the last tokens.
 
     Args:
+        k, v: H / K queries in a row share a head of these.
         mask: from within_documents.
         by_blocks: use block_attention where it is faster.
     """
+    if q.is_cuda or not (mask is None or isinstance(mask, Tensor)):
+        from torchtitan_lite.models import cuda_attention
+
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return cuda_attention.attend(q, k, v, mask, dropout, causal(q, k)).transpose(1, 2)
+    if q.shape[2] != k.shape[2]:  # copying shared heads is faster on the CPU than SDPA's enable_gqa
+        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     plain = mask is None and dropout == 0 and q.shape == k.shape and q.device.type == "cpu"
     if by_blocks and plain and q.shape[2] <= MAX_SEQ_LEN:
         mixed = block_attention(q, k, v)
-    elif mask is None:
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **causal(q, k))
-    elif isinstance(mask, Tensor):
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, attn_mask=mask)
     else:
-        mixed = _flex_attention()(q, k, v, block_mask=mask)
+        options = causal(q, k) if mask is None else {"attn_mask": mask}
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options)
     return mixed.transpose(1, 2)
-
-
-@functools.cache
-def _flex_attention() -> Callable[..., Tensor]:
-    """FlexAttention, compiled: it is a fused kernel only then."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
 
 
 def causal(q: Tensor, k: Tensor) -> dict[str, Any]:

@@ -24,7 +24,6 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.dim_of_heads
-        self.n_groups = config.n_heads // config.kv_heads
         bias = config.qkv_bias
         self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=bias)
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
@@ -41,8 +40,6 @@ class Attention(nn.Module):
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if cache is not None:
             k, v = cache.extend(k, v)
-        # copying shared heads is faster on the CPU than SDPA's enable_gqa
-        k, v = (t.repeat_interleave(self.n_groups, dim=2) if self.n_groups > 1 else t for t in (k, v))
         return self.wo(attend(q, k, v, mask, by_blocks=self.by_blocks).flatten(2))
 
 

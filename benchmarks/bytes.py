@@ -1,0 +1,115 @@
+"""Bytes that a GPU moves, counted without one: `python -m benchmarks.bytes`. Needs g++, which builds the stand-in.
+
+The real code runs on FakeTensors of device cuda (tests/fake_cuda), and a log adds up what each operator reads and
+writes. Matrix products are listed apart: they are bound by arithmetic, everything else by memory.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+TOKENS, DIM, VOCABULARY = 8192, 2048, 128256
+GB = 1e9
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product", "flex_attention")
+
+
+def loss(chunked: bool) -> tuple[float, float, float]:
+    """GB of elementwise traffic, of products, and of the largest tensor, forward and backward, in bfloat16."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tests.fake_cuda.operators import OperatorLog
+    from torchtitan_lite.models.loss import chunked_cross_entropy, summed_cross_entropy
+
+    with FakeTensorMode(), torch.device("cuda"):
+        x = torch.empty(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(VOCABULARY, DIM, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.zeros(1, TOKENS, dtype=torch.int64)
+        with OperatorLog() as log:
+            way = chunked_cross_entropy if chunked else lambda x, w, t: summed_cross_entropy(x @ w.T, t)
+            way(x, weight, targets).backward()
+    elementwise = log.bytes(without=PRODUCTS)
+    return elementwise / GB, (log.bytes() - elementwise) / GB, max(o.written for o in log.operators) / GB
+
+
+def mask(length: int) -> tuple[float, float]:
+    """MB that making a document mask moves, and those of the largest tensor."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tests.fake_cuda.operators import OperatorLog
+    from torchtitan_lite.models.attention import within_documents
+
+    with FakeTensorMode(), torch.device("cuda"), OperatorLog() as log:
+        within_documents(torch.empty(1, length, dtype=torch.int64), dense=False)
+    return log.bytes() / 1e6, max(o.written for o in log.operators) / 1e6
+
+
+def shared_heads(dtype: str) -> float:
+    """MB of keys and values that attention of Llama 3 8 B copies for each block and 8,192 tokens, forward."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tests.fake_cuda.operators import OperatorLog
+    from torchtitan_lite.models.attention import attend
+
+    with FakeTensorMode(), torch.device("cuda"):
+        q = torch.empty(1, TOKENS, 32, 128, dtype=getattr(torch, dtype))
+        k, v = (torch.empty(1, TOKENS, 8, 128, dtype=getattr(torch, dtype)) for _ in range(2))
+        with OperatorLog() as log:
+            attend(q, k, v)
+    return log.bytes(without=PRODUCTS) / 1e6
+
+
+def fsdp(world_size: int, **options: Any) -> float:
+    """Bytes that FSDP's copies and casts move for each parameter and micro-batch, without its collectives."""
+    from tests.fake_cuda.step import config_of, logged_step
+
+    values = {
+        **{"model.family": "llama", "model.dim": 512, "model.n_heads": 4, "model.n_layers": 2},
+        **{"model.max_seq_len": 128, "train.seq_len": 128, "train.micro_batch_size": 1, "run.device": "cuda"},
+        **{"tokenizer.vocab_size": 4096, "fsdp.param_dtype": "bfloat16"},
+        **{f"fsdp.{key}": value for key, value in options.items()},
+    }
+    copied, parameters = [], 0
+    for n in (2, 3):  # micro-batches: the difference is what one more costs
+        config = config_of(values | {"train.global_batch_size": n * world_size}, world_size)
+        log = logged_step(config, world_size, 4096)
+        of_fsdp = [o for o in log.operators if "/fsdp/" in o.within and not o.name.startswith("c10d")]
+        copied.append(sum(o.bytes for o in of_fsdp))
+    parameters = 2 * 4096 * 512 + 2 * (4 * 512**2 + 3 * 512 * config.model.dim_of_ffn + 2 * 512) + 512
+    return (copied[1] - copied[0]) / parameters
+
+
+def main(_argv: Sequence[str]) -> int:
+    rows = [("loss of 8,192 tokens, vocabulary 128,256, dim 2,048, bfloat16", "")]
+    for name, chunked in (("in chunks", True), ("of all logits", False)):
+        elementwise, products, largest = loss(chunked)
+        what = f"{elementwise:.1f} GB elementwise, {products:.1f} GB products, largest tensor {largest:.2f} GB"
+        rows.append((f"  {name}", what))
+    rows.append(("document mask, 1 sequence", ""))
+    for length in (8192, 32768):
+        moved, largest = mask(length)
+        rows.append((f"  {length:,} tokens", f"{moved:,.1f} MB, largest tensor {largest:.2f} MB"))
+    rows.append(("shared heads copied, Llama 3 8 B, 8,192 tokens, one block", ""))
+    rows += [(f"  {dtype}", f"{shared_heads(dtype):,.1f} MB") for dtype in ("bfloat16", "float32")]
+    rows.append(("FSDP's copies, for each parameter and micro-batch", ""))
+    gathered = {"reshard_after_forward": False, "reshard_after_backward": False}
+    for world_size, where in ((1, "one GPU"), (8, "8 GPUs")):
+        for name, options in (
+            *((where, {}), (f"{where}, kept gathered", gathered)),
+            (f'{where}, kept gathered, grad_sync = "last"', gathered | {"grad_sync": "last"}),
+        ):
+            rows.append((f"  {name}", f"{fsdp(world_size, **options):.1f} bytes"))
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows))
+    return 0
+
+
+if __name__ == "__main__":
+    from tests.fake_cuda import library
+
+    if why := library.unavailable():
+        sys.exit(why)
+    sys.exit(subprocess.run([sys.executable, "-m", "tests.fake_cuda", "benchmarks.bytes"], check=False).returncode)

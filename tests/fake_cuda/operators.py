@@ -1,0 +1,285 @@
+"""A log of every operator: devices, bytes read and written, the line of ours that called it, and whether it waits.
+
+    with FakeTensorMode(), OperatorLog() as log:
+        loss = model(tokens, targets)
+        loss.backward()
+    print(log.table())
+
+Bytes are those that a kernel of its own moves between memory and the chip: each input once, each output once. Views and
+allocations move none. A lookup reads only the rows that it needs. Inside a compiled function nothing is logged but its
+inputs and outputs (stand_ins.py).
+"""
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.utils import redirect_to_mode
+from torch._higher_order_ops.wrap import inductor_compiled_code
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).parent.parent.parent
+OURS = tuple(str(ROOT / name) for name in ("torchtitan_lite/", "train.py", "checkpoint.py"))
+_HERE = str(Path(__file__).parent)
+
+# Their kernels read a size from the device, by torch's sources.
+_SIZE_FROM_DEVICE = {"nonzero", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "equal"}
+_SIZE_FROM_DEVICE |= {"is_nonzero", "bincount", "argwhere"}
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
+_LOOKUPS = {"embedding", "gather", "index", "index_select"}
+_SCATTERS = {"scatter_", "scatter_add_", "index_put_", "_index_put_impl_", "index_add_"}
+# Files of torch that stand between the line that calls an operator and this log
+_MACHINERY = ["_ops.py", "_python_dispatch.py", "_subclasses", "_contextlib.py", "autograd/graph.py", "_dynamo"]
+_MACHINERY += ["_compile.py", "_stats.py"]
+_OVERWRITE = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "_foreach_copy_", "_foreach_zero_"}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One call of an operator."""
+
+    name: str  # "aten.mm.default"
+    devices: tuple[str, ...]  # of its tensors: "cpu", "cuda"
+    read: int  # bytes
+    written: int  # bytes
+    where: str  # "train.py:251", the innermost line of ours; else `within`
+    within: str  # the innermost line of torch's Python, if it is further in: "torch/nn/modules/linear.py:134"
+    waits: str = ""  # why the host waits for the device; "": it does not
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the outputs
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.written
+
+
+class OperatorLog(TorchDispatchMode):
+    """Logs the operators of a block. A DTensor's operator is logged as those on its local tensors."""
+
+    def __init__(self, *, silent: bool = False) -> None:
+        """
+        Args:
+            silent: log nothing, but give a value (0) to whatever reads one of a FakeTensor.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.silent = silent
+        self.operators: list[Operator] = []
+        self._pinned: list[Any] = []  # storages, kept so that no other gets the address
+        self._paused = threading.local()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls operators on its local tensors, which come here
+        kwargs = kwargs or {}
+        if isinstance(function, HigherOrderOperator):
+            return self.compiled(_called(args[0]), function, args, kwargs)
+        if self.silent or function.namespace == "prim":  # a question about a tensor, no work
+            return _call(function, args, kwargs)
+        waits = self._waits(function, args, kwargs)
+        out = _call(function, args, kwargs)
+        self._remember_pinned(function, args, kwargs, out)
+        if not getattr(self._paused, "now", False):
+            read, written = moved_bytes(function, args, kwargs, out)
+            tensors = [*_tensors((args, kwargs)), *_tensors(out)]
+            devices = tuple(sorted({t.device.type for t in tensors}))
+            shapes = tuple(tuple(t.shape) for t in _tensors(out))
+            self.operators.append(Operator(str(function), devices, read, written, *calling_lines(), waits, shapes))
+        return out
+
+    def add(self, name: str, read: int = 0, written: int = 0, waits: str = "") -> None:
+        """Log something that is no operator of torch's: a wait for an event, a compiled function."""
+        if not self.silent:
+            self.operators.append(Operator(name, ("cuda",), read, written, *calling_lines(), waits))
+
+    def compiled(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function as if its operators were one kernel, which reads its inputs and writes its outputs."""
+        if getattr(self._paused, "now", False):
+            return function(*args, **kwargs)
+        self._paused.now = True
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self._paused.now = False
+        read, written = (sum(n_bytes(t) for t in _tensors(x)) for x in ((args, kwargs), out))
+        self.add(f"compiled {name}", read, written)
+        return out
+
+    @property
+    def waits(self) -> list[Operator]:
+        """Those for which the host waits for the device."""
+        return [operator for operator in self.operators if operator.waits]
+
+    def bytes(self, without: Iterable[str] = ()) -> int:
+        """Bytes read and written, without operators whose names contain one of these words."""
+        words = tuple(without)
+        return sum(o.bytes for o in self.operators if not any(word in o.name for word in words))
+
+    def table(self, n: int = 20) -> str:
+        """The operators and lines that move the most bytes, in MiB."""
+        total: dict[tuple[str, str], list[int]] = {}
+        for o in self.operators:
+            entry = total.setdefault((o.name, o.where), [0, 0, 0])
+            for i, value in enumerate((1, o.read, o.written)):
+                entry[i] += value
+        most = sorted(total.items(), key=lambda item: -sum(item[1][1:]))[:n]
+        lines = [f"{'calls':>6} {'read MiB':>10} {'written':>10}  operator, line"]
+        lines += [f"{c:6} {r / 2**20:10.1f} {w / 2**20:10.1f}  {name}, {at}" for (name, at), (c, r, w) in most]
+        return "\n".join(lines)
+
+    def _waits(self, function: Any, args: Any, kwargs: Any) -> str:
+        """Why the host waits for the device during this operator, or ""."""
+        name = _name(function)
+        tensors = list(_tensors((args, kwargs)))
+        on_device = [t for t in tensors if t.is_cuda]
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return "reads a value from the device" if on_device else ""
+        if on_device and (name in _SIZE_FROM_DEVICE or (name == "repeat_interleave" and not kwargs.get("output_size"))):
+            return "reads a size from the device"
+        if on_device and name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            indices = [t for t in args[1] if t is not None]
+            if any(t.dtype in (torch.bool, torch.uint8) for t in indices):
+                return "reads the number of elements that a mask selects"
+            if any(not t.is_cuda for t in indices):
+                return "copies indices to the device"
+        if name in ("copy_", "_to_copy", "_foreach_copy_"):
+            return self._copy_waits(name, args, kwargs)
+        return ""
+
+    def _copy_waits(self, name: str, args: Any, kwargs: Any) -> str:
+        if name == "_to_copy":
+            source, device = args[0], kwargs.get("device")
+            to_device = source.is_cuda if device is None else torch.device(device).type == "cuda"
+            # towards the host, torch takes pinned memory for a copy that does not block
+            pinned = to_device is False or self._is_pinned(source)
+        elif name == "copy_":
+            to, source = args[:2]
+            to_device = to.is_cuda
+            pinned = self._is_pinned(source if to_device else to)
+        else:
+            to, source = args[0][0], args[1][0]
+            to_device, pinned = to.is_cuda, all(self._is_pinned(t) for t in (args[1] if to.is_cuda else args[0]))
+        if to_device == source.is_cuda:
+            return ""
+        non_blocking = kwargs.get("non_blocking") or (name != "_to_copy" and len(args) > 2 and args[2])
+        way = "to" if to_device else "from"
+        if not non_blocking:
+            return f"copies {way} the device and blocks"
+        return "" if pinned else f"copies {way} the device through memory that is not pinned"
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, FakeTensor):
+            return any(tensor.untyped_storage()._cdata == kept._cdata for kept in self._pinned)
+        with _disable_current_modes():
+            return tensor.is_pinned()
+
+    def _remember_pinned(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        to_host = function is torch.ops.aten._to_copy.default and kwargs.get("non_blocking") and args[0].is_cuda
+        if kwargs.get("pin_memory") or _name(function) == "_pin_memory" or (to_host and not out.is_cuda):
+            self._pinned.append(out.untyped_storage())
+
+
+def moved_bytes(function: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
+    """Bytes that a call reads and writes."""
+    name = _name(function)
+    outputs = list(_tensors(out))
+    if name in _ALLOCATIONS:
+        return 0, 0
+    named = [*zip(function._schema.arguments, args, strict=False)]
+    named += [(a, kwargs[a.name]) for a in function._schema.arguments if a.name in kwargs]
+    changed, inputs = [], []
+    for argument, value in named:
+        tensors = list(_tensors(value))
+        changes = argument.alias_info is not None and argument.alias_info.is_write
+        changed += tensors if changes else []
+        inputs += [] if changes and (argument.is_out or name in _OVERWRITE) else tensors
+    ours = {t.untyped_storage()._cdata for t in (*changed, *inputs)}
+    new = [t for t in outputs if t.untyped_storage()._cdata not in ours]
+    if function.namespace == "c10d":
+        changed, inputs, new = _sent(name, args)
+    elif not changed and not new and outputs:
+        return 0, 0  # a view
+    written = sum(n_bytes(t) for t in (*changed, *new))
+    if name in _LOOKUPS:
+        return written + sum(n_bytes(t) for t in inputs[1:]), written
+    if name in _SCATTERS:
+        moved = sum(n_bytes(t) for t in inputs if t is not changed[0])
+        source = sum(n_bytes(t) for t in inputs if t is not changed[0] and t.dtype == changed[0].dtype)
+        return moved + source, source
+    return sum(n_bytes(t) for t in {id(t): t for t in inputs}.values()), written
+
+
+def _sent(name: str, args: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The outputs and inputs of a collective, whose schema does not mark them."""
+    if name in ("_allgather_base_", "_reduce_scatter_base_"):
+        return [args[0]], [args[1]], []
+    both = list(_tensors(args[0]))
+    return both, both, []
+
+
+def n_bytes(tensor: Tensor) -> int:
+    """Bytes of the elements of a tensor; those of an expanded dim are the same."""
+    n = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        n *= size if stride else min(size, 1)
+    return n
+
+
+def calling_lines() -> tuple[str, str]:
+    """The innermost line of ours that leads to this call, and the one of torch within; see Operator.
+
+    A built-in backward has neither: "autograd".
+    """
+    within = ""
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if file.startswith(OURS):
+            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}", within
+        if not within and "site-packages" in file and not any(word in file for word in _MACHINERY):
+            within = f"{file.split('site-packages/')[1]}:{frame.f_lineno}"
+    return within or "autograd", within
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_HERE):
+            yield frame
+        frame = frame.f_back
+
+
+def _call(function: Any, args: Any, kwargs: Any) -> Any:
+    """The result; for a value of a FakeTensor, which has none, 0."""
+    try:
+        return function(*args, **kwargs)
+    except DataDependentOutputException:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            with _disable_current_modes():
+                return torch.zeros((), dtype=args[0].dtype).item()
+        if function is torch.ops.aten.equal.default:
+            return True
+        raise
+
+
+def _called(function: Any) -> str:
+    """The name of a compiled region."""
+    return getattr(function, "compile_region_name", None) or "region"
+
+
+def _name(function: Any) -> str:
+    return function._schema.name.split("::")[1]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+redirect_to_mode(inductor_compiled_code, OperatorLog)  # as what is compiled is called where a mode is active

@@ -1,0 +1,112 @@
+"""A step on a GPU that does not exist: its waits, its attention, its bytes (tests/fake_cuda)."""
+
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda import library
+from tests.helpers import start, succeeded
+
+# .ci/run installs g++: there nothing may be skipped for its lack
+pytestmark = pytest.mark.skipif(
+    bool(library.unavailable()) and not ("TORCHTITAN_LITE_CI" in os.environ and "g++" in library.unavailable()),
+    reason=library.unavailable(),
+)
+
+TABLE = [
+    "HSDP, full checkpointing, explicit prefetching",
+    "document mask, selective checkpointing",
+    "world of one, float16, tied",
+    "accumulation, kept gathered, gradients synchronised once",
+]
+MORE = [
+    *("plain", "float32", "float16", "HSDP", "full checkpointing", "selective checkpointing", "tied"),
+    *("explicit prefetching", "document mask", "document mask, full checkpointing", "world of one", "accumulation"),
+    *("accumulation, gradients synchronised once", "accumulation, kept gathered", "gpt, dropout", "gpt, document mask"),
+    "logits of all tokens",
+]
+
+
+def facts_of(tmp_path_factory: pytest.TempPathFactory, *names: str) -> Any:
+    file = tmp_path_factory.mktemp("fake_cuda") / "found.json"
+    succeeded(start([sys.executable, "-m", "tests.fake_cuda", "tests.fake_cuda.cases", str(file), *names]))
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return facts_of(tmp_path_factory, *TABLE)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return facts_of(tmp_path_factory, *MORE)
+
+
+def require_no_wait(step: dict[str, Any]) -> None:
+    """Two small copies of the step before are read: the guard's and the preemption's."""
+    assert step["operators"] > 300
+    expected = "waits for an event of the step before"
+    assert [waits for _, _, waits in step["waits"]] == [expected, expected], step["waits"]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_host_waits_only_for_the_step_before(name: str, found: Any) -> None:
+    require_no_wait(found["steps"][name])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", MORE)
+def test_the_host_waits_only_for_the_step_before_in_more_settings(name: str, more: Any) -> None:
+    require_no_wait(more["steps"][name])
+
+
+def kernels(step: dict[str, Any]) -> list[str]:
+    """The attention kernels of a step."""
+    return [name.removeprefix("aten._scaled_dot_product_").removesuffix(".default") for name in step["attention"]]
+
+
+def test_selective_checkpointing_keeps_attention_within_documents(found: Any) -> None:
+    step = kernels(found["steps"]["document mask, selective checkpointing"])
+    forward, backward = (f"compiled flex_attention {way}" for way in ("forward", "backward"))
+    assert step == [forward, forward, backward, backward]  # of two blocks: none is recomputed
+    full = kernels(found["steps"]["HSDP, full checkpointing, explicit prefetching"])
+    assert full.count("cudnn_attention") == 4, "full checkpointing recomputes it"
+
+
+def test_a_document_mask_is_never_a_matrix_of_tokens_by_tokens(found: Any) -> None:
+    for length, (moved, largest, waits) in found["mask"].items():
+        tokens = int(length)
+        assert largest < tokens**2 / 500
+        assert moved < tokens**2 / 50
+        assert not waits
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel", "copied"),
+    [
+        ("bfloat16, 256, 2", "cudnn", 0),
+        ("float16, 256, 2", "cudnn", 0),
+        ("bfloat16, 256, 8", "cudnn", 0),
+        ("bfloat16, 100, 2", "flash", 0),  # cuDNN only for multiples of 128 tokens
+        ("float32, 256, 2", "efficient", 2 * 2 * 8 * 256 * 64 * 4),  # which takes no shared heads
+        ("bfloat16, 1, 2, cached", "efficient", 2 * 2 * 8 * 256 * 64 * 2),  # a mask: fewer queries than keys
+    ],
+)
+def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
+    case: str, kernel: str, copied: int, found: Any
+) -> None:
+    names, n_bytes = found["attention"][case]
+    assert names == [f"aten._scaled_dot_product_{kernel}_attention.default"]
+    assert n_bytes == copied
+
+
+@pytest.mark.extended
+def test_the_table_of_bytes_is_printed() -> None:
+    lines = succeeded(start([sys.executable, "-m", "benchmarks.bytes"])).splitlines()
+    figures = [float(line.split("  ")[-1].split()[0].replace(",", "")) for line in lines if line.startswith("  ")]
+    assert len(figures) == 12
+    assert figures[4] == 0, "bfloat16 copies no shared heads"

@@ -1,0 +1,112 @@
+"""Attention on a GPU: PyTorch's fused kernels, and FlexAttention within documents. Loaded only there.
+
+SDPA's kernels are tried in the order cuDNN, flash, efficient, math: on an H100 with heads of 128, cuDNN reaches twice
+the rate of PyTorch's flash kernel (pytorch issue 142132). torch's own order depends on its version and the GPU.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+BLOCK = 128  # queries and keys in a block of FlexAttention's mask, its default
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causal: dict[str, Any]) -> Tensor:
+    """Attention of (B, H, T, E) queries and (B, K, S, E) keys and values -> (B, H, T, E); H is a multiple of K.
+
+    Args:
+        mask: from attention.within_documents, or None.
+        causal: what makes SDPA causal, without a mask.
+    """
+    shared = q.shape[1] != k.shape[1]
+    if mask is not None and not isinstance(mask, Tensor):
+        return _flex_attention()(q, k, v, block_mask=mask, **({"enable_gqa": True} if shared else {}))
+    options = causal if mask is None else {"attn_mask": mask}
+    # Without a kernel for it, enable_gqa computes all T x S scores: then copying the shared heads is better.
+    grouped = shared and "is_causal" in options and _takes_groups(q, k, v, dropout)
+    if shared and not grouped:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    # cuDNN before 9.15.1 was wrong for other lengths, later ones make NaN of some masks (pytorch issues 169849, 196678)
+    first = [SDPBackend.CUDNN_ATTENTION] if "is_causal" in options and q.shape[2] % 128 == 0 else []
+    with sdpa_kernel(first + FUSED, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=grouped, **options)
+
+
+def _takes_groups(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
+    """Whether the flash kernel computes heads that share keys and values. (Where it does, so does cuDNN's.)"""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, dropout, True, True)
+    return torch.backends.cuda.can_use_flash_attention(params)
+
+
+def block_mask(positions: Tensor) -> Any:
+    """The BlockMask of causal attention within documents, for FlexAttention, which skips blocks of other documents.
+
+    Equal to `create_block_mask`'s, which first makes the whole mask, (B, T, T). Here a block of queries and a block of
+    keys are compared by their first and last document.
+
+    Args:
+        positions: (B, T) int64; a document begins at position 0.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    documents = (positions == 0).cumsum(1)  # (B, T), the index of each token's document; never decreases
+    length = documents.shape[1]
+    first = documents[:, ::BLOCK]  # (B, N), of each block
+    ends = torch.arange(BLOCK - 1, length + BLOCK - 1, BLOCK, device=positions.device).clamp(max=length - 1)
+    last = documents[:, ends]
+    n = first.shape[1]
+    earlier = torch.ones(n, n, dtype=torch.bool, device=positions.device).tril(-1)  # keys before the queries
+    same = torch.eye(n, dtype=torch.bool, device=positions.device)
+    complete = torch.arange(1, n + 1, device=positions.device)[:, None] * BLOCK <= length
+    # (B, 1, N, N): queries down, keys across
+    full = (earlier & complete & (last[:, :, None] == first[:, None, :]))[:, None]
+    some = (same | earlier & (first[:, :, None] <= last[:, None, :]))[:, None] & ~full
+
+    def allowed(batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (documents[batch, q] == documents[batch, k])
+
+    return BlockMask.from_kv_blocks(
+        *_in_order(some), *_in_order(full), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(length, length)
+    )
+
+
+def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of blocks of keys for each block of queries, (B, 1, N) int32, and their indices, (B, 1, N, N) int32.
+
+    Indices of other blocks follow.
+    """
+    chosen = blocks.to(torch.int32)
+    order = torch.argsort(chosen, dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A compiled function whose result selective checkpointing can keep: it sees it only with this option."""
+    from torch._inductor import config
+
+    name = "wrap_inductor_compiled_regions"
+    return torch.compile(function, options={name: True} if hasattr(config, name) else {})
+
+
+@functools.cache
+def _flex_attention_compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return compiled(flex_attention)
+
+
+def _flex_attention() -> Callable[..., Any]:
+    """FlexAttention, compiled: it is a fused kernel only then."""
+    if torch.compiler.is_compiling():  # as a part of its block
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention
+    return _flex_attention_compiled()
