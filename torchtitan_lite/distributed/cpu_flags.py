@@ -15,7 +15,7 @@ def slow_on_rank0() -> tuple[str, ...]:
 
 
 def slow_dtypes() -> tuple[str, ...]:
-    """The 16-bit dtypes that this CPU has no instructions for: a product takes forty times as long as in float32.
+    """The 16-bit dtypes that this CPU has no instructions for: a product takes 20 to 40 times as long as in float32.
 
     Found by flags, as a choice by timing could differ between ranks and resumes.
     """
