@@ -110,7 +110,7 @@ NEIGHBOURS = [
     *(("llama_8b", {MICRO_BATCH: 1, CHECKPOINTING: "none"}), ("llama_8b", {"fsdp__reshard_after_forward": False})),
     *(("llama_8b", {CHECKPOINTING: "none"}), ("llama_8b", {MICRO_BATCH: 4})),
     *(("llama_70b", {CHECKPOINTING: "selective"}), ("llama_70b", {MICRO_BATCH: 1})),
-    *(("gpt_124m", {MICRO_BATCH: 64}), ("gpt_1558m", {"fsdp__reshard_after_forward": False})),
+    *(("gpt_124m", {MICRO_BATCH: 64}), ("gpt_1558m", {"fsdp__grad_sync": "every"})),
     *(("gpt_1558m", {MICRO_BATCH: 32}), ("llama_150m", {MICRO_BATCH: 16})),
 ]
 

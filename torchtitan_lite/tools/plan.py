@@ -358,7 +358,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     parser.add_argument("--device", default="h100", help=f"cpu, {', '.join(DEVICES)}, or own figures (default: h100)")
     parser.add_argument("--mfu", type=float, default=0.4, help="a share of the peak to expect (default: 0.4)")
-    parser.add_argument("--published", action="store_true", help="compare with published runs (docs/plan.md); minutes")
     own = parser.add_argument_group("own figures, for another device")
     for flag, (_, _, text) in OWN.items():
         own.add_argument(f"--{flag}", type=float, metavar="N", help=text)
@@ -376,11 +375,6 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--world-size={given.world_size} should be 1 or more, and at most {MOST_RANKS:,}")
     if not 0 < given.mfu <= 1:
         raise ConfigError(f"--mfu={given.mfu} should be above 0 and at most 1, e.g. 0.4")
-    if given.published:
-        from torchtitan_lite.tools.estimate import published
-
-        print(published.table([published.compare(row) for row in published.ROWS]))
-        return 0
     device = device_of(given)
     per_node = min(device.per_node if device else given.world_size, given.world_size)
     sizes = {"world_size": given.world_size, "local_world_size": per_node}

@@ -8,8 +8,8 @@
                     than the computation beside it; what is hidden slows the computation down
     optimizer       bytes
 
-SUSTAINED, ATTENTION and CONTENTION were fitted to published runs of 8 GPUs (published.py); the others are assumed.
-docs/plan.md compares with published runs.
+SUSTAINED, ATTENTION and CONTENTION were fitted to published runs of 8 GPUs (benchmarks/published.py), the others are
+assumed. docs/plan.md compares with published runs.
 """
 
 from collections import Counter

@@ -3,7 +3,7 @@
 The rows of 8 GPUs calibrate the constants of step_time.py. The others were not used: they test them. All rows of the
 sources are here whose settings `plan` has and the source states: bfloat16, FSDP alone, models from 1 B; of
 llm-foundry's many rows those with 2,048 tokens and 8, 128 or 256 GPUs, and the 70 B on 64.
-`python -m torchtitan_lite.plan --published` prints the table.
+`python -m benchmarks.published` prints the table of docs/plan.md, in some minutes.
 """
 
 import statistics
@@ -205,3 +205,7 @@ def table(compared: list[Compared]) -> str:
                 f"{len(errors)} rows {name}: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}."
             )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table([compare(row) for row in ROWS]))
