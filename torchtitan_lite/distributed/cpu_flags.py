@@ -4,6 +4,7 @@ import functools
 import platform
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_lite.distributed.process_group import from_rank0
 
@@ -11,7 +12,7 @@ from torchtitan_lite.distributed.process_group import from_rank0
 @functools.cache
 def slow_on_rank0() -> tuple[str, ...]:
     """`slow_dtypes` of rank 0, which decides for all. The first call is a collective."""
-    return from_rank0(slow_dtypes())
+    return from_rank0(slow_dtypes()) if dist.is_initialized() else slow_dtypes()
 
 
 def slow_dtypes() -> tuple[str, ...]:
