@@ -22,5 +22,5 @@ def train_step(s: Session, step: int) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    train.train_step = train_step  # type: ignore[assignment]
+    train.train_step = train_step
     exit_process(train.main(sys.argv[1:]))
