@@ -156,7 +156,8 @@ EXTENDED = {
         "HYBRID_SHARD",
     ),
     *("compile, checkpointing full", "reshard to 2, prefetch 2, tied", "frozen head, sync last", "4 copies", "tied"),
-    *("all that people use at once", "dropout", "_HYBRID_SHARD_ZERO2", "checkpointing selective"),
+    *("all that people use at once", "dropout", "_HYBRID_SHARD_ZERO2", "checkpointing selective", "all inputs cast"),
+    *("first layer fp32", "reduce in bf16", "plain", "frozen", "HSDP, all-reduce last", "prefetch 3, kept", "gpt"),
 }
 
 # On one GPU: the rows that need no second rank, and those that need a GPU.

@@ -64,7 +64,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize(
+    "why", [pytest.param(why, marks=[] if why == "no weights" else [pytest.mark.extended]) for why in REFUSED]
+)
 def test_a_refused_command_sets_nothing_aside(why: str, run: Path, text: Path, tmp_path: Path) -> None:
     more, fault, said = REFUSED[why]
     if "model__init_from" in more:
@@ -79,6 +81,7 @@ def test_a_refused_command_sets_nothing_aside(why: str, run: Path, text: Path, t
     assert "resumed after step 8" in succeeded(ranks(1, *command(text, tmp_path, train__steps=9)))
 
 
+@pytest.mark.extended
 def test_a_damaged_checkpoint_stays_in_place_until_training_starts(run: Path, text: Path, tmp_path: Path) -> None:
     (checkpoint(run, 8) / "model.safetensors").write_bytes(b"")
     before = contents(run)
@@ -118,6 +121,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.extended
 def test_a_full_disk_at_a_resume_is_reported(finished: Path, text: Path, disk: Path) -> None:
     run = disk / "run"
     shutil.copytree(finished, run)
@@ -146,6 +150,7 @@ def torchrun_attempt(number: int, run_id: str = "x") -> dict[str, str]:
 @pytest.mark.parametrize(
     ("resume", "aside"), [pytest.param("never", [2, 4, 6, 8], marks=pytest.mark.extended), ("step-2", [4, 6, 8])]
 )
+@pytest.mark.extended
 def test_a_restart_by_torchrun_resumes_from_the_previous_attempt(
     resume: str, aside: list[int], run: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +171,7 @@ def test_a_restart_by_torchrun_resumes_from_the_previous_attempt(
     assert len(set_aside(run)) > len(expected)
 
 
+@pytest.mark.extended
 def test_an_attempt_that_dies_early_leaves_resume_to_the_next(run: Path, text: Path, tmp_path: Path) -> None:
     """Even if an earlier launch had the same id: torchrun's default id is "none"."""
     same = command(text, tmp_path, checkpoint__resume="never")
@@ -177,6 +183,7 @@ def test_an_attempt_that_dies_early_leaves_resume_to_the_next(run: Path, text: P
     assert len(set_aside(run)) == 8
 
 
+@pytest.mark.extended
 def test_another_launch_is_no_restart(run: Path, text: Path, tmp_path: Path) -> None:
     same = command(text, tmp_path, checkpoint__resume="never")
     succeeded(ranks(1, *same, env=torchrun_attempt(0, "x")))

@@ -73,6 +73,7 @@ def test_gradients_are_the_same_bit_for_bit(config: ModelConfig, mode: str, ever
         assert one.equal(other)
 
 
+@pytest.mark.extended
 def test_memory_falls_as_more_is_computed_again() -> None:
     none, selective, full = (peak_bytes(made(mode=mode)) for mode in ("none", "selective", "full"))
     assert none > 1.2 * selective > 1.2 * 1.2 * full, (none, selective, full)
@@ -106,6 +107,7 @@ def _fresh_dynamo() -> None:
     ],
     ids=["llama", "gpt", "checkpointed", "every other one checkpointed"],
 )
+@pytest.mark.extended
 def test_each_kind_of_block_is_compiled_once(make: Callable[[], Transformer], kinds: int) -> None:
     model = make()
     for _ in range(2):
@@ -116,6 +118,7 @@ def test_each_kind_of_block_is_compiled_once(make: Callable[[], Transformer], ki
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.extended
 def test_compiled_blocks_compute_the_same_under_the_same_names(mode: str) -> None:
     plain, compiled = made(), made(mode=mode, compiled="aot_eager")
     assert list(plain.state_dict()) == list(compiled.state_dict())

@@ -39,6 +39,7 @@ def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:
     return result.stderr
 
 
+@pytest.mark.extended
 def test_finished_run_says_so_and_exits_0(finished: Path, text: Path) -> None:
     before = records(finished)
     output = succeeded(ranks(1, *tiny(text, finished.parent, run__name="run", train__steps=4, checkpoint__every=2)))
@@ -72,6 +73,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert "--run.name=NAME" in message
 
 
+@pytest.mark.extended
 def test_other_text_or_vocabulary_is_refused(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, tokenizer__vocab_size=400)
     assert "tokenizer is " in message
@@ -109,6 +111,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert any(file in problem for problem in problems), problems
 
 
+@pytest.mark.extended
 def test_the_run_resumes_from_the_newest_complete_checkpoint_and_logs_it(
     finished: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -230,6 +233,7 @@ def from_the_step_before(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [lengthen, zero_a_sector, swap_shards, from_the_step_before, Path.unlink])
+@pytest.mark.extended
 def test_a_damaged_shard_is_found(harm: Callable[[Path], None], sharded: Path, tmp_path: Path) -> None:
     shutil.copytree(sharded, tmp_path / "run")
     folder = checkpoint(tmp_path / "run", 4)
@@ -267,7 +271,7 @@ HEADER = 10**15
 NESTED = b"[" * 100_000
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.extended), "sharded"])
 @pytest.mark.parametrize("harm", ["a pickle", "a huge header", "deep JSON", "twice the same key", "other shapes"])
 def test_a_malicious_checkpoint_is_refused_and_executes_nothing(
     harm: str, kind: str, finished: Path, sharded: Path, text: Path, tmp_path: Path
@@ -331,6 +335,7 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
     ]
 
 
+@pytest.mark.extended
 def test_resume_selects_a_checkpoint(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, checkpoint__resume="step-3")
     assert 'checkpoint.resume = "step-3" does not exist in ' in message
@@ -385,6 +390,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path)
 
 
+@pytest.mark.extended
 def test_old_checkpoints_are_deleted_and_the_best_is_kept(text: Path, tmp_path: Path) -> None:
     more = {"checkpoint__keep_latest": 1, "checkpoint__keep_best": True, "checkpoint__keep_every": 4}
     command = tiny(text, tmp_path, run__name="run", train__steps=7, checkpoint__every=1, eval__every=1, **more)
@@ -394,6 +400,7 @@ def test_old_checkpoints_are_deleted_and_the_best_is_kept(text: Path, tmp_path: 
     assert storage.find_steps(tmp_path / "run/checkpoints") == sorted({4, 7, best})
 
 
+@pytest.mark.extended
 def test_the_loaded_checkpoint_is_kept(finished: Path, text: Path, tmp_path: Path) -> None:
     """Until a person has seen that the run continues well from it."""
     shutil.copytree(finished, tmp_path / "run")

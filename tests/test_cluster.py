@@ -172,6 +172,7 @@ else:
     ("failed", "preempted", 1, 0, True),
     ("failed", "complete", 1, 0, False),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_the_slurm_script_uses_only_the_status_of_this_attempt(
     before: str, status: str, code: int, expected: int, requeued: bool, slurm: dict[str, str], tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def test_small_configs_run_two_steps(file: Path, text: Path, tmp_path: Path) -> 
     assert set(losses(tmp_path / file.stem)) == {1, 2}
 
 
+@pytest.mark.extended
 def test_big_configs_are_sharded_over_8_ranks() -> None:
     lines = succeeded(python(*map(str, BIG), script="tests/fake_world.py")).splitlines()
     assert len(lines) == len(BIG) >= 2

@@ -72,6 +72,7 @@ def test_a_run_on_damaged_tokens_ends_with_the_file(folder: Path, tmp_path: Path
         (-1, None, r"document \d+ .* ends at token .*, but should end after "),
     ],
 )
+@pytest.mark.extended
 def test_document_ends_are_compared_with_the_tokens(
     folder: Path, number: int, value: int | None, expected: str
 ) -> None:
@@ -92,6 +93,7 @@ def test_an_empty_index_of_documents_is_an_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [(0, 0), (0, 10**9), (1, 0), (1, 33), (1, -1)])
+@pytest.mark.extended
 def test_pieces_of_a_packed_index_are_compared_with_the_tokens(folder: Path, damage: tuple[int, int]) -> None:
     index = pack(folder, read_meta(folder), 32, lambda _: None)
     column, value = damage

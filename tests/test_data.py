@@ -56,6 +56,7 @@ def prepared(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
+@pytest.mark.extended
 def test_permutation_visits_each_sample_once(n: int, seed: int) -> None:
     assert sorted(sample_index(i, n, seed) for i in range(n)) == list(range(n))
 

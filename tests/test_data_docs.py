@@ -5,6 +5,8 @@ import shlex
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import ROOT, losses, ranks, run_python, succeeded, tiny
 from torchtitan_lite.data.token_files import read_meta
 
@@ -12,6 +14,7 @@ PAGE = (ROOT / "docs/data.md").read_text()
 COMMANDS = [shlex.split(line) for line in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)[0].splitlines()]
 
 
+@pytest.mark.extended
 def test_from_a_folder_of_text_to_a_run_in_three_commands(text: Path, tmp_path: Path) -> None:
     shutil.copytree(text, tmp_path / "my_text")
     assert len(COMMANDS) == 3

@@ -39,6 +39,7 @@ def test_planned_memory_matches_measured_memory(world_size: int, text: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.extended
 def test_a_run_in_progress_is_not_changed(text: Path, tmp_path: Path) -> None:
     options = tiny(text, tmp_path, run__name="run", train__steps=4, checkpoint__every=4, eval__every=0)
     succeeded(ranks(1, *options))
@@ -51,6 +52,7 @@ def test_a_run_in_progress_is_not_changed(text: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == straight
 
 
+@pytest.mark.extended
 def test_errors_are_those_of_a_run(text: Path, tmp_path: Path) -> None:
     result = ranks(1, "--dry-run", *tiny(text, tmp_path, optim__lr=1e30, optim__warmup_steps=0))
     assert result.returncode == 1

@@ -41,6 +41,7 @@ def test_other_text_of_the_same_size_and_time_is_noticed(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("key", ["data.path", "tokenizer.path"])
+@pytest.mark.extended
 def test_plan_names_a_user_who_is_not_there(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([f"--{key}=~nobody-of-this-name/x", "--world-size", "1"]) in (0, 2)
     assert "Traceback" not in capsys.readouterr().err

@@ -47,6 +47,7 @@ def test_samples_end_where_the_documents_do(prepared: dict[str, Path], name: str
     assert Prompts.of(Config(), data_set(prepared[name])).end == end
 
 
+@pytest.mark.extended
 def test_a_run_its_checkpoints_and_its_export_have_the_end_mark_of_the_data(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_communication_costs_what_computation_cannot_hide() -> None:
     assert exposed(0.1) == pytest.approx(0.3, rel=0.1)
 
 
+@pytest.mark.extended
 def test_plan_prints_the_least_and_the_expected_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--world-size=8", "--device=h100", "--fsdp.param_dtype=bfloat16"]) == 0
     out = capsys.readouterr().out

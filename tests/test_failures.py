@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from filelock import FileLock
 
 from tests.helpers import HANGS_S, ROOT, checkpoint, limited, losses, ranks, succeeded, tensors, tiny
@@ -31,6 +32,7 @@ def test_a_second_run_in_one_folder_is_refused(text: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+@pytest.mark.extended
 def test_ctrl_c_saves_and_exits(text: Path, tmp_path: Path) -> None:
     command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="run", train__steps=100_000)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -46,6 +48,7 @@ def test_ctrl_c_saves_and_exits(text: Path, tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.extended
 def test_a_vocabulary_that_does_not_fit_names_both_numbers(text: Path, tmp_path: Path) -> None:
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", train__steps=3)))
     own = tmp_path / "first/tokenizer.json"
@@ -65,6 +68,7 @@ def test_bad_text_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.extended
 def test_an_out_of_memory_error_names_an_option(text: Path, tmp_path: Path) -> None:
     """16 GB of address space, and logits that take 39."""
     arguments = tiny(text, tmp_path, run__name="run", train__micro_batch_size=1024, model__vocab_size=300_000)

@@ -280,6 +280,7 @@ def test_a_rank_that_exits_ends_the_others(action: str, said: str, straight: Pat
     assert saved_steps(tmp_path / "run") == [2]
 
 
+@pytest.mark.extended
 def test_copies_that_differ_are_not_saved(text: Path, tmp_path: Path) -> None:
     """HSDP: a bit flips in the memory of one rank."""
     command = tiny(text, tmp_path, **RUN, fsdp__dp_replicate=2)
@@ -305,6 +306,7 @@ def test_copies_that_differ_are_not_saved(text: Path, tmp_path: Path) -> None:
     pytest.param("error:0:5:manifest:2", {}, marks=pytest.mark.extended),
     pytest.param("error:0:5:before rename:2", {}, marks=slow),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_a_failed_save_is_reported_and_retried(
     fault: str, more: dict[str, Any], straight: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -385,6 +387,7 @@ def test_background_saves_wait_for_each_other(
 # --- numbers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_a_poisoned_step_can_be_skipped_and_is_recorded(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, **RUN, train__on_nonfinite="skip")
     output = succeeded(ranks(2, *command, fault="nan:1:7:forward"))
@@ -405,6 +408,7 @@ def test_too_many_poisoned_steps_stop_the_run(text: Path, tmp_path: Path) -> Non
     assert saved_steps(tmp_path / "run") == [5]
 
 
+@pytest.mark.extended
 def test_steps_skipped_before_a_resume_count_towards_max_skipped(text: Path, tmp_path: Path) -> None:
     """Steps 9 and 10 are skipped, 10 is saved, and with max_skipped = 3 the second of the next ones is too many."""
     one_forward = {"train__micro_batch_size": 6}

@@ -125,6 +125,7 @@ def test_a_folder_of_another_user_is_an_error(key: str, tmp_path: Path) -> None:
         assert "ermission denied" in result.stderr
 
 
+@pytest.mark.extended
 def test_a_user_without_a_name_and_a_home_is_told_what_to_set(tmp_path: Path) -> None:
     given = [f"--run.out_dir={tmp_path}", "--run.device=cpu"]
     result = ranks(1, "--inspect", *given, entry="tests.door_worker", env={"DOOR": "homeless"})
@@ -269,6 +270,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     levels=st.lists(st.integers(-1, 1), min_size=len(_VALUES), max_size=len(_VALUES)),
     local=st.sampled_from([1, 4]),
 )
+@pytest.mark.extended
 def test_what_is_printed_loads_and_gives_the_same_config(
     tmp_path: Path, chosen: dict[str, Any], mixed: dict[str, float], origin: str, levels: list[int], local: int
 ) -> None:

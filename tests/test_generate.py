@@ -116,6 +116,7 @@ def text_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return captured.out
 
 
+@pytest.mark.extended
 def test_every_kind_of_folder_gives_the_same_text(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

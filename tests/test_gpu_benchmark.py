@@ -33,6 +33,7 @@ exit_process(gpu_variants.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.extended
 def test_a_backend_of_attention_is_the_only_one_allowed(text: Path, tmp_path: Path) -> None:
     script = tmp_path / "logs.py"
     script.write_text(_LOGS)
@@ -102,6 +103,7 @@ def test_float8_converts_the_blocks_before_they_are_sharded() -> None:
     assert found["float8"][0] == pytest.approx(found["plain"][0], rel=0.01)
 
 
+@pytest.mark.extended
 def test_failing_rows_give_the_reason_and_do_not_end_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.extended), "gpt"])
+@pytest.mark.extended
 def test_a_large_export_has_several_files(family: str, text: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = LLAMA if family == "llama" else {}
     succeeded(
@@ -218,6 +219,7 @@ def saved(tmp_path: Path) -> dict[str, Any]:
     return {key.removeprefix("model."): value for key, value in state["config"].items() if key.startswith("model.")}
 
 
+@pytest.mark.extended
 def test_init_from_another_model_is_refused(theirs: tuple[Any, Path], text: Path, tmp_path: Path) -> None:
     _, folder = theirs
     result = ranks(1, *tiny(text, tmp_path, run__name="run", model__init_from=folder))

@@ -158,6 +158,7 @@ except DataError as error:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without a name")
+@pytest.mark.extended
 def test_a_user_without_a_home_is_an_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WHERE], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

@@ -87,6 +87,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
+@pytest.mark.extended
 def test_hostile_values_on_the_command_line_never_raise(amount: int) -> None:
     cases = [(key, word) for key in schema.known_keys() for word in WORDS]
     for key, word in sample(cases, 150 * amount):
@@ -104,6 +105,7 @@ def test_hostile_values_in_a_file_never_raise(tmp_path: Path, amount: int) -> No
 
 
 @pytest.mark.parametrize("option", ["--print-config", "--check-config"])
+@pytest.mark.extended
 def test_unknown_options_never_raise(option: str) -> None:
     words = [*WORDS, *(f"--{word}" for word in WORDS if word), *(f"--train.{word}" for word in WORDS)]
     for word in [
@@ -292,7 +294,7 @@ def look_at(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-@pytest.mark.parametrize("kind", ["run/checkpoints", "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("run/checkpoints", marks=pytest.mark.extended), "sharded"])
 @pytest.mark.parametrize("name", [storage.MANIFEST, storage.STATE, "index.json"])
 def test_hostile_json_in_a_checkpoint_never_raises(run: Path, kind: str, name: str, amount: int) -> None:
     folder = storage.step_folder(run.parent / kind, 1)
@@ -322,6 +324,7 @@ def headers(good: bytes, amount: int) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("kind", ["run/checkpoints", "sharded"])
+@pytest.mark.extended
 def test_hostile_tensor_files_never_raise(run: Path, kind: str, amount: int) -> None:
     folder = storage.step_folder(run.parent / kind, 1)
     file = next(file for file in sorted(folder.glob("*.safetensors")))
@@ -334,6 +337,7 @@ def test_hostile_tensor_files_never_raise(run: Path, kind: str, amount: int) -> 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.extended
 def test_a_hostile_hugging_face_folder_never_raises(run: Path, name: str, amount: int) -> None:
     folder = run.parent / "hf"
     file = folder / name

@@ -37,6 +37,7 @@ def namespaces_work() -> bool:
 
 
 @pytest.mark.skipif(not namespaces_work(), reason="unshare can't make a PID namespace here")
+@pytest.mark.extended
 def test_torchrun_can_be_process_1(text: Path, tmp_path: Path) -> None:
     """What `docker run image torchrun ...` is."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]

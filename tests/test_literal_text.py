@@ -126,6 +126,7 @@ def test_no_document_has_an_end_mark_inside(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.extended
 def test_other_documents_are_encoded_as_ever(name: str, tmp_path: Path) -> None:
     """What was prepared before has the same tokens, and so the same identity."""
     tokenizer = TOKENIZERS[name]

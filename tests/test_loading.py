@@ -77,6 +77,7 @@ WEIGHTS = st.lists(st.floats(0.001, 100, allow_nan=False).map(lambda x: round(x,
 
 @settings(deadline=None, derandomize=True, max_examples=4)
 @given(WEIGHTS)
+@pytest.mark.extended
 def test_a_source_is_within_one_sample_of_its_share_at_every_prefix(weights: list[float]) -> None:
     shares = np.array([float(share) for share in shares_of(weights)])
     if shares.min() < 2**-16:
@@ -90,6 +91,7 @@ def test_a_source_is_within_one_sample_of_its_share_at_every_prefix(weights: lis
 
 @settings(deadline=None, derandomize=True, max_examples=6)
 @given(WEIGHTS, st.integers(0, 10**9), st.integers(1, 300))
+@pytest.mark.extended
 def test_seeking_in_a_mixture_is_replaying_it(weights: list[float], first: int, size: int) -> None:
     if min(weights) / sum(weights) < 2**-16:
         return
@@ -115,6 +117,7 @@ def mixture_of(folders: dict[str, Path], packing: str = "concat") -> Mixture:
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 64])
+@pytest.mark.extended
 def test_a_mixture_is_the_same_for_every_world_size(folders: dict[str, Path], world_size: int, packing: str) -> None:
     mixture = mixture_of(folders, packing)
     reference = Loader(mixture, 12, 0, 1, seed=1).batch(24, 12)
@@ -185,6 +188,7 @@ def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path
     assert int((targets != IGNORE).sum()) == 16 * validation.n_samples
 
 
+@pytest.mark.extended
 def test_a_run_on_a_mixture_resumes(folders: dict[str, Path], tmp_path: Path) -> None:
     """Two processes, a resume, changed data, and weights that changed."""
     (tmp_path / "mine.toml").write_text(f'[data.sources]\n"{folders["typing"]}" = 0.7\n"{folders["tar"]}" = 0.3\n')
@@ -204,6 +208,7 @@ def test_a_run_on_a_mixture_resumes(folders: dict[str, Path], tmp_path: Path) ->
     assert "data.path and data.sources are both set" in both.stderr
 
 
+@pytest.mark.extended
 def test_data_that_changed_before_a_resume_is_refused(text: Path, tmp_path: Path) -> None:
     data = tmp_path / "mine"
     tokenizer = make(text, tmp_path / "cache") / "tokenizer.json"

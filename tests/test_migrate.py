@@ -246,6 +246,7 @@ contents = strategies.builds(
 
 @bounds(deadline=None)
 @given(contents, strategies.text(max_size=9))
+@pytest.mark.extended
 def test_any_content_gives_toml_with_known_keys_or_a_message(content: dict[Any, Any], name: str) -> None:
     message = ""
     try:
@@ -305,6 +306,7 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
     ],
     ids=lambda value: ascii(value)[:30],
 )
+@pytest.mark.extended
 def test_hostile_files_are_errors(content: str | bytes, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         migrated(content, tmp_path)

@@ -95,6 +95,7 @@ def test_flops_of_llama_8b() -> None:
     assert flops_per_token(model, 8192) == 6 * (n - embedding) + 12 * 32 * 32 * 128 * 8192
 
 
+@pytest.mark.extended
 def test_communication_follows_from_the_shards() -> None:
     config = config_of("llama", 8, **{"train.global_batch_size": 3 * 8 * 4, "model.n_layers": 9})
     found = plan.make_plan(config, 8, DEVICES["h100"])
@@ -185,6 +186,7 @@ def test_invalid_options_are_errors_that_say_what_works(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_figures_of_another_device_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     figures = ["--peak-tflops=100", "--memory-gib=10", "--memory-gbs=1000", "--intra-node-gbs=10", "--inter-node-gbs=1"]
     assert plan.main(["--device=mine", *figures, "--world-size=2"]) == 0

@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv", "a.csv.gz"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
 def test_every_format_gives_the_same_documents(name: str, workers: int, tmp_path: Path) -> None:
     source = write(tmp_path / "in" / name, TEXTS)
     succeeds(source, "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", workers)
@@ -277,6 +277,7 @@ def test_a_cut_off_gzip_still_counts_what_came_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
+@pytest.mark.extended
 def test_a_line_without_end_takes_no_memory(name: str, tmp_path: Path) -> None:
     """The file is a hole: it has the size, and no bytes on the disk."""
     with (tmp_path / name).open("wb") as stream:
@@ -355,6 +356,7 @@ def test_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "val.idx", "tokenizer.json"])
+@pytest.mark.extended
 def test_verify_finds_one_flipped_bit(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "a.jsonl", TEXTS * 20)
     succeeds(source, "--out", tmp_path / "out", "--tokenizer", "bytes")
@@ -450,6 +452,7 @@ def killed_and_restarted(tmp_path: Path, kills: int, seed: int) -> None:
     print(f"{killed} kills, {restarts} ends in between, {whole_s:.1f} s undisturbed")
 
 
+@pytest.mark.extended
 def test_a_killed_run_ends_in_the_same_bytes(tmp_path: Path) -> None:
     killed_and_restarted(tmp_path, kills=3, seed=0)
 

@@ -31,6 +31,7 @@ def with_stdout(
 
 
 @pytest.mark.parametrize("out", [pytest.param("/dev/full", marks=needs_full), "closed", "broken"])
+@pytest.mark.extended
 def test_a_run_without_a_usable_stdout_ends_well(out: str, text: Path, tmp_path: Path) -> None:
     result = with_stdout(out, *tiny(text, tmp_path, **SHORT), *SAMPLES)
     succeeded(result)
@@ -44,6 +45,7 @@ def test_a_run_without_a_usable_stdout_ends_well(out: str, text: Path, tmp_path:
 
 
 @needs_full
+@pytest.mark.extended
 def test_a_run_whose_logs_are_on_a_full_disk_ends_well(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -71,6 +73,7 @@ def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) ->
     assert "Traceback" not in full.stderr
 
 
+@pytest.mark.extended
 def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> None:
     result = ranks(1, *tiny(text, tmp_path, **SHORT), *SAMPLES, fault="raise:0:2:sample")
     assert result.returncode != 0

@@ -54,7 +54,7 @@ def done(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 def marks(command: str) -> list[pytest.MarkDecorator]:
     """What takes long, or has tests of its own, is run by `make test-all`."""
-    long = re.compile("^make train|\\.plan |--dry-run|gpt_debug")
+    long = re.compile("^make train|\\.plan |--dry-run|gpt_debug|--explicit|--dcp|--mixed|my_text")
     return [pytest.mark.extended] if long.search(command) else []
 
 
@@ -96,6 +96,7 @@ def test_make_passes_config_args_and_nproc() -> None:
     assert "--config configs/debug.toml --run.name=quick" in report
 
 
+@pytest.mark.extended
 def test_flags_do_not_change_the_losses(done: Callable[[str], tuple[str, Path]]) -> None:
     """Prefetching and the checkpoint API give the same bits, bfloat16 nearly the same."""
     reference = losses(done(PLAIN)[1] / "default")

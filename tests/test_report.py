@@ -60,6 +60,7 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out_dir / "run"
 
 
+@pytest.mark.extended
 def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_path: Path) -> None:
     page = made(tmp_path / "page.html", run)
     figures = figures_of(page)
@@ -96,6 +97,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert "optim.eps" not in differences
 
 
+@pytest.mark.extended
 def test_many_records_are_thinned_and_spikes_kept(tmp_path: Path) -> None:
     records = [step(n) for n in range(1, 100_001)]
     records[33_333]["loss"] = 99.0
@@ -143,6 +145,7 @@ def test_the_options_of_training_name_the_run(run: Path, capsys: pytest.CaptureF
     assert "run.name" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_without_plotly_the_error_names_the_extra(run: Path, tmp_path: Path) -> None:
     (tmp_path / "plotly.py").write_text("raise ModuleNotFoundError(\"No module named 'plotly'\", name='plotly')")
     call = f"from torchtitan_lite import report; sys.exit(report.main([{str(run)!r}]))"

@@ -97,6 +97,7 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         )
 
 
+@pytest.mark.extended
 def test_refused_changes_are_listed_with_both_values(first: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(first, tmp_path / "run")
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
@@ -148,6 +149,7 @@ def test_values_that_mean_the_same_are_the_same(first: Path, text: Path, tmp_pat
     assert "init_from" not in output
 
 
+@pytest.mark.extended
 def test_allowed_changes_are_logged(first: Path, text: Path, tmp_path: Path) -> None:
     assert all(verdict_of(key) == "allowed" for key in ALLOWED)
     shutil.copytree(first, tmp_path / "run")
@@ -163,6 +165,7 @@ def test_allowed_changes_are_logged(first: Path, text: Path, tmp_path: Path) -> 
     assert [r["tokens"] for r in after] == [(3 * 6 + 9) * 32, (3 * 6 + 18) * 32]
 
 
+@pytest.mark.extended
 def test_a_longer_run_follows_the_longer_schedule(first: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(first, tmp_path / "run")
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=40, optim__schedule="wsd", log__every=1)))

@@ -262,6 +262,7 @@ def test_minus_one_is_the_remaining_ranks() -> None:
         ("--fsdp.precision_overrides=[{match = 'nope', param_dtype = 'bfloat16'}]", "matches no parameter"),
     ],
 )
+@pytest.mark.extended
 def test_patterns_are_checked_before_there_is_a_process_group(option: str, expected: str) -> None:
     result = python("--check-config", option)
     assert result.returncode == 2

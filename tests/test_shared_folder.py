@@ -62,6 +62,7 @@ def test_convert_does_not_replace_what_a_run_has_saved_meanwhile(
     assert storage.read_state(storage.step_folder(tmp_path, 2)).tokens == 77
 
 
+@pytest.mark.extended
 def test_a_committed_save_is_reported_as_saved_though_retention_fails(text: Path, tmp_path: Path) -> None:
     """All ranks agree on it: otherwise rank 0 alone would stop after the last one."""
     more = {"train__steps": 4, "checkpoint__every": 2, "eval__every": 0, "checkpoint__keep_latest": 1}

@@ -183,6 +183,7 @@ def test_only_required_gradients_are_computed() -> None:
     assert operators.counts["mm"] + operators.counts["mm.out"] == n_chunks, "a validation needs no gradients"
 
 
+@pytest.mark.extended
 def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary() -> None:
     def peak(n: int, vocabulary: int, way: Callable[..., Tensor]) -> int:
         x, weight = torch.randn(1, n, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
@@ -278,6 +279,7 @@ def test_without_shared_memory_gloo_is_used(broken: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{}, pytest.param({"fsdp__dp_replicate": 2}, marks=extended)])
+@pytest.mark.extended
 def test_a_run_through_shared_memory_is_the_run(mesh: dict[str, int], text: Path, tmp_path: Path) -> None:
     """Two ranks add two numbers: the same bits."""
     n = 4 if mesh else 2
@@ -313,6 +315,7 @@ def results(model: Transformer) -> list[Tensor]:
 @pytest.mark.parametrize("config", [LLAMA, GPT, LLAMA.model_copy(update={"tie_embeddings": True})])
 @pytest.mark.parametrize("mode", ["none", *(pytest.param(m, marks=extended) for m in ("full", "selective"))])
 @pytest.mark.parametrize("speed", [{"block_attention": False}, {"chunked_loss": False}, {"fused_functions": False}, {}])
+@pytest.mark.extended
 def test_fast_models_compute_the_same_under_the_same_names(
     config: ModelConfig, mode: str, speed: dict[str, bool]
 ) -> None:
@@ -372,6 +375,7 @@ def test_float16_keeps_the_plain_loss_inside_the_head() -> None:
 # --- runs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_a_run_resumes_with_a_fast_path_switched_off(text: Path, tmp_path: Path) -> None:
     """Files are the same, and the line at the start says that it is not bit for bit."""
     more = {"run__name": "run", "fsdp__param_dtype": "bfloat16", "model__family": "llama"}
@@ -410,6 +414,7 @@ exit_process(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.extended
 def test_the_loop_collects_garbage_every_so_many_steps(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", speed__gc_every=5, eval__every=0, checkpoint__every=0)
     (tmp_path / "watched.py").write_text(_WATCHED)

@@ -133,6 +133,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: bytes = b"
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "val-00000.bin", "train.idx", "val.idx"])
 @pytest.mark.parametrize("keep", [0.5, None])
+@pytest.mark.extended
 def test_a_part_that_was_cut_is_made_again(
     name: str, keep: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_part_that_was_cut_is_made_again(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"plan": 3}', b"[" * 100_000, b"\xff"])
+@pytest.mark.extended
 def test_damaged_progress_is_discarded(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = interrupted(tmp_path, monkeypatch)
     (tmp_path / "out.partial/progress.json").write_bytes(damage)
@@ -156,6 +158,7 @@ def test_damaged_progress_is_discarded(damage: bytes, tmp_path: Path, monkeypatc
     assert not verify(tmp_path / "out")
 
 
+@pytest.mark.extended
 def test_overwritten_tokens_of_a_part_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

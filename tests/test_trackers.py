@@ -44,6 +44,7 @@ def scalars_of(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in found.Scalars(tag)]
 
 
+@pytest.mark.extended
 def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", checkpoint__every=5, eval__every=10)
     trackers = '--log.trackers=["tensorboard"]'

@@ -84,6 +84,7 @@ def test_another_users_checkpoint_is_unreadable_and_not_damaged(name: str, elsew
         (folder / name).chmod(0o755)
 
 
+@pytest.mark.extended
 def test_a_run_stops_on_every_rank_and_moves_nothing(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", train__steps=4, checkpoint__every=2, eval__every=0)
     succeeded(ranks(2, *command))

@@ -131,6 +131,7 @@ def test_each_thread_has_its_own_activity() -> None:
     assert not progress.current().doing
 
 
+@pytest.mark.extended
 def test_every_group_of_every_mesh_gives_up_in_time(tmp_path: Path) -> None:
     result = ranks(4, str(tmp_path), entry="tests.mesh_timeouts")
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
@@ -177,6 +178,7 @@ def test_weights_to_start_from_may_take_longer_than_a_step(
         "rank 1 (saving step 5: writing shard-00001-of-00002.safetensors)", marks=slow,
     ),
 ])  # fmt: skip
+@pytest.mark.extended
 def test_a_rank_that_hangs_inside_a_save_is_named(
     fault: str, more: dict[str, Any], whom: str, text: Path, tmp_path: Path
 ) -> None:

@@ -47,6 +47,17 @@ def test_a_product_is_rounded_once(dtype: torch.dtype, bias: bool) -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(40,), (0, 40), (2, 0, 40)])
+def test_inputs_of_any_shape_have_gradients(shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape).bfloat16().requires_grad_(), torch.randn(24, 40).bfloat16().requires_grad_()
+    out = widened.linear(x, weight)
+    assert out.shape == (*shape[:-1], 24)
+    out.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert (x.grad.shape, weight.grad.shape) == (shape, (24, 40))
+
+
 @pytest.mark.parametrize("by_blocks", [True, False])
 def test_attention_computes_in_float32(by_blocks: bool) -> None:
     torch.manual_seed(0)
@@ -98,6 +109,7 @@ def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bo
 
 
 @pytest.mark.parametrize(("env", "expected"), [({}, None), (AVX2, "('bfloat16', 'float16')")])
+@pytest.mark.extended
 def test_the_cpu_is_known_by_its_flags(env: dict[str, str], expected: str | None) -> None:
     code = "from torchtitan_lite.distributed.cpu_flags import slow_dtypes; print(slow_dtypes())"
     said = subprocess.run(

@@ -66,6 +66,7 @@ def test_loss_curves_agree(family: str, n: int, runs: Runs) -> None:
     ("family", "n", "more"),
     [("llama", 1, {}), pytest.param("llama", 3, {}, marks=extended), ("llama", 4, {"fsdp__dp_replicate": 2})],
 )
+@pytest.mark.extended
 def test_a_run_of_2_ranks_resumes_on_other_world_sizes(
     family: str, n: int, more: dict[str, Any], runs: Runs, text: Path, tmp_path: Path
 ) -> None:

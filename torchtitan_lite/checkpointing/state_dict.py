@@ -84,7 +84,7 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
         piece = pieces[: target.numel() - start]
         if whole is not None:
             piece.copy_(whole.view(-1)[start : start + len(piece)])
-        dist.broadcast(piece, src=0)
+        dist.broadcast(piece.view(torch.uint8), src=0)  # gloo has no int16
         begin, end = max(start, first), min(start + len(piece), first + len(mine))
         if begin < end:
             mine[begin - first : end - first].copy_(piece[begin - start : end - start])

@@ -5,6 +5,7 @@ are 16-bit numbers, and its sums are float32 anyway: computing it in float32 and
 the CPU's instructions only in the order of a sum.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -54,9 +55,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         grad = grads[0].float()
-        rows = grad.flatten(0, -2)
+        rows, inputs = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (grad, x.float()))
         return (
             (grad @ weight.float()).to(x.dtype) if wanted[0] else None,
-            (rows.T @ x.float().flatten(0, -2)).to(weight.dtype) if wanted[1] else None,
+            (rows.T @ inputs).to(weight.dtype) if wanted[1] else None,
             rows.sum(0).to(weight.dtype) if wanted[2] else None,
         )

@@ -102,15 +102,15 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     A step with zero gradients and a rate of 0 leaves every parameter unchanged, bit for bit. The state's values (such
     as the step count) are wrong and have to be overwritten.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    given = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group["lr"] = group["weight_decay"] = 0.0  # SGD's momentum would begin with the decay
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, (rate, decay) in zip(optimizer.param_groups, given, strict=True):
+        group["lr"], group["weight_decay"] = rate, decay
 
 
 def squared_norm(model: nn.Module, copies: int) -> Tensor:
