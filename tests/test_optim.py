@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
 from torchtitan_lite.distributed import initialize
@@ -108,3 +109,20 @@ def test_making_state_changes_no_parameter(name: str, model: Transformer) -> Non
     assert len(optimizer.state) == len(before)
     assert all(p.grad is None for p in model.parameters())
     assert all(group["lr"] == 4e-3 for group in optimizer.param_groups)
+
+
+def test_sgd_is_that_of_torch_from_its_first_step() -> None:
+    """Its momentum is made before the first step, and must begin with the gradient alone."""
+    torch.manual_seed(0)
+    weight, gradients = torch.randn(5, 3), torch.randn(3, 5, 3)
+    ours, theirs = nn.Linear(3, 5, bias=False), nn.Linear(3, 5, bias=False)
+    optimizer = build_optimizer(ours, OptimConfig(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.3))
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, weight_decay=0.3)
+    with torch.no_grad():
+        ours.weight.copy_(weight)
+        theirs.weight.copy_(weight)
+    for gradient in gradients:
+        for model, one in ((ours, optimizer), (theirs, plain)):
+            model.weight.grad = gradient.clone()
+            one.step()
+        torch.testing.assert_close(ours.weight, theirs.weight)
