@@ -268,6 +268,20 @@ def test_a_rank_that_pauses_changes_nothing(
     assert_same_end(tmp_path / "run", straight)
 
 
+@pytest.mark.extended
+def test_a_stopped_rank_0_is_recorded_by_the_others(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops in a forward pass, and the others end with gloo's error."""
+    monkeypatch.setenv("FAULT_SECONDS", "600")
+    result = ranks(2, *tiny(text, tmp_path, **RUN, run__timeout_minutes=0.15), fault="stop:0:4:forward")
+    assert result.returncode != 0
+    assert "rank 1, step 4: lost the other ranks, or waited for 0.15 minutes" in result.stderr
+    left = status(tmp_path / "run")
+    assert left["status"] == "failed"
+    assert left["reason"].startswith("rank 1, step 4: lost the other ranks")
+
+
 @pytest.mark.parametrize(("action", "said"), [
     pytest.param("exit", "rank 0, step 4: lost the other ranks", marks=slow),
     ("raise", "ZeroDivisionError: a bug in somebody's loader"),

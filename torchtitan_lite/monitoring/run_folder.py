@@ -147,6 +147,13 @@ def write_status(folder: Path, world: World, status: str, step: int | None, reas
         _write(folder, before | _now(status, before.get("step", 0) if step is None else step, reason))
 
 
+def stand_in(folder: Path, step: int, reason: str) -> None:
+    """Write "failed" for rank 0, which may be gone, unless it has written how it ended."""
+    before = _read(folder)
+    if before.get("status") == "running":
+        _write(folder, before | _now("failed", step, reason))
+
+
 def _now(status: str, step: int, reason: str) -> dict[str, Any]:
     now = {"status": status, "step": step, "reason": reason, "time": round(time.time(), 3), "pid": os.getpid()}
     return now | {"attempt": attempt_id()}

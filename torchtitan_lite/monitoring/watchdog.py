@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,8 @@ class Watchdog:
             why = self._steps.explain(error, self._at) if self._steps else ""
             if not why:
                 raise
+            if self._world.rank:
+                run_folder.stand_in(self._run, self._at.step, why)
             raise StuckError(why) from error
 
     @contextlib.contextmanager
@@ -226,7 +228,7 @@ class Watchdog:
         self._decision = message  # published if it is mine, and the store may end with rank 0
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
-        reporting = threading.Thread(target=self._report, args=(message,), daemon=True)
+        reporting = threading.Thread(target=self._report, args=(message, mine), daemon=True)
         reporting.start()
         reporting.join(timeout=5)  # the file system may hang
         if mine or self._world.rank == 0:
@@ -234,7 +236,7 @@ class Watchdog:
         print_once(f"train.py: {message}", env_int("LOCAL_RANK", 0))
         os._exit(StuckError.exit_code)
 
-    def _report(self, message: str) -> None:
+    def _report(self, message: str, mine: bool) -> None:
         self.on_abort(message)
-        if self._world.rank == 1 and (_SILENT in message or "behind: rank 0 (" in message):
-            run_folder.write_status(self._run, replace(self._world, rank=0), "failed", self._at.step, message)
+        if mine and self._world.rank:
+            run_folder.stand_in(self._run, self._at.step, message)
