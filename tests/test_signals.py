@@ -116,7 +116,7 @@ def test_a_closed_terminal_saves(text: Path, tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_ctrl_c_again_ends_a_save_that_takes_long(text: Path, tmp_path: Path) -> None:
     """Two ranks: rank 0 waits for a disk, rank 1 for rank 0, where Python runs no handlers."""
-    command = [sys.executable, "-u", "-m", "tests.signalled", *tiny(text, tmp_path, **RUN, train__steps=100_000)]
+    command = [sys.executable, "-u", "-m", "tests.signalled", *tiny(text, tmp_path, **{**RUN, "train__steps": 100_000})]
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULT_SECONDS": "500"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
