@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-class LocalAdamW(torch.optim.AdamW):
+class AdamW(torch.optim.AdamW):
     """AdamW on each rank's shards. The update is elementwise, so a step can bypass DTensor, whose first call of each
     operator takes longer than ten steps of a small model. The state still consists of DTensors.
     """

@@ -12,7 +12,7 @@ from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, shortened
-from torchtitan_lite.optim.local_adamw import LocalAdamW
+from torchtitan_lite.optim.local_adamw import AdamW
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
         make_state(sgd)  # for a save before its first step; float16 may skip some
         return sgd
-    return LocalAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
