@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 class AdamW(torch.optim.AdamW):
     """AdamW on each rank's shards. The update is elementwise, so a step can bypass DTensor, whose first call of each
-    operator takes longer than ten steps of a small model. The state still consists of DTensors.
+    operator is slow. The state still consists of DTensors.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
