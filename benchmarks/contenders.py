@@ -14,7 +14,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,20 +25,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import train
+from benchmarks.bare_session import bare_session
 from torchtitan_lite import models
-from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
+from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
-from torchtitan_lite.optim.finite_guard import FiniteGuard
-from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer
-from torchtitan_lite.training.preemption import Preemption
 from torchtitan_lite.training.session import Session
 
 Step = Callable[[], None]
@@ -117,34 +113,11 @@ def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
     """A session like that of train.build, on random tokens and without files."""
     config = config_of(shape, world.world_size, more, world.device.type)
     layout = derive(config, world.world_size)
-    model = train.sharded_model(config, shape.vocab_size, build_mesh(layout, world.device))
+    widen = parallelize.widens(config, world)
+    model = train.sharded_model(config, shape.vocab_size, build_mesh(layout, world.device), widen=widen)
     materialise(model, world.device, seed=0)
-    optimizer = build_optimizer(model, config.optim)
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
     loader = Loader(RandomSamples(shape), shape.micro_batch_size, world.rank, world.world_size, seed=None)
-    unused: Any = None  # the loop's, not a step's
-    watch: Any = SimpleNamespace(computing=lambda: None)
-    guard = FiniteGuard(optimizer, scaler)
-    return Session(
-        config=config,
-        layout=layout,
-        world=world,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        guard=guard,
-        preemption=Preemption(max_minutes=0),
-        watchdog=watch,
-        loader=loader,
-        validation=unused,
-        prompts=unused,
-        checkpointer=unused,
-        state=TrainState(),
-        log=unused,
-        samples=unused,
-        profile=None,
-        peak_tokens_per_second=0.0,
-    )
+    return bare_session(config, world, model, loader)
 
 
 def ours(**more: Any) -> Callable[[Shape, World], Step]:

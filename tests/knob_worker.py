@@ -14,61 +14,36 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 import train
+from benchmarks.bare_session import bare_session
 from tests import knob_effects
 from tests.knob_table import CASES, ON_CUDA, STEPS, VOCABULARY, FixedSamples
-from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import attention
 from torchtitan_lite.models import loss as head
-from torchtitan_lite.optim.finite_guard import FiniteGuard
-from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer
-from torchtitan_lite.training.preemption import Preemption
 from torchtitan_lite.training.session import Session
 
 
 def training(config: Config, world: World) -> Session:
     """What train.run builds, without files."""
     layout = derive(config, world.world_size)
-    model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device))
+    widen = parallelize.widens(config, world)
+    model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device), widen=widen)
     materialise(model, world.device, seed=7, offload=config.fsdp.cpu_offload)
-    optimizer = build_optimizer(model, config.optim)
     samples = FixedSamples(config.train.seq_len)
     loader = Loader(samples, config.train.micro_batch_size, world.rank, world.world_size, seed=None)
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
-    unused: Any = None  # the loop's, not a step's
-    return Session(
-        config=config,
-        layout=layout,
-        world=world,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        guard=FiniteGuard(optimizer, scaler),
-        preemption=Preemption(max_minutes=0),
-        watchdog=SimpleNamespace(computing=lambda: None),  # type: ignore[arg-type]
-        loader=loader,
-        validation=unused,
-        prompts=unused,
-        checkpointer=unused,
-        state=TrainState(),
-        log=unused,
-        samples=unused,
-        profile=unused,
-        peak_tokens_per_second=0.0,
-    )
+    return bare_session(config, world, model, loader)
 
 
 def digest(parameter: torch.Tensor) -> str:

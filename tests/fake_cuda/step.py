@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
+from benchmarks.bare_session import bare_session
 from tests.fake_cuda import stand_ins
 from tests.fake_cuda.operators import OperatorLog
-from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
@@ -22,10 +21,6 @@ from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.process_group import World, build_mesh
-from torchtitan_lite.optim.finite_guard import FiniteGuard
-from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer
-from torchtitan_lite.training.preemption import Preemption
 from torchtitan_lite.training.session import Session
 
 DEVICE = torch.device("cuda", 0)
@@ -67,29 +62,7 @@ def fake_session(config: Config, world_size: int, vocab_size: int) -> Iterator[S
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = train.sharded_model(config, vocab_size, mesh)
             _allocate(model, offload=config.fsdp.cpu_offload)
-            optimizer = build_optimizer(model, config.optim)
-            scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, DEVICE)
-            unused: Any = SimpleNamespace(step=lambda _: None, computing=lambda: None)
-            yield Session(
-                config=config,
-                layout=layout,
-                world=world,
-                model=model,
-                optimizer=optimizer,
-                scaler=scaler,
-                guard=FiniteGuard(optimizer, scaler),
-                preemption=Preemption(0),
-                watchdog=unused,
-                loader=prefetching,
-                validation=unused,
-                prompts=None,
-                checkpointer=unused,
-                state=TrainState(),
-                log=unused,
-                samples=unused,
-                profile=None,
-                peak_tokens_per_second=0.0,
-            )
+            yield bare_session(config, world, model, prefetching)
     finally:
         prefetching.close()
         dist.destroy_process_group()
