@@ -108,7 +108,6 @@ def rooms_checked() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", rooms_checked(), ids=lambda p: str(p.relative_to(PACKAGE)))
-@pytest.mark.extended
 def test_a_module_imports_only_from_rooms_before_its_own(path: Path) -> None:
     room = room_of(name_of(path))
     for module in imports(path):
