@@ -52,7 +52,6 @@ def test_a_run_in_progress_is_not_changed(text: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == straight
 
 
-@pytest.mark.extended
 def test_errors_are_those_of_a_run(text: Path, tmp_path: Path) -> None:
     result = ranks(1, "--dry-run", *tiny(text, tmp_path, optim__lr=1e30, optim__warmup_steps=0))
     assert result.returncode == 1

@@ -58,7 +58,6 @@ def of_a_step(ranks: int, **keys: Any) -> Operators:
         {"optim__freeze": ["tok_embeddings.*", "layers.0.*"]},
     ],
 )
-@pytest.mark.extended
 def test_a_step_shares_its_totals_in_one_all_reduce(keys: dict[str, Any]) -> None:
     """FSDP's own all-reduces, which HSDP has, are of gradients."""
     sums = of_a_step(4, **keys).sums
@@ -69,7 +68,6 @@ def test_a_step_shares_its_totals_in_one_all_reduce(keys: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("keys", "passes"), [({}, 0), ({"fsdp__param_dtype": "float16"}, 0), ({"optim__name": "sgd"}, 1)]
 )
-@pytest.mark.extended
 def test_a_fused_optimizer_clips_without_a_pass_over_the_gradients(keys: dict[str, Any], passes: int) -> None:
     counts = of_a_step(1, **keys).counts
     assert counts["_foreach_norm.Scalar"] == 1
