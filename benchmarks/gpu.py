@@ -4,7 +4,7 @@ First runs the tests that need a GPU (bitwise resume, the CPU's initial paramete
 options). Then runs train.py on all GPUs of this machine for a table of settings: MFU, tokens per second, peak memory,
 and the share of time spent waiting for data. The first Llama row is the baseline, the others change one thing each, and
 the last ones aim for the highest throughput. A row that fails (out of memory, something missing) gives the reason. The
-last row is torchtitan on the same GPUs, if it is installed: published figures are of other cards.
+rows of torchtitan run torchtitan_peer.py on the same GPUs, if it is installed: published figures are of other cards.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -30,12 +29,6 @@ from torchtitan_lite.monitoring import mfu
 ROOT = Path(__file__).parent.parent
 STEPS, LOG_EVERY, SEQUENCES = 40, 5, 8  # per GPU and step
 VARIANT = "variant="  # of gpu_variants.py
-
-# Llama 3 8B, selective checkpointing, compiled; --torchtitan gives the arguments of another version
-TORCHTITAN = (
-    "--module llama3 --config llama3_8b --training.steps=40 --metrics.log_freq=5 "
-    "--training.num_tokens_per_microbatch_per_dp_rank=16384 --compile.enable"
-)
 PLAIN = ["--fsdp.explicit_prefetching=false", "--fsdp.reshard_after_forward=default", "--compile.enabled=false"]
 GPT = ["--config=configs/gpt_124m.toml", *PLAIN, "--train.micro_batch_size=8"]
 # 1.24 B parameters, sequences of 4,096 tokens, Llama 3's vocabulary
@@ -47,6 +40,15 @@ BEST = [
     *("--fsdp.reshard_after_backward=false", "--fsdp.grad_sync=last"),
 ]
 EIGHT = ["--config=configs/llama_8b.toml", *FIELD[1:]]
+UNTIED = "--model.tie_embeddings=false"
+# torchtitan's arguments for the rows of torchtitan_peer.py, and ours that compute the same
+TITAN = {
+    "selective": (
+        [*FIELD, UNTIED],
+        ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+    ),
+    "no checkpointing": ([*FIELD, UNTIED, NO_CHECKPOINTING], ["--activation_checkpoint.mode=none"]),
+}
 SETTINGS = {
     "llama 1B: bf16, compiled, selective": FIELD,
     "  without the chunked loss": [*FIELD, "--speed.chunked_loss=false"],
@@ -70,7 +72,9 @@ SETTINGS = {
     "    and symmetric memory": [*BEST, "variant=symmetric-memory"],
     "    and a reduce-scatter group": [*BEST, "variant=separate-groups"],
     "    and float8 by torchao, rowwise": [*BEST, "variant=float8"],
-    "llama 8B: bf16, compiled, selective, micro-batch 2, as torchtitan's": EIGHT,
+    "llama 1B, not tied: bf16, compiled, selective": TITAN["selective"][0],
+    "llama 1B, not tied: bf16, compiled, no checkpointing": TITAN["no checkpointing"][0],
+    "llama 8B: bf16, compiled, selective, micro-batch 2": EIGHT,
     "gpt 124M: bf16": [*GPT, "--fsdp.param_dtype=bfloat16"],
     "  compiled": [*GPT, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true"],
     "  compiled, micro-batch 32": [
@@ -133,20 +137,27 @@ def peak_flops(name: str) -> float:
 
 
 def reason(stderr: str) -> str:
-    """Why a run failed: our own message, or the first line that looks like one."""
-    lines = [line.strip() for line in stderr.splitlines()]
+    """Why a run failed: our own message, an exception, or the first line that looks like one. All of it to stderr."""
+    print(stderr[-6000:], file=sys.stderr)
+    lines = [re.sub(r"^(\[[\w.:]*\]:?\s*)+", "", line).strip() for line in stderr.splitlines()]
     ours = [line for line in lines if line.startswith(("train.py: ", "benchmarks.gpu_variants: "))]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Unsupported): ", line)]
     others = [line for line in lines if "rror" in line or "memory" in line]
-    return next(iter([*ours, *others]), "no message")[:160].replace("|", "/")
+    return next(iter([*ours, *raised, *others]), "no message")[:160].replace("|", "/")
 
 
-def measure_torchtitan(arguments: str, folder: str, n: int) -> Measured | str:
-    """Run torchtitan with these arguments in a folder that has its tokenizer; the reason, if that fails."""
+def measure_torchtitan(arguments: list[str], n: int) -> Measured | str:
+    """Run torchtitan_peer.py with these arguments; the reason, if that fails."""
     if importlib.util.find_spec("torchtitan") is None:
         return "torchtitan is not installed"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    command = [*launcher, "--local-ranks-filter", "0", "--role", "rank", "--tee", "3", "-m", "torchtitan.train"]
-    result = subprocess.run([*command, *shlex.split(arguments)], cwd=folder, capture_output=True, text=True)
+    launcher += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
+    sizes = {"seq_len": 4096, "local_batch_size": 2, "global_batch_size": SEQUENCES * n, "steps": STEPS}
+    with tempfile.TemporaryDirectory() as out_dir:
+        common = [*(f"--training.{name}={size}" for name, size in sizes.items()), "--compile.enable"]
+        common += [f"--metrics.log_freq={LOG_EVERY}", f"--job.dump_folder={out_dir}"]
+        command = [*launcher, "-m", "benchmarks.torchtitan_peer", *common, *arguments]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = read_torchtitan(result.stdout + result.stderr, n)
     return reason(result.stderr) if result.returncode else found or "it logged no throughput"
 
@@ -196,8 +207,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--only", default="", help="settings whose names contain this")
-    parser.add_argument("--torchtitan", default=TORCHTITAN, help=f"its arguments (default: {TORCHTITAN})")
-    parser.add_argument("--torchtitan-folder", default=".", help="where it starts: the folder with its assets/")
     given = parser.parse_args()
     n = torch.cuda.device_count()
     if n == 0:
@@ -213,10 +222,10 @@ def main() -> None:
     for label, options in SETTINGS.items():
         if given.only in label:
             print(line(label, measure(options, n), options, n, peak), flush=True)
-    label = f"torchtitan: {given.torchtitan}"
-    if given.only in label:
-        found = measure_torchtitan(given.torchtitan, given.torchtitan_folder, n)
-        print(line(label, found, EIGHT, n, peak), flush=True)
+    for label, (ours, arguments) in TITAN.items():
+        name = f"torchtitan 1B, not tied: bf16, compiled, {label}"
+        if given.only in name:
+            print(line(name, measure_torchtitan(arguments, n), ours, n, peak), flush=True)
 
 
 if __name__ == "__main__":

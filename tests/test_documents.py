@@ -115,11 +115,15 @@ def test_the_mask_for_gpus_is_what_create_block_mask_makes(length: int) -> None:
     assert found.to_dense().equal(expected.to_dense())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_attention_for_gpus_computes_the_same(compiled: bool) -> None:
+def test_attention_for_gpus_computes_the_same(
+    compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the CPU's kernels; compiled, so that no graph break is left to be found on a GPU."""
+    monkeypatch.setattr(cuda_attention, "FLASH_WORKS", True)
     torch.manual_seed(0)
-    q, (k, v) = torch.randn(2, 4, 16, 16), torch.randn(2, 2, 2, 16, 16)
+    q, (k, v) = torch.randn(2, 4, 16, 16, dtype=dtype), torch.randn(2, 2, 2, 16, 16, dtype=dtype)
     attention = cuda_attention.attend
     if compiled:
         attention = torch.compile(attention, backend="eager", fullgraph=True)

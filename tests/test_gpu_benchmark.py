@@ -111,7 +111,8 @@ def test_failing_rows_give_the_reason_and_do_not_end_the_table(
         if "variant=float8" in options:
             return gpu.reason("W0 noise\nbenchmarks.gpu_variants: torchao is not installed (No module)\n[rank0] Error")
         if "--train.micro_batch_size=8" in options:
-            return gpu.reason("noise\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB\n")
+            trace = '[rank0]:   File "/x/errors.py", line 95\n[rank0]: torch.OutOfMemoryError: CUDA out of memory.\n'
+            return gpu.reason(f"noise\n{trace}")
         return gpu.Measured(20_000.0, 40.0, 0.0)
 
     monkeypatch.setattr(gpu, "measure", measure)
@@ -120,7 +121,7 @@ def test_failing_rows_give_the_reason_and_do_not_end_the_table(
     monkeypatch.setattr(sys, "argv", ["gpu", "--skip-tests"])
     gpu.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == len(gpu.SETTINGS) + 1
+    assert len(rows) == len(gpu.SETTINGS) + len(gpu.TITAN)
     failed = {row.split("|")[1].strip(): row for row in rows if "failed" in row}
     assert "torchao is not installed" in failed["and float8 by torchao, rowwise"]
     assert "OutOfMemoryError" in failed["no checkpointing, micro-batch 8"]

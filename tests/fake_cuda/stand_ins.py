@@ -176,12 +176,6 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *_blocks: Tensor) -> tuple[Tensor, 
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _flash_attention_works(params: Any, _debug: bool = False) -> bool:
-    """The rules of device.cpp, which SDPA follows."""
-    half = params.query.dtype in (torch.bfloat16, torch.float16)
-    return half and params.query.shape[-1] <= 256 and params.attn_mask is None
-
-
 def _random_state(_device: Any = None) -> Tensor:
     with _disable_current_modes():
         return torch.zeros(16, dtype=torch.uint8)
@@ -214,6 +208,6 @@ def install() -> None:
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, stand_in)
     torch.accelerator.current_stream = current_stream  # type: ignore[assignment]
-    torch.backends.cuda.can_use_flash_attention = _flash_attention_works  # type: ignore[assignment]
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
     torch.compile = compile_  # type: ignore[assignment]

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BLOCK = 128  # queries and keys in a block of FlexAttention's mask, its default
+# PyTorch has a flash kernel, and the GPU is an A100 or newer
+FLASH_WORKS = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability() >= (8, 0)
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -29,7 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causal: d
         return _flex_attention()(q, k, v, block_mask=mask, **({"enable_gqa": True} if shared else {}))
     options = causal if mask is None else {"attn_mask": mask}
     # Without a kernel for it, enable_gqa computes all T x S scores: then copying the shared heads is better.
-    grouped = shared and "is_causal" in options and _takes_groups(q, k, v, dropout)
+    grouped = shared and "is_causal" in options and _takes_groups(q)
     if shared and not grouped:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     # cuDNN before 9.15.1 was wrong for other lengths, later ones make NaN of some masks (pytorch issues 169849, 196678)
@@ -38,12 +40,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causal: d
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=grouped, **options)
 
 
-def _takes_groups(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
-    """Whether the flash kernel computes heads that share keys and values. (Where it does, so does cuDNN's.)"""
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, dropout, True, True)
-    return torch.backends.cuda.can_use_flash_attention(params)
+def _takes_groups(q: Tensor) -> bool:
+    """Whether the flash kernel computes heads that share keys and values. (Where it does, so does cuDNN's.)
+
+    By the rules of torch's sdp_utils.cpp, not by can_use_flash_attention: torch.compile can't trace that one.
+    """
+    # longer heads only without gradients on some GPUs
+    return FLASH_WORKS and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 192
 
 
 def block_mask(positions: Tensor) -> Any:
