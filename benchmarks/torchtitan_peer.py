@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+VOCABULARY = 128256
 SIZE = {
-    **{"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256},
+    **{"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "vocab_size": VOCABULARY},
     **{"ffn_dim_multiplier": 1.5, "multiple_of": 256, "rope_theta": 500000},
 }
 ARGUMENTS = ["--model.name=llama3", "--model.flavor=1B", "--validation.no-enable"]
@@ -33,7 +34,7 @@ class RandomTokens:
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
-            tokens = torch.randint(SIZE["vocab_size"], self.shape).pin_memory()
+            tokens = torch.randint(VOCABULARY, self.shape).pin_memory()
             yield {"input": tokens[:, :-1]}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
