@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # several workers share the cores: threads of one would only wait for those of others. Before torch is imported
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# nohup starts this process with the signal ignored, and the runs that it starts would inherit that
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(trylast=True)
