@@ -1,7 +1,8 @@
 """Start-up and logging overhead of the default experiment on two processes: `python -m benchmarks.overhead [rounds]`.
 
 Start-up: seconds from `torchrun train.py` to its first step, compared with a torchrun that only imports torch with FSDP
-and DTensor; the same for `python train.py`. The data is prepared beforehand.
+and DTensor, and with one that also shards a layer: `fully_shard` imports torch._dynamo. The same for `python train.py`.
+The data is prepared beforehand.
 Recording: the time spent in logging, recording and the watchdog, as a share of the time of the steps.
 """
 
@@ -19,7 +20,15 @@ from torchtitan_lite.distributed.process_group import exit_process
 
 ROOT = Path(__file__).parent.parent
 IMPORTS = "import torch, torch.distributed.fsdp, torch.distributed.tensor"
-SCRIPT = f"{IMPORTS}\nimport os, time\nif os.environ.get('RANK', '0') == '0': print('NOW', time.time(), flush=True)\n"
+NOW = "import os, time\nif os.environ.get('RANK', '0') == '0': print('NOW', time.time(), flush=True)\n"
+SHARD = """
+world = torch.distributed.HashStore(), 0, 1  # of its own: what is compared is starting the process
+torch.distributed.init_process_group("gloo", store=world[0], rank=world[1], world_size=world[2])
+with torch.device("meta"):
+    layer = torch.nn.Linear(8, 8)
+torch.distributed.fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+"""
+BARE = {"imports": f"{IMPORTS}\n{NOW}", "a sharded layer": f"{IMPORTS}\n{SHARD}\n{NOW}"}
 RECORDS = {
     "train": ("log_step", "report_save", "source_lines"),
     "torchtitan_lite.monitoring.metrics.Log": ("info", "record", "start_bar", "advance_bar", "close"),
@@ -106,8 +115,9 @@ def main() -> None:
     rounds = int(sys.argv[1]) if sys.argv[1:] else 5
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "imports.py")
-        script.write_text(SCRIPT)
+        scripts = [Path(folder, f"{name.split()[-1]}.py") for name in BARE]
+        for script, text in zip(scripts, BARE.values(), strict=True):
+            script.write_text(text)
         new = iter(range(10**6))
 
         def options() -> list[str]:
@@ -115,17 +125,21 @@ def main() -> None:
 
         module = ["-m", "benchmarks.overhead"]
         seconds_to([sys.executable, *module, "first-step", *options()])  # prepares the data
-        print(f"| seconds, median of {rounds} interleaved | to the first step | to have imported | ratio (range) |")
-        print("|---|---:|---:|---:|")
+        compared = " | ".join(f"{name} | ratio (range)" for name in BARE)
+        print(f"| seconds, median of {rounds} interleaved | to the first step | {compared} |")
+        print("|---" + "|---:" * (1 + 2 * len(BARE)) + "|")
         for name, launcher in (("python", [sys.executable]), ("torchrun, 2 processes", torchrun)):
-            pairs = [
-                (seconds_to([*launcher, *module, "first-step", *options()]), seconds_to([*launcher, str(script)]))
-                for _ in range(rounds)
+            commands = [[*launcher, *module, "first-step"], *([*launcher, str(script)] for script in scripts)]
+            found = [
+                [seconds_to([*c, *(options() if "first-step" in c else [])]) for c in commands] for _ in range(rounds)
             ]
-            ratios = [a / b for a, b in pairs]
-            mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            print(f"| {name} | {mine:.2f} | {theirs:.2f} | {spread} |", flush=True)
+            mine, *others = zip(*found, strict=True)
+            cells = [f"{statistics.median(mine):.2f}"]
+            for theirs in others:
+                ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+                cells += [f"{statistics.median(theirs):.2f}"]
+                cells += [f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
         steps = [f"--train.steps={STEPS}", "--eval.every=0", "--sample.every=0", "--checkpoint.every=0"]
         for every in (10, 1):
             command = [*torchrun, *module, "recording", *options(), *steps, f"--log.every={every}"]
