@@ -21,6 +21,7 @@ class Family:
     keys: tuple[str, ...] = ()  # family-specific [model] keys that this family reads
     hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
     fused_functions: bool = False  # whether its blocks can use models/fused.py
+    encoder_decoder: bool = False  # whether tokens are an encoder's inputs, and targets of another length a decoder's
 
     def load(self) -> Any:
         """Import the model class."""
