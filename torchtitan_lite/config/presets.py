@@ -1,4 +1,4 @@
-"""What some choices imply, loaded only for them: FSDP1's sharding strategies, and the lengths of span corruption.
+"""What some choices imply, loaded only for them: FSDP1's sharding strategies, and objectives other than causal.
 
 The strategies are [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys
 that are not set explicitly; an explicit key that contradicts it is an error. As in FSDP1, a hybrid strategy shards
@@ -8,6 +8,8 @@ within one machine, unless dp_replicate or dp_shard is set.
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from torchtitan_lite.config.families import FAMILIES
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"reshard_after_forward": True, "dp_replicate": 1},
@@ -66,3 +68,46 @@ def span_lengths(seq_len: int, noise_density: float, mean_span_length: float) ->
         raw += 1
     halves = noise_density == 0.5 and of(raw).targets > of(raw).inputs  # as T5: equal lengths for a density of 0.5
     return of(raw - halves)
+
+
+def objective_conflicts(config: Any) -> dict[str, str]:
+    """The broken rules between an objective and other keys of a schema.Config."""
+    found = {}
+    data, train, model = config.data, config.train, config.model
+    encoder_decoder = FAMILIES[model.family].encoder_decoder
+    if encoder_decoder and data.objective == "causal":
+        found["model.family data.objective"] = (
+            f'model.family = "{model.family}" is an encoder-decoder, which does not learn from data.objective = '
+            '"causal"; "span_corruption" works on text, and "pairs" on sources with targets'
+        )
+    if data.objective == "span_corruption":
+        if not encoder_decoder:
+            others = " or ".join(f'"{name}"' for name, family in FAMILIES.items() if family.encoder_decoder)
+            found["model.family data.objective"] = (
+                f'data.objective = "span_corruption" needs an encoder-decoder, and model.family = "{model.family}" is '
+                f'a decoder; data.objective = "causal" works{f", or model.family = {others}" if others else ""}'
+            )
+        needed = span_lengths(train.seq_len, data.noise_density, data.mean_span_length).inputs
+        if needed > train.seq_len:
+            found["train.seq_len data.objective"] = (
+                f"train.seq_len = {train.seq_len} has no room for a kept token, a sentinel and the end mark of "
+                f'data.objective = "span_corruption"; train.seq_len = {needed} works'
+            )
+    if data.objective == "pairs" and not data.target_len:
+        found["data.target_len data.objective"] = (
+            'data.objective = "pairs" needs data.target_len, the maximum tokens of a target, e.g. data.target_len = 32 '
+            "(train.seq_len is that of a source)"
+        )
+    if data.objective == "pairs" and not encoder_decoder and train.seq_len <= model.max_seq_len < config.input_len:
+        found["train.seq_len data.target_len model.max_seq_len"] = (
+            f"a source of train.seq_len = {train.seq_len} and a target of data.target_len = {data.target_len} tokens "
+            f"are longer than model.max_seq_len = {model.max_seq_len}; model.max_seq_len = {config.input_len} works"
+        )
+    for key, off in (("packing", "concat"), ("document_mask", False)):
+        value = getattr(data, key)
+        if value != off and data.objective != "causal":
+            found[f"data.{key} data.objective"] = (
+                f'data.{key} = {str(value).lower()} is for data.objective = "causal", not "{data.objective}"; '
+                f"leave it out"
+            )
+    return found
