@@ -153,10 +153,9 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
 
 def _chain(model: Transformer) -> list[list[nn.Module]]:
     """The modules of each group, in the order of forward; tied inputs belong to the head."""
-    after_input = {"layers", "norm", "output"}
-    inputs = [m for name, m in model.named_children() if name not in after_input and any(True for _ in m.parameters())]
-    layers = [[layer] for layer in model.layers]
-    head: list[nn.Module] = [model.norm, model.output]
+    layers, head = model.block_groups(), [model.norm, model.output]
+    after_input = {model.layers, *head, *(module for group in layers for module in group)}
+    inputs = [m for m in model.children() if m not in after_input and any(True for _ in m.parameters())]
     return [*layers, inputs + head] if model.config.tie_embeddings else [inputs, *layers, head]
 
 

@@ -1,4 +1,4 @@
-"""Imports and exports Hugging Face models: Llama, Qwen2, Qwen3 (family llama) and GPT-2 (family gpt).
+"""Imports and exports Hugging Face models: Llama, Qwen2, Qwen3 (family llama), GPT-2 (gpt) and T5 (t5).
 
     python checkpoint.py import FOLDER [OUT]     a config that starts from a Hugging Face folder
     python checkpoint.py export RUN OUT          a run's newest checkpoint, or a given one, as such a folder
@@ -45,7 +45,7 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
     """
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
-        theirs = from_hf_config(storage.read_json(folder / "config.json"))
+        theirs = keys_of(folder)
         del theirs["vocab_size"]  # compared later, by shape
         if config.family == "llama" and config.max_seq_len < theirs["max_seq_len"]:
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine
@@ -86,12 +86,8 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
 
 
 def config_of(folder: Path) -> ModelConfig:
-    """The [model] section for a Hugging Face folder.
-
-    Raises:
-        CheckpointError: its architecture is not supported, or a value is invalid.
-    """
-    return ModelConfig.model_validate(from_hf_config(storage.read_json(folder / "config.json")))
+    """The [model] section for a Hugging Face folder. Raises CheckpointError: see keys_of."""
+    return ModelConfig.model_validate(keys_of(folder))
 
 
 def trained_config(folder: Path) -> ModelConfig:
@@ -122,6 +118,20 @@ def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | N
         return bpe.end_token(tokenizer, str(state.config.get("tokenizer.end_token", "")))
     except DataError:
         return None
+
+
+def keys_of(folder: Path) -> dict[str, Any]:
+    """Our [model] keys for a Hugging Face folder.
+
+    Raises:
+        CheckpointError: its architecture is not supported, or a value is invalid.
+    """
+    keys = from_hf_config(storage.read_json(folder / "config.json"))
+    if keys["family"] == "t5":  # its config does not tell
+        weights = _read_shards(folder)
+        head, embeddings = weights.get("lm_head.weight"), weights.get("shared.weight")
+        keys["tie_embeddings"] = head is None or (embeddings is not None and head.equal(embeddings))
+    return keys
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
@@ -230,7 +240,7 @@ def _write_shards(folder: Path, weights: Mapping[str, Tensor], specs: TensorSpec
 def section(folder: Path) -> Iterator[str]:
     """The lines of a config that starts from a Hugging Face folder: [model], and [tokenizer] if there is one."""
     yield "[model]"
-    for key, value in from_hf_config(storage.read_json(folder / "config.json")).items():
+    for key, value in keys_of(folder).items():
         yield f"{key} = {toml.format_value(value)}"
     yield f"init_from = {toml.format_value(str(folder))}"
     if (folder / "tokenizer.json").is_file():
