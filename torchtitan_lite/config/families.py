@@ -1,7 +1,7 @@
 """The registry of model families: class, config keys and named sizes. It is plain data, so a config needs no torch.
 
 A new family is one file in models/ and one entry of FAMILIES. A size name below 100M counts the matrices of the layers
-only; embeddings depend on the vocabulary. The larger sizes have the parameter counts in PARAMETERS.
+only; embeddings depend on the vocabulary. The parameter counts of the larger sizes are tested (tests/published.py).
 """
 
 import importlib
@@ -21,7 +21,7 @@ class Family:
     keys: tuple[str, ...] = ()  # family-specific [model] keys that this family reads
     hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
     fused_functions: bool = False  # whether its blocks can use models/fused.py
-    encoder_decoder: bool = False
+    encoder_decoder: bool = False  # whether tokens are an encoder's inputs, and targets of another length a decoder's
 
     def load(self) -> Any:
         """Import the model class."""
@@ -61,7 +61,6 @@ LLAMA: dict[str, dict[str, Any]] = {
 }
 
 
-
 def _t5(dim: int, n_layers: int, n_heads: int, hidden_dim: int, head_dim: int = 64, *, v1_0: bool = False) -> Any:
     names = "dim", "n_layers", "n_heads", "hidden_dim", "head_dim"
     sizes = dict(zip(names, (dim, n_layers, n_heads, hidden_dim, head_dim), strict=True)) | {"norm_eps": 1e-6}
@@ -83,20 +82,6 @@ T5: dict[str, dict[str, Any]] = {
     "t5-v1_1-large": _t5(1024, 24, 16, 2816),
     "t5-v1_1-xl": _t5(2048, 24, 32, 5120),
     "t5-v1_1-xxl": _t5(4096, 24, 64, 10240),
-}
-
-# (family, size): (vocabulary, parameters) of the published checkpoints; GPT-2 has tied embeddings
-PARAMETERS = {
-    ("gpt", "124M"): (50257, 124_439_808),
-    ("gpt", "355M"): (50257, 354_823_168),
-    ("gpt", "774M"): (50257, 774_030_080),
-    ("gpt", "1558M"): (50257, 1_557_611_200),
-    ("llama", "150M"): (65536, 151_020_288),  # our own size
-    ("llama", "1B"): (128256, 1_235_814_400),
-    ("llama", "3B"): (128256, 3_212_749_824),
-    ("llama", "8B"): (128256, 8_030_261_248),
-    ("llama", "70B"): (128256, 70_553_706_496),
-    ("llama", "405B"): (128256, 405_853_388_800),
 }
 
 FAMILIES: dict[str, Family] = {

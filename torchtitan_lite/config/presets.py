@@ -1,11 +1,14 @@
-"""FSDP1's sharding strategies as [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial).
+"""What some choices imply, loaded only for them: FSDP1's sharding strategies, the lengths of span corruption, and rules
+of encoder-decoders.
 
-A strategy sets [fsdp] keys that are not set explicitly; an explicit key that contradicts it is an error. As in FSDP1,
-a hybrid strategy shards within one machine, unless dp_replicate or dp_shard is set.
+The strategies are [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys
+that are not set explicitly; an explicit key that contradicts it is an error. As in FSDP1, a hybrid strategy shards
+within one machine, unless dp_replicate or dp_shard is set.
 """
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"reshard_after_forward": True, "dp_replicate": 1},
@@ -34,3 +37,55 @@ def contradiction(strategy: str, key: str, value: Any) -> str:
     if key == "dp_shard" and "HYBRID" in strategy and value == 1:
         return f'sharding_strategy = "{strategy}" needs shards; without them use "NO_SHARD"'
     return ""
+
+
+class SpanLengths(NamedTuple):
+    """The lengths of a sample of span corruption, in tokens."""
+
+    raw: int  # of the text
+    noise: int  # replaced tokens of it
+    spans: int
+    inputs: int  # the kept tokens, a sentinel for each span, and the end mark: at most seq_len
+    targets: int  # the replaced tokens, a sentinel before each span, and the end mark
+
+
+@functools.cache
+def span_lengths(seq_len: int, noise_density: float, mean_span_length: float) -> SpanLengths:
+    """The longest text whose inputs fit into seq_len tokens (T5's compute_input_and_target_lengths).
+
+    >>> span_lengths(512, 0.15, 3.0)
+    SpanLengths(raw=568, noise=85, spans=28, inputs=512, targets=114)
+    """
+
+    def of(raw: int) -> SpanLengths:
+        noise = min(max(round(raw * noise_density), 1), raw - 1)
+        spans = min(max(round(noise / mean_span_length), 1), noise, raw - noise)
+        return SpanLengths(raw, noise, spans, raw - noise + spans + 1, noise + spans + 1)
+
+    raw = max(seq_len - 1, 2)
+    while of(raw + 1).inputs <= seq_len:
+        raw += 1
+    halves = noise_density == 0.5 and of(raw).targets > of(raw).inputs  # as T5: equal lengths for a density of 0.5
+    return of(raw - halves)
+
+
+def encoder_decoder_conflicts(config: Any) -> dict[str, str]:
+    """The rules of encoder-decoders, as rules.conflicts returns them."""
+    found, model = {}, config.model
+    if config.fsdp.uses_float16:
+        found["fsdp.param_dtype model.family"] = (
+            f'model.family = "{model.family}" can\'t compute in float16: the outputs of its feed-forward exceed 65504, '
+            'the largest float16 number, in published models; fsdp.param_dtype = "bfloat16" works'
+        )
+    if model.tie_embeddings and not model.scale_output and not model.init_from:
+        found["model.tie_embeddings model.scale_output"] = (
+            "model.tie_embeddings = true needs model.scale_output = true, or the initial logits are too large by "
+            f"{model.dim**0.5:.0f}; scale_output = true works, and so does tie_embeddings = false"
+        )
+    for key, value in (("packing", "concat"), ("document_mask", False)):
+        if (given := getattr(config.data, key)) != value:
+            found[f"data.{key} model.family"] = (
+                f'data.{key} = {given} is for decoders, not for model.family = "{model.family}": '
+                f"data.{key} = {str(value).lower()} works"
+            )
+    return found

@@ -46,6 +46,10 @@ def conflicts(
             | _path_conflicts(config)
             | _log_conflicts(config)
         )
+        if FAMILIES[config.model.family].encoder_decoder:
+            from torchtitan_lite.config.presets import encoder_decoder_conflicts
+
+            found |= encoder_decoder_conflicts(config)
         return {keys: message for keys, message in found.items() if not (elsewhere and keys in _LOCAL_RULES)}
 
     return check
@@ -165,10 +169,11 @@ def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, s
 def _block_conflicts(config: Config, n_gpus: int) -> dict[str, str]:
     found: dict[str, str] = {}
     checkpointing = config.activation_checkpointing
-    if checkpointing.mode != "none" and checkpointing.every > max(config.model.n_layers - 1, 1):
+    n_blocks = sum(config.model.stacks)
+    if checkpointing.mode != "none" and checkpointing.every > max(n_blocks - 1, 1):
         found["activation_checkpointing.every model.n_layers"] = (
             f"activation_checkpointing.every = {checkpointing.every} applies only to the first of model.n_layers = "
-            f"{config.model.n_layers}; every = {max(config.model.n_layers - 1, 1)} works"
+            f"{n_blocks}; every = {max(n_blocks - 1, 1)} works"
         )
     inductor = config.compile.enabled and config.compile.backend == "inductor"
     if inductor and (missing := _missing_for_inductor(config.run, n_gpus)):

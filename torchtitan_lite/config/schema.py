@@ -235,6 +235,15 @@ class DataConfig(Section):
 and pad the rest"""
     document_mask: bool = False
     """restrict attention to the document, and restart positions with each document"""
+    objective: Literal["causal", "span_corruption", "pairs"] = "causal"
+    """causal: predict the next token; span_corruption: T5's pretraining, the encoder reads text with gaps and the \
+decoder fills them; pairs: a source and its target"""
+    noise_density: float = Field(default=0.15, gt=0, le=0.5)
+    """span_corruption: fraction of the tokens to replace"""
+    mean_span_length: float = Field(default=3.0, ge=1)
+    """span_corruption: mean length of a replaced span, in tokens"""
+    target_len: SizeOrZero = 0
+    """pairs: maximum length of a target, in tokens; span_corruption derives it from train.seq_len"""
     cache_dir: PathText = ""
     """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
 
@@ -248,6 +257,8 @@ class TrainConfig(Section):
     """sequences per rank in one forward and backward"""
     global_batch_size: Size = 16
     """sequences per optimizer step, over all ranks; determines gradient accumulation"""
+    z_loss: NonNegativeFloat = 0.0
+    """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """on a non-finite loss or gradient norm: stop the run, or skip and record the step"""
     max_skipped: PositiveInt = 10
@@ -445,6 +456,22 @@ class Config(Frozen):
     def folder(self) -> Path:
         """The run's folder."""
         return expand(self.run.out_dir) / self.run.name
+
+    @property
+    def input_len(self) -> int:
+        """Tokens per row that the model reads: the encoder's, or a decoder's source and target."""
+        pairs = self.data.objective == "pairs" and not FAMILIES[self.model.family].encoder_decoder
+        return self.train.seq_len + (self.data.target_len if pairs else 0)
+
+    @property
+    def target_len(self) -> int:
+        """Targets per row: the decoder's length."""
+        if self.data.objective == "span_corruption":
+            from torchtitan_lite.config.presets import span_lengths
+
+            return span_lengths(self.train.seq_len, self.data.noise_density, self.data.mean_span_length).targets
+        encoder_decoder = FAMILIES[self.model.family].encoder_decoder
+        return self.data.target_len if self.data.objective == "pairs" and encoder_decoder else self.input_len
 
 
 @functools.cache

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torchtitan_lite.config.paths import reading
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.documents import document_ends
-from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, remedy, spots
+from torchtitan_lite.data.repair import remedy
+from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, spots
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 

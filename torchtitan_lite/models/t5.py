@@ -1,4 +1,4 @@
-"""T5: an encoder, and a decoder that also attends to the encoder's output. v1.1 (`gated`) and v1.0 (Raffel et al., 2020).
+"""T5 (Raffel et al., 2020), v1.0 and v1.1: an encoder, and a decoder that also attends to the encoder's output.
 
 `layers` holds both stacks in the order of use, encoder blocks first. Attention is not scaled: the initial values of the
 queries are smaller instead. Positions enter as a bias of the attention scores, learned for 32 buckets of distances. One

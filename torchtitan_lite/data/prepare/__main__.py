@@ -24,7 +24,8 @@ from torchtitan_lite.data.prepare.cache import MOST_WORKERS, encode_with_bar, pl
 from torchtitan_lite.data.prepare.encode import require_complete
 from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Options, plan_of
 from torchtitan_lite.data.prepare.summary import report, summary, verify
-from torchtitan_lite.data.token_files import read_meta, remedy
+from torchtitan_lite.data.repair import remedy
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
 
 
