@@ -14,8 +14,7 @@ import torch
 from tests.helpers import ranks
 from tests.knob_effects import EFFECTS
 from tests.knob_table import CASES, EXTENDED, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
-from torchtitan_lite.config.rules import _missing_for_inductor
-from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.config.presets import missing_for_inductor
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import optimizer as optim
@@ -40,7 +39,7 @@ def results(
 
 
 # rows that inductor compiles, on a machine where it can't
-NEEDS_COMPILER = {"compile"} if _missing_for_inductor(RunConfig(device="cpu"), 0) else set()
+NEEDS_COMPILER = {"compile"} if missing_for_inductor("cpu", 0) else set()
 
 
 @functools.cache
