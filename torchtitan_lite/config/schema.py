@@ -186,7 +186,7 @@ t5: encoder and decoder"""
     def resolved(self) -> dict[str, Any]:
         """Every key, with derived values in place of 0, except vocab_size."""
         derived = {"n_kv_heads": self.kv_heads, "head_dim": self.dim_of_heads, "hidden_dim": self.dim_of_ffn}
-        return self.model_dump() | derived
+        return self.model_dump() | derived | {"n_decoder_layers": sum(self.stacks[1:])}
 
     @property
     def stacks(self) -> tuple[int, ...]:

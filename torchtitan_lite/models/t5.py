@@ -184,6 +184,8 @@ class DecoderBlock(nn.Module):
 class T5(Transformer):
     """Shared token embeddings, both stacks, and the output matrix."""
 
+    start = PAD  # the first token of the decoder
+
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         n_encoder, n_decoder = config.stacks
         blocks: list[nn.Module] = [EncoderBlock(config) for _ in range(n_encoder)]
