@@ -1,5 +1,5 @@
-"""What some choices imply, loaded only for them: FSDP1's sharding strategies, the lengths of span corruption, sizes
-and rules of encoder-decoders, and what torch.compile needs.
+"""What some choices imply, loaded only for them: FSDP1's sharding strategies, objectives other than causal, sizes and
+rules of encoder-decoders, and what torch.compile needs.
 
 The strategies are [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys
 that are not set explicitly; an explicit key that contradicts it is an error. As in FSDP1, a hybrid strategy shards
@@ -14,6 +14,8 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torchtitan_lite.config.families import FAMILIES
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"reshard_after_forward": True, "dp_replicate": 1},
@@ -98,8 +100,51 @@ def span_lengths(seq_len: int, noise_density: float, mean_span_length: float) ->
     return of(raw - halves)
 
 
-def encoder_decoder_conflicts(config: Any) -> dict[str, str]:
-    """The rules of encoder-decoders, as rules.conflicts returns them."""
+def objective_conflicts(config: Any) -> dict[str, str]:
+    """The broken rules between an objective and other keys of a schema.Config."""
+    data, train, model = config.data, config.train, config.model
+    encoder_decoder = FAMILIES[model.family].encoder_decoder
+    found = _encoder_decoder_conflicts(config) if encoder_decoder else {}
+    if encoder_decoder and data.objective == "causal":
+        found["model.family data.objective"] = (
+            f'model.family = "{model.family}" is an encoder-decoder, which does not learn from data.objective = '
+            '"causal"; "span_corruption" works on text, and "pairs" on sources with targets'
+        )
+    if data.objective == "span_corruption":
+        if not encoder_decoder:
+            others = " or ".join(f'"{name}"' for name, family in FAMILIES.items() if family.encoder_decoder)
+            found["model.family data.objective"] = (
+                f'data.objective = "span_corruption" needs an encoder-decoder, and model.family = "{model.family}" is '
+                f'a decoder; data.objective = "causal" works{f", or model.family = {others}" if others else ""}'
+            )
+        needed = span_lengths(train.seq_len, data.noise_density, data.mean_span_length).inputs
+        if needed > train.seq_len:
+            found["train.seq_len data.objective"] = (
+                f"train.seq_len = {train.seq_len} has no room for a kept token, a sentinel and the end mark of "
+                f'data.objective = "span_corruption"; train.seq_len = {needed} works'
+            )
+    if data.objective == "pairs" and not data.target_len:
+        found["data.target_len data.objective"] = (
+            'data.objective = "pairs" needs data.target_len, the maximum tokens of a target, e.g. data.target_len = 32 '
+            "(train.seq_len is that of a source)"
+        )
+    if data.objective == "pairs" and not encoder_decoder and train.seq_len <= model.max_seq_len < config.input_len:
+        found["train.seq_len data.target_len model.max_seq_len"] = (
+            f"a source of train.seq_len = {train.seq_len} and a target of data.target_len = {data.target_len} tokens "
+            f"are longer than model.max_seq_len = {model.max_seq_len}; model.max_seq_len = {config.input_len} works"
+        )
+    for key, off in (("packing", "concat"), ("document_mask", False)):
+        value = getattr(data, key)
+        if value != off and data.objective != "causal":
+            found[f"data.{key} data.objective"] = (
+                f'data.{key} = {str(value).lower()} is for data.objective = "causal", not "{data.objective}"; '
+                f"leave it out"
+            )
+    return found
+
+
+def _encoder_decoder_conflicts(config: Any) -> dict[str, str]:
+    """The broken rules of an encoder-decoder alone."""
     found, model = {}, config.model
     if config.fsdp.uses_float16:
         found["fsdp.param_dtype model.family"] = (
@@ -111,12 +156,6 @@ def encoder_decoder_conflicts(config: Any) -> dict[str, str]:
             "model.tie_embeddings = true needs model.scale_output = true, or the initial logits are too large by "
             f"{model.dim**0.5:.0f}; scale_output = true works, and so does tie_embeddings = false"
         )
-    for key, value in (("packing", "concat"), ("document_mask", False)):
-        if (given := getattr(config.data, key)) != value:
-            found[f"data.{key} model.family"] = (
-                f'data.{key} = {given} is for decoders, not for model.family = "{model.family}": '
-                f"data.{key} = {str(value).lower()} works"
-            )
     return found
 
 

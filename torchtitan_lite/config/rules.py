@@ -37,16 +37,13 @@ def conflicts(
             _run_conflicts(config.run, n_gpus, local_world_size)
             | model_conflicts(config.model)
             | _length_conflicts(config)
+            | _objective_conflicts(config)
             | _mesh_conflicts(config, world_size)
             | _fsdp_conflicts(config, world_size, n_gpus)
             | _block_conflicts(config, n_gpus)
             | _path_conflicts(config)
             | _log_conflicts(config)
         )
-        if FAMILIES[config.model.family].encoder_decoder:
-            from torchtitan_lite.config.presets import encoder_decoder_conflicts
-
-            found |= encoder_decoder_conflicts(config)
         return {keys: message for keys, message in found.items() if not (elsewhere and keys in _LOCAL_RULES)}
 
     return check
@@ -116,6 +113,14 @@ def _length_conflicts(config: Config) -> dict[str, str]:
     if any(not 0 <= beta < 1 for beta in optim.betas):
         found["optim.betas"] = f"optim.betas = {list(optim.betas)} should be in [0, 1), e.g. [0.9, 0.95]"
     return found
+
+
+def _objective_conflicts(config: Config) -> dict[str, str]:
+    if config.data.objective == "causal" and not FAMILIES[config.model.family].encoder_decoder:
+        return {}
+    from torchtitan_lite.config.presets import objective_conflicts
+
+    return objective_conflicts(config)
 
 
 def _mesh_conflicts(config: Config, world_size: int) -> dict[str, str]:

@@ -84,7 +84,9 @@ class Transformer(nn.Module):
         logits: Tensor = self.output(x)
         if targets is None:
             return logits
-        return of_each(summed_cross_entropy, logits, targets) if per_sequence else summed_cross_entropy(logits, targets)
+        if per_sequence:
+            return of_each(summed_cross_entropy, logits, targets)
+        return summed_cross_entropy(logits, targets, self.output.z_loss)
 
     def reset_buffers(self) -> None:
         """Compute the buffers, which are neither learned nor saved. For families that have some."""

@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", default="", metavar="FILE", help='a tokenizer.json, or "bytes" for one token per byte')
     add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
     add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
+    add("--sentinels", action="store_true", help="the trained tokenizer gets T5's pad and sentinels")
     add("--text-key", default="text", help="the key of a .jsonl line, or the column of a .csv or .parquet file")
     add("--val-fraction", type=float, default=0.05, help="fraction of the documents for validation (default: 0.05)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out unusable text, and list it")
@@ -110,7 +111,9 @@ def _make(arguments: argparse.Namespace) -> int:
     try:
         with FileLock(work / "lock", blocking=False):
             corpus = content.with_content(corpus, record_folder(work))
-            plan = plan_for([corpus], config, arguments.val_fraction, work, options, print)
+            plan = plan_for(
+                [corpus], config, arguments.val_fraction, work, options, print, sentinels=arguments.sentinels
+            )
             job = plan.jobs[0]
             if not out.exists():
                 encode_with_bar(corpus, plan.tokenizer, job, out, options)
