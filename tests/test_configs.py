@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
+from tests.published import PARAMETERS
 from torchtitan_lite.config import load
-from torchtitan_lite.config.families import PARAMETERS
 from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.monitoring.mfu import Device
 from torchtitan_lite.tools import plan

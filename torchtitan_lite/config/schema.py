@@ -134,7 +134,8 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     family: FamilyName = "llama"
-    """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention"""
+    """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
+t5: encoder and decoder"""
     size: str = "1M"
     """a preset of the sizes below (families.py); each can also be set by itself"""
     init_from: PathText = ""
@@ -144,7 +145,9 @@ class ModelConfig(Section):
     dim: Width = 128
     """width of the residual stream"""
     n_layers: int = Field(default=4, gt=0, le=2048)
-    """number of Transformer blocks"""
+    """number of Transformer blocks; t5: of the encoder"""
+    n_decoder_layers: int = Field(default=0, ge=0, le=2048)
+    """t5: number of blocks of the decoder; 0: n_layers"""
     n_heads: Width = 4
     """attention heads"""
     max_seq_len: Size = 1024
@@ -152,13 +155,17 @@ class ModelConfig(Section):
     tie_embeddings: bool = False
     """use the token embeddings as the output matrix"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """gpt: dropout probability"""
+    """gpt, t5: dropout probability"""
     n_kv_heads: WidthOrZero = 0
     """llama: key and value heads for grouped-query attention; 0: n_heads"""
     head_dim: WidthOrZero = 0
-    """llama: width of a head; 0: dim / n_heads"""
+    """llama, t5: width of a head; 0: dim / n_heads"""
     hidden_dim: int = Field(default=0, ge=0, le=2**24)
-    """llama: width of the feed-forward; 0: 8/3 dim, rounded up to a multiple of 64"""
+    """llama, t5: width of the feed-forward; 0: 8/3 dim, rounded up to a multiple of 64 (t5: 4 dim)"""
+    gated: bool = True
+    """t5: gated GELU in the feed-forward (v1.1); false: ReLU (v1.0)"""
+    scale_output: bool = False
+    """t5: multiply the decoder's output by dim^-0.5 (v1.0)"""
     norm_eps: PositiveFloat = 1e-5
     """epsilon of the norms"""
     qk_norm: bool = False
@@ -179,7 +186,13 @@ class ModelConfig(Section):
     def resolved(self) -> dict[str, Any]:
         """Every key, with derived values in place of 0, except vocab_size."""
         derived = {"n_kv_heads": self.kv_heads, "head_dim": self.dim_of_heads, "hidden_dim": self.dim_of_ffn}
-        return self.model_dump() | derived
+        return self.model_dump() | derived | {"n_decoder_layers": sum(self.stacks[1:])}
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """The number of blocks of the decoder, or of encoder and decoder."""
+        one = self.n_layers
+        return (one, self.n_decoder_layers or one) if FAMILIES[self.family].encoder_decoder else (one,)
 
     @property
     def kv_heads(self) -> int:
