@@ -31,7 +31,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
-from torchtitan_lite.data.samples import open_samples
+from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import (
@@ -90,7 +90,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     optimizer = optim.build_optimizer(model, config.optim)
 
     # 4. The data: the order of sequences is a function of the seed and one integer.
-    samples = open_samples(data, "train", config.train.seq_len, config.data.packing)
+    samples = open_samples(data, "train", config)
     per_rank = config.train.micro_batch_size, world.rank, world.world_size
     loader = Loader(samples, *per_rank, config.run.seed, config.data.document_mask, pin=world.device.type == "cuda")
     prefetching = PrefetchingLoader(loader, world.device)
@@ -201,6 +201,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     with torch.device("meta"):
         model = models.build(config.model, vocab_size)
     optim.freeze(model, config.optim.freeze)
+    model.output.z_loss = config.train.z_loss
     parallelize.apply_fast_paths(model, config.speed, widen=widen)
     parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
     parallelize.apply_compile(model, config.compile)

@@ -1,4 +1,4 @@
-"""The table of [fsdp] and related keys that tests/test_knobs.py compares with an unsharded reference: at most 46 rows.
+"""The table of [fsdp] and related keys that tests/test_knobs.py compares with an unsharded reference: at most 54 rows.
 
 The fast paths of [speed] are on, as by default, with blocks and chunks so small (knob_worker.py) that a sequence has
 several; the plain model has none of them.
@@ -27,11 +27,19 @@ LLAMA = {
 GPT = {key: value for key, value in LLAMA.items() if key not in ("model.n_kv_heads", "model.hidden_dim")} | {
     "model.family": "gpt"
 }
+T5 = {key: value for key, value in LLAMA.items() if key != "model.n_kv_heads"} | {
+    **{"model.family": "t5", "model.n_layers": 2, "model.n_decoder_layers": 3, "model.head_dim": 5},
+    "data.objective": "span_corruption",
+}
 
 # The largest relative difference of a loss and of a gradient norm to the reference in float32, over STEPS steps.
 # float32 sums in another order, 2^-24 a time; measured 2e-7 and 5e-7. bfloat16 keeps 8 bits (2^-9 is 2e-3), float16 11
 # (2^-12 is 2e-4): a loss averages over many roundings (measured 6e-5 and 9e-6), a norm is about one (3e-3 and 2e-4).
-TOLERANCE = {"float32": (2e-6, 5e-6), "bfloat16": (5e-4, 1e-2), "float16": (1e-4, 1e-3)}
+# T5 starts with logits of size 1, 10 times those of the others, and their rounding errors (measured 7e-4 and 3e-3).
+TOLERANCE = {
+    **{"float32": (2e-6, 5e-6), "bfloat16": (5e-4, 1e-2), "float16": (1e-4, 1e-3)},
+    "bfloat16, t5": (2e-3, 1e-2),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class Case:
 
     def config(self, device: str = "cpu") -> Config:
         """The config, as given on the command line."""
-        values = {"llama": LLAMA, "gpt": GPT}[self.base] | {"model.size": "1M", "run.device": device} | self.set
+        values = (
+            {"llama": LLAMA, "gpt": GPT, "t5": T5}[self.base] | {"model.size": "1M", "run.device": device} | self.set
+        )
         given = {key: load.ConfigValue(value, "command line") for key, value in values.items()}
         n_gpus = int(device == "cuda")
         return load.load(None, given, world_size=self.ranks, n_gpus=n_gpus, local_world_size=2 - n_gpus).config
@@ -140,6 +150,28 @@ CASES = {
         | {"activation_checkpointing.mode": "selective", "compile.enabled": True, "compile.backend": "aot_eager"},
         dtype="bfloat16",
     ),
+    # an encoder-decoder
+    "t5": Case(2, base="t5"),
+    "t5, checkpointing full, prefetch 3": Case(
+        2,
+        EXPLICIT | {"fsdp.forward_prefetch": 3, "fsdp.backward_prefetch": 3, "activation_checkpointing.mode": "full"},
+        base="t5",
+        same_as="t5",
+    ),
+    "t5, bf16, compile": Case(
+        2, BF16 | {"compile.enabled": True, "compile.backend": "aot_eager"}, base="t5", dtype="bfloat16, t5"
+    ),
+    "t5, first layer fp32": Case(2, BF16 | FIRST_LAYER_FP32, base="t5", dtype="bfloat16, t5"),
+    "t5, plain": Case(2, PLAIN, base="t5"),
+    "t5, v1.0, HSDP, sync last": Case(
+        4,
+        HSDP | {"fsdp.grad_sync": "last"}
+        | {"model.gated": False, "model.tie_embeddings": True, "model.scale_output": True},
+        base="t5",
+    ),
+    "t5, dropout, checkpointing selective": Case(
+        2, {"model.dropout": 0.2, "activation_checkpointing.mode": "selective"}, base="t5", reference=False
+    ),
 }  # fmt: skip
 
 
@@ -157,6 +189,7 @@ EXTENDED = {
     ),
     *("compile, checkpointing full", "reshard to 2, prefetch 2, tied", "frozen head, sync last", "4 copies", "tied"),
     *("all that people use at once", "dropout", "_HYBRID_SHARD_ZERO2", "checkpointing selective", "all inputs cast"),
+    *("t5, plain", "t5, first layer fp32", "t5, dropout, checkpointing selective", "t5, bf16, compile"),
     *("first layer fp32", "reduce in bf16", "plain", "frozen", "HSDP, all-reduce last", "prefetch 3, kept", "gpt"),
 }
 

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lite.config.rules import _missing_for_inductor
-from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, RunConfig
+from torchtitan_lite.config.presets import missing_for_inductor
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import Transformer, build
@@ -126,7 +126,7 @@ def test_compiled_blocks_compute_the_same_under_the_same_names(mode: str) -> Non
     torch.testing.assert_close(gradients(plain), gradients(compiled), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(bool(_missing_for_inductor(RunConfig(device="cpu"), 0)), reason="there is no C++ compiler here")
+@pytest.mark.skipif(bool(missing_for_inductor("cpu", 0)), reason="there is no C++ compiler here")
 @pytest.mark.extended
 def test_inductor_computes_the_same() -> None:
     """Forward only: each kernel takes g++ two seconds. Training is among the `extended` rows of test_knobs.py."""

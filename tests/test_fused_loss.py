@@ -20,20 +20,20 @@ from torchtitan_lite.models import fused_loss
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.loss import IGNORE
 
-Launch = Callable[[Tensor, Tensor, Tensor, int, bool], None]
+Launch = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
 
 
-def compare(launch: Launch, columns: int, dtype: torch.dtype) -> None:
+def compare(launch: Launch, columns: int, dtype: torch.dtype, z_loss: float = 0.0) -> None:
     """The kernel on nine rows of a wider matrix, some of them without a target, against plain operators."""
     generator = torch.Generator().manual_seed(columns)
     wide = (torch.randn(9, columns + 5, generator=generator) * 4).to(dtype)
     targets = torch.randint(columns, (9,), generator=generator)
     targets[::4], targets[1], targets[2] = IGNORE, columns - 1, 0
     exact = wide[:, :columns].clone()
-    expected = fused_loss.logits_to_gradient_(exact, targets, IGNORE, True)
+    expected = fused_loss.logits_to_gradient_(exact, targets, IGNORE, True, z_loss)
     for write in (False, True):
         made, losses = wide.clone(), torch.full((9,), -1.0)
-        launch(made[:, :columns], targets, losses, IGNORE, write)
+        launch(made[:, :columns], targets, losses, IGNORE, write, z_loss)
         torch.testing.assert_close(losses, expected, rtol=2e-6, atol=2e-6)
         assert made[:, columns:].equal(wide[:, columns:]), "beyond its columns"
         if write:
@@ -53,8 +53,9 @@ def launch() -> Launch:
 
 @pytest.mark.parametrize("columns", [5, 64, 91, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_computes_loss_and_gradient(columns: int, dtype: torch.dtype, launch: Launch) -> None:
-    compare(launch, columns, dtype)
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_the_kernel_computes_loss_and_gradient(columns: int, dtype: torch.dtype, z_loss: float, launch: Launch) -> None:
+    compare(launch, columns, dtype, z_loss)
 
 
 def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
@@ -62,7 +63,7 @@ def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
     logits[0, 3], logits[1, 69], logits[2, :] = float("nan"), float("inf"), -float("inf")
     logits[3, 5] = -float("inf")  # an impossible token is no error
     losses = torch.zeros(5)
-    launch(logits, torch.tensor([1, 2, 3, 4, 70]), losses, IGNORE, True)
+    launch(logits, torch.tensor([1, 2, 3, 4, 70]), losses, IGNORE, True, 0.0)
     assert losses.isfinite().tolist() == [False, False, False, True, False], "the last target is out of range"
     assert logits[3].isfinite().all()
 
@@ -76,6 +77,7 @@ for block in (32768, 1024):
     for columns in (91, 4096, 5000):
         for dtype in (torch.float32, torch.bfloat16):
             compare(loss_kernel.launch, columns, dtype)
+            compare(loss_kernel.launch, columns, dtype, 0.01)
 """
 
 

@@ -16,13 +16,14 @@ from tokenizers import Tokenizer
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from tests.test_data import decoded, make, rows, stream_of
 from torchtitan_lite.config.load import ConfigValue, load
-from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
+from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data.dataset import prepare, prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
+from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.order import Interleave, sample_index, sample_indices, shares_of
 from torchtitan_lite.data.packing import _pieces, _rows
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.samples import Mixture, Samples, open_samples
+from torchtitan_lite.data.samples import Mixture, Samples
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
@@ -112,7 +113,9 @@ def test_round_weights_make_a_short_table() -> None:
 
 def mixture_of(folders: dict[str, Path], packing: str = "concat") -> Mixture:
     config = DataConfig(sources={str(folders["typing"]): 0.5, str(folders["tar"]): 0.3, str(folders["lines"]): 0.2})
-    return open_samples(prepare_all(config, TokenizerConfig(), print), "train", 32, packing)
+    data = prepare_all(config, TokenizerConfig(), print)
+    config = config.model_copy(update={"packing": packing})
+    return open_samples(data, "train", Config(data=config, train=TrainConfig(seq_len=32)))
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.published import PARAMETERS
 from torchtitan_lite.config.families import FAMILIES as REGISTRY
-from torchtitan_lite.config.families import PARAMETERS
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import Transformer, build
@@ -100,12 +100,14 @@ def test_initial_values_never_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family, known in REGISTRY.items() for name in known.sizes]
+    ("family", "name"), [(family, name) for family, known in REGISTRY.items() for name in known.named_sizes()]
 )
 def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None:
     vocabulary, expected = PARAMETERS.get((family, name), (97, 0))
     values = (
-        {"family": family} | dict(REGISTRY[family].sizes[name]) | ({"tie_embeddings": True} if family == "gpt" else {})
+        {"family": family}
+        | dict(REGISTRY[family].named_sizes()[name])
+        | ({"tie_embeddings": True} if family == "gpt" else {})
     )
     with torch.device("meta"):
         model = build(ModelConfig.model_validate(values), vocabulary)
@@ -113,7 +115,8 @@ def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None
     scale = 1e9 if name.endswith("B") else 1e6
     if expected:
         assert count == expected
-        assert count / scale == pytest.approx(float(name[:-1]), rel=0.25 if name == "1B" else 0.08)
+        if "-" not in name:  # the publisher's own names of T5 are rough
+            assert count / scale == pytest.approx(float(name[:-1]), rel=0.25 if name == "1B" else 0.08)
     else:  # named after the matrices of the layers
         matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
         assert matrices / scale == pytest.approx(float(name[:-1]), rel=0.25)

@@ -2,10 +2,8 @@
 
 import contextlib
 import errno
-import io
 import os
 import sys
-import traceback
 from collections.abc import Callable
 
 
@@ -71,15 +69,6 @@ class NonFiniteError(UserError):
 
 # The file system or the machine failed, not the input: exit code 1, not 2.
 _SYSTEM_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ETIMEDOUT)
-_HINTS = {
-    errno.EACCES: "this process runs as uid {uid}; give it access, or choose another path",
-    errno.EPERM: "this process runs as uid {uid}; give it access, or choose another path",
-    errno.ENAMETOOLONG: "a name has at most 255 bytes; choose a shorter path",
-    errno.ELOOP: "its symbolic links lead in a circle",
-    errno.EMFILE: "too many files are open; raise the limit by ulimit -n",
-    errno.ENOSPC: "free some space, or choose another disk",
-    errno.EDQUOT: "free some space, or choose another disk",
-}
 
 
 def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | None = None) -> int:
@@ -105,7 +94,9 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has exited
             _discard_stdout()
             return 1
-        message = explain(error)
+        from torchtitan_lite.explain import explain
+
+        message = explain(error, shortened, out_of_memory=is_out_of_memory(error))
         if not message:
             raise
         info(f"{name}: {message}")
@@ -116,31 +107,6 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
         return 1 if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS else UserError.exit_code
 
 
-def explain(error: Exception) -> str:
-    """The message for an error of the input or the machine; empty for any other error, which is a bug of ours."""
-    if isinstance(error, OSError):
-        if isinstance(error, io.UnsupportedOperation) or error.errno == errno.EBADF:
-            return ""
-        return _explain_os_error(error)
-    if is_out_of_memory(error):
-        first = str(error).splitlines()[:1]
-        return f"out of memory{f': {first[0]}' if first else ''}{_where(error)}"
-    if isinstance(error, UnicodeDecodeError):
-        return (
-            f"byte {error.object[error.start]:#04x} at position {error.start:,} is not {error.encoding}{_where(error)}"
-        )
-    if isinstance(error, UnicodeEncodeError):
-        what = ascii(error.object[error.start])
-        return f"the character {what} can't be written as {error.encoding}; try PYTHONIOENCODING=utf-8{_where(error)}"
-    if isinstance(error, UnicodeError):
-        return f"{error}{_where(error)}"
-    if isinstance(error, RecursionError):
-        return f"the input is nested too deeply{_where(error)}"
-    if isinstance(error, OverflowError):
-        return f"a number is too large: {error}{_where(error)}"
-    return ""
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Whether the host or a device is out of memory. torch's CPU allocator raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -148,27 +114,10 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "you tried to allocate" in str(error)
 
 
-def _explain_os_error(error: OSError) -> str:
-    paths = " -> ".join(
-        shortened(os.fsdecode(p)) for p in (error.filename, error.filename2) if isinstance(p, str | bytes)
-    )
-    hint = _HINTS.get(error.errno or 0, "").format(uid=os.geteuid() if hasattr(os, "geteuid") else "-")
-    text = error.strerror or str(error) or type(error).__name__
-    return f"{f'{paths}: ' if paths else ''}{text}{f': {hint}' if hint else ''}{_where(error)}"
-
-
 def shortened(value: object, longest: int = 200) -> str:
     """A value for a message, truncated to `longest` characters."""
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
-
-
-def _where(error: Exception) -> str:
-    """The innermost line of this package in the traceback, as " [file:line]"."""
-    package = os.path.dirname(os.path.abspath(__file__))
-    ours = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
-    ours = [f for f in ours if f.filename != os.path.abspath(__file__)]
-    return f" [{os.path.relpath(ours[-1].filename, os.path.dirname(package))}:{ours[-1].lineno}]" if ours else ""
 
 
 def _to_stderr(message: str) -> None:

@@ -51,7 +51,11 @@ def with_defaults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[s
     return {key: default_of(key) for key in wanted if key in known} | dict(saved)
 
 
-_REFUSED = "train.seq_len", "run.seed", "optim.name", "optim.freeze", "data.packing", "data.document_mask"
+_REFUSED = (
+    *("train.seq_len", "run.seed", "optim.name", "optim.freeze", "data.packing", "data.document_mask"),
+    *("data.objective", "data.noise_density", "data.mean_span_length", "data.target_len"),
+    "data.blind_source",
+)
 
 
 def is_refused(key: str) -> bool:

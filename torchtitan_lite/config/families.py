@@ -1,7 +1,7 @@
 """The registry of model families: class, config keys and named sizes. It is plain data, so a config needs no torch.
 
 A new family is one file in models/ and one entry of FAMILIES. A size name below 100M counts the matrices of the layers
-only; embeddings depend on the vocabulary. The larger sizes have the parameter counts in PARAMETERS.
+only; embeddings depend on the vocabulary. The parameter counts of the larger sizes are tested (tests/published.py).
 """
 
 import importlib
@@ -17,15 +17,25 @@ class Family:
     """A family of models."""
 
     model: str  # "module:class" of its Transformer
-    sizes: Sizes  # the [model] keys of each size
+    sizes: Sizes | str  # the [model] keys of each size, or "module:name" of them
     keys: tuple[str, ...] = ()  # family-specific [model] keys that this family reads
     hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
     fused_functions: bool = False  # whether its blocks can use models/fused.py
+    encoder_decoder: bool = False  # whether tokens are an encoder's inputs, and targets of another length a decoder's
 
     def load(self) -> Any:
         """Import the model class."""
-        module, name = self.model.split(":")
-        return getattr(importlib.import_module(module), name)
+        return _load(self.model)
+
+    def named_sizes(self) -> Sizes:
+        """The [model] keys of each size."""
+        found: Sizes = _load(self.sizes) if isinstance(self.sizes, str) else self.sizes
+        return found
+
+
+def _load(named: str) -> Any:
+    module, name = named.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 GPT: dict[str, dict[str, Any]] = {
@@ -59,20 +69,6 @@ LLAMA: dict[str, dict[str, Any]] = {
     "405B": _llama(16384, 126, 128, 8, 53248, theta=5e5),  # Llama 3.1
 }
 
-# (family, size): (vocabulary, parameters) of the published checkpoints; GPT-2 has tied embeddings
-PARAMETERS = {
-    ("gpt", "124M"): (50257, 124_439_808),
-    ("gpt", "355M"): (50257, 354_823_168),
-    ("gpt", "774M"): (50257, 774_030_080),
-    ("gpt", "1558M"): (50257, 1_557_611_200),
-    ("llama", "150M"): (65536, 151_020_288),  # our own size
-    ("llama", "1B"): (128256, 1_235_814_400),
-    ("llama", "3B"): (128256, 3_212_749_824),
-    ("llama", "8B"): (128256, 8_030_261_248),
-    ("llama", "70B"): (128256, 70_553_706_496),
-    ("llama", "405B"): (128256, 405_853_388_800),
-}
-
 FAMILIES: dict[str, Family] = {
     "gpt": Family("torchtitan_lite.models.gpt:GPT", GPT, keys=("dropout",)),
     "llama": Family(
@@ -84,6 +80,13 @@ FAMILIES: dict[str, Family] = {
         ),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
+    ),
+    "t5": Family(
+        "torchtitan_lite.models.t5:T5",
+        "torchtitan_lite.config.presets:T5",
+        keys=("dropout", "head_dim", "hidden_dim", "gated", "scale_output", "n_decoder_layers"),
+        fused_functions=True,
+        encoder_decoder=True,
     ),
 }
 

@@ -215,7 +215,7 @@ def _size_layer(values: ConfigValues, problems: list[str], refused: set[str]) ->
     known = FAMILIES.get(family.value) if isinstance(family.value, str) else None
     if known is None or not isinstance(size.value, str):
         return {}  # an unknown family or a wrong type is reported elsewhere
-    sizes = known.sizes
+    sizes = known.named_sizes()
     if size.value not in sizes:
         names = ", ".join(sizes)
         problems.append(

@@ -1,11 +1,21 @@
-"""FSDP1's sharding strategies as [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial).
+"""What some choices imply, loaded only for them: FSDP1's sharding strategies, objectives other than causal, sizes and
+rules of encoder-decoders, and what torch.compile needs.
 
-A strategy sets [fsdp] keys that are not set explicitly; an explicit key that contradicts it is an error. As in FSDP1,
-a hybrid strategy shards within one machine, unless dp_replicate or dp_shard is set.
+The strategies are [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys
+that are not set explicitly; an explicit key that contradicts it is an error. As in FSDP1, a hybrid strategy shards
+within one machine, unless dp_replicate or dp_shard is set.
 """
 
+import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_lite.config.families import FAMILIES
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"reshard_after_forward": True, "dp_replicate": 1},
@@ -34,3 +44,127 @@ def contradiction(strategy: str, key: str, value: Any) -> str:
     if key == "dp_shard" and "HYBRID" in strategy and value == 1:
         return f'sharding_strategy = "{strategy}" needs shards; without them use "NO_SHARD"'
     return ""
+
+
+def _t5(dim: int, n_layers: int, n_heads: int, hidden_dim: int, head_dim: int = 64, *, v1_0: bool = False) -> Any:
+    names = "dim", "n_layers", "n_heads", "hidden_dim", "head_dim"
+    sizes = dict(zip(names, (dim, n_layers, n_heads, hidden_dim, head_dim), strict=True)) | {"norm_eps": 1e-6}
+    return sizes | ({"gated": False, "tie_embeddings": True, "scale_output": True} if v1_0 else {})
+
+
+T5: dict[str, dict[str, Any]] = {
+    # blocks of each stack; dim, layers, heads, hidden
+    "1M": _t5(128, 2, 4, 256, 32),
+    "3M": _t5(192, 3, 6, 512, 32),
+    "10M": _t5(320, 4, 5, 832),
+    "t5-small": _t5(512, 6, 8, 2048, v1_0=True),
+    "t5-base": _t5(768, 12, 12, 3072, v1_0=True),
+    "t5-large": _t5(1024, 24, 16, 4096, v1_0=True),
+    "t5-3b": _t5(1024, 24, 32, 16384, 128, v1_0=True),
+    "t5-11b": _t5(1024, 24, 128, 65536, 128, v1_0=True),
+    "t5-v1_1-small": _t5(512, 8, 6, 1024),
+    "t5-v1_1-base": _t5(768, 12, 12, 2048),
+    "t5-v1_1-large": _t5(1024, 24, 16, 2816),
+    "t5-v1_1-xl": _t5(2048, 24, 32, 5120),
+    "t5-v1_1-xxl": _t5(4096, 24, 64, 10240),
+}
+
+
+class SpanLengths(NamedTuple):
+    """The lengths of a sample of span corruption, in tokens."""
+
+    raw: int  # of the text
+    noise: int  # replaced tokens of it
+    spans: int
+    inputs: int  # the kept tokens, a sentinel for each span, and the end mark: at most seq_len
+    targets: int  # the replaced tokens, a sentinel before each span, and the end mark
+
+
+@functools.cache
+def span_lengths(seq_len: int, noise_density: float, mean_span_length: float) -> SpanLengths:
+    """The longest text whose inputs fit into seq_len tokens (T5's compute_input_and_target_lengths).
+
+    >>> span_lengths(512, 0.15, 3.0)
+    SpanLengths(raw=568, noise=85, spans=28, inputs=512, targets=114)
+    """
+
+    def of(raw: int) -> SpanLengths:
+        noise = min(max(round(raw * noise_density), 1), raw - 1)
+        spans = min(max(round(noise / mean_span_length), 1), noise, raw - noise)
+        return SpanLengths(raw, noise, spans, raw - noise + spans + 1, noise + spans + 1)
+
+    raw = max(seq_len - 1, 2)
+    while of(raw + 1).inputs <= seq_len:
+        raw += 1
+    halves = noise_density == 0.5 and of(raw).targets > of(raw).inputs  # as T5: equal lengths for a density of 0.5
+    return of(raw - halves)
+
+
+def objective_conflicts(config: Any) -> dict[str, str]:
+    """The broken rules between an objective and other keys of a schema.Config."""
+    data, train, model = config.data, config.train, config.model
+    encoder_decoder = FAMILIES[model.family].encoder_decoder
+    found = _encoder_decoder_conflicts(config) if encoder_decoder else {}
+    if encoder_decoder and data.objective == "causal":
+        found["model.family data.objective"] = (
+            f'model.family = "{model.family}" is an encoder-decoder, which does not learn from data.objective = '
+            '"causal"; "span_corruption" works on text, and "pairs" on sources with targets'
+        )
+    if data.objective == "span_corruption":
+        if not encoder_decoder:
+            others = " or ".join(f'"{name}"' for name, family in FAMILIES.items() if family.encoder_decoder)
+            found["model.family data.objective"] = (
+                f'data.objective = "span_corruption" needs an encoder-decoder, and model.family = "{model.family}" is '
+                f'a decoder; data.objective = "causal" works{f", or model.family = {others}" if others else ""}'
+            )
+        needed = span_lengths(train.seq_len, data.noise_density, data.mean_span_length).inputs
+        if needed > train.seq_len:
+            found["train.seq_len data.objective"] = (
+                f"train.seq_len = {train.seq_len} has no room for a kept token, a sentinel and the end mark of "
+                f'data.objective = "span_corruption"; train.seq_len = {needed} works'
+            )
+    if data.objective == "pairs" and not data.target_len:
+        found["data.target_len data.objective"] = (
+            'data.objective = "pairs" needs data.target_len, the maximum tokens of a target, e.g. data.target_len = 32 '
+            "(train.seq_len is that of a source)"
+        )
+    if data.objective == "pairs" and not encoder_decoder and train.seq_len <= model.max_seq_len < config.input_len:
+        found["train.seq_len data.target_len model.max_seq_len"] = (
+            f"a source of train.seq_len = {train.seq_len} and a target of data.target_len = {data.target_len} tokens "
+            f"are longer than model.max_seq_len = {model.max_seq_len}; model.max_seq_len = {config.input_len} works"
+        )
+    for key, off in (("packing", "concat"), ("document_mask", False)):
+        value = getattr(data, key)
+        if value != off and data.objective != "causal":
+            found[f"data.{key} data.objective"] = (
+                f'data.{key} = {str(value).lower()} is for data.objective = "causal", not "{data.objective}"; '
+                f"leave it out"
+            )
+    return found
+
+
+def _encoder_decoder_conflicts(config: Any) -> dict[str, str]:
+    """The broken rules of an encoder-decoder alone."""
+    found, model = {}, config.model
+    if config.fsdp.uses_float16:
+        found["fsdp.param_dtype model.family"] = (
+            f'model.family = "{model.family}" can\'t compute in float16: the outputs of its feed-forward exceed 65504, '
+            'the largest float16 number, in published models; fsdp.param_dtype = "bfloat16" works'
+        )
+    if model.tie_embeddings and not model.scale_output and not model.init_from:
+        found["model.tie_embeddings model.scale_output"] = (
+            "model.tie_embeddings = true needs model.scale_output = true, or the initial logits are too large by "
+            f"{model.dim**0.5:.0f}; scale_output = true works, and so does tie_embeddings = false"
+        )
+    return found
+
+
+def missing_for_inductor(device: str, n_gpus: int) -> str:
+    """What torch.compile's inductor backend lacks on this machine; empty if nothing."""
+    if device != "cpu" and n_gpus:
+        return "" if importlib.util.find_spec("triton") else "the package triton"
+    named = os.environ.get("CXX", "")
+    if not shutil.which(named or "g++"):  # what torch looks for
+        return f"the C++ compiler {named} (of $CXX)" if named else "the C++ compiler g++ (or another one in $CXX)"
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return "" if headers.is_file() else f"Python's headers ({headers}; python3-dev or similar)"

@@ -1,10 +1,7 @@
 """Rules between config values. Each message names a value that works."""
 
 import importlib.util
-import os
 import re
-import shutil
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +37,7 @@ def conflicts(
             _run_conflicts(config.run, n_gpus, local_world_size)
             | model_conflicts(config.model)
             | _length_conflicts(config)
+            | _objective_conflicts(config)
             | _mesh_conflicts(config, world_size)
             | _fsdp_conflicts(config, world_size, n_gpus)
             | _block_conflicts(config, n_gpus)
@@ -117,6 +115,14 @@ def _length_conflicts(config: Config) -> dict[str, str]:
     return found
 
 
+def _objective_conflicts(config: Config) -> dict[str, str]:
+    if config.data.objective == "causal" and not FAMILIES[config.model.family].encoder_decoder:
+        return {}
+    from torchtitan_lite.config.presets import objective_conflicts
+
+    return objective_conflicts(config)
+
+
 def _mesh_conflicts(config: Config, world_size: int) -> dict[str, str]:
     for key, value in (("dp_shard", config.fsdp.dp_shard), ("dp_replicate", config.fsdp.dp_replicate)):
         if value != -1 and value < 1:
@@ -165,28 +171,21 @@ def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, s
 def _block_conflicts(config: Config, n_gpus: int) -> dict[str, str]:
     found: dict[str, str] = {}
     checkpointing = config.activation_checkpointing
-    if checkpointing.mode != "none" and checkpointing.every > max(config.model.n_layers - 1, 1):
+    n_blocks = sum(config.model.stacks)
+    if checkpointing.mode != "none" and checkpointing.every > max(n_blocks - 1, 1):
         found["activation_checkpointing.every model.n_layers"] = (
             f"activation_checkpointing.every = {checkpointing.every} applies only to the first of model.n_layers = "
-            f"{config.model.n_layers}; every = {max(config.model.n_layers - 1, 1)} works"
+            f"{n_blocks}; every = {max(n_blocks - 1, 1)} works"
         )
-    inductor = config.compile.enabled and config.compile.backend == "inductor"
-    if inductor and (missing := _missing_for_inductor(config.run, n_gpus)):
+    if not config.compile.enabled or config.compile.backend != "inductor":
+        return found
+    from torchtitan_lite.config.presets import missing_for_inductor
+
+    if missing := missing_for_inductor(config.run.device, n_gpus):
         found["compile.enabled compile.backend run.device"] = (
             f"compile.enabled = true needs {missing}, which is missing; install it, or set compile.enabled = false"
         )
     return found
-
-
-def _missing_for_inductor(run: RunConfig, n_gpus: int) -> str:
-    """What torch.compile's inductor backend lacks on this machine; empty if nothing."""
-    if run.device != "cpu" and n_gpus:
-        return "" if importlib.util.find_spec("triton") else "the package triton"
-    named = os.environ.get("CXX", "")
-    if not shutil.which(named or "g++"):  # what torch looks for
-        return f"the C++ compiler {named} (of $CXX)" if named else "the C++ compiler g++ (or another one in $CXX)"
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return "" if headers.is_file() else f"Python's headers ({headers}; python3-dev or similar)"
 
 
 def _path_conflicts(config: Config) -> dict[str, str]:

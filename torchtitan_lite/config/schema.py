@@ -134,7 +134,8 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     family: FamilyName = "llama"
-    """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention"""
+    """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
+t5: encoder and decoder"""
     size: str = "1M"
     """a preset of the sizes below (families.py); each can also be set by itself"""
     init_from: PathText = ""
@@ -144,7 +145,9 @@ class ModelConfig(Section):
     dim: Width = 128
     """width of the residual stream"""
     n_layers: int = Field(default=4, gt=0, le=2048)
-    """number of Transformer blocks"""
+    """number of Transformer blocks; t5: of the encoder"""
+    n_decoder_layers: int = Field(default=0, ge=0, le=2048)
+    """t5: number of blocks of the decoder; 0: n_layers"""
     n_heads: Width = 4
     """attention heads"""
     max_seq_len: Size = 1024
@@ -152,13 +155,17 @@ class ModelConfig(Section):
     tie_embeddings: bool = False
     """use the token embeddings as the output matrix"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """gpt: dropout probability"""
+    """gpt, t5: dropout probability"""
     n_kv_heads: WidthOrZero = 0
     """llama: key and value heads for grouped-query attention; 0: n_heads"""
     head_dim: WidthOrZero = 0
-    """llama: width of a head; 0: dim / n_heads"""
+    """llama, t5: width of a head; 0: dim / n_heads"""
     hidden_dim: int = Field(default=0, ge=0, le=2**24)
-    """llama: width of the feed-forward; 0: 8/3 dim, rounded up to a multiple of 64"""
+    """llama, t5: width of the feed-forward; 0: 8/3 dim, rounded up to a multiple of 64 (t5: 4 dim)"""
+    gated: bool = True
+    """t5: gated GELU in the feed-forward (v1.1); false: ReLU (v1.0)"""
+    scale_output: bool = False
+    """t5: multiply the decoder's output by dim^-0.5 (v1.0)"""
     norm_eps: PositiveFloat = 1e-5
     """epsilon of the norms"""
     qk_norm: bool = False
@@ -179,7 +186,13 @@ class ModelConfig(Section):
     def resolved(self) -> dict[str, Any]:
         """Every key, with derived values in place of 0, except vocab_size."""
         derived = {"n_kv_heads": self.kv_heads, "head_dim": self.dim_of_heads, "hidden_dim": self.dim_of_ffn}
-        return self.model_dump() | derived
+        return self.model_dump() | derived | {"n_decoder_layers": sum(self.stacks[1:])}
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """The number of blocks of the decoder, or of encoder and decoder."""
+        one = self.n_layers
+        return (one, self.n_decoder_layers or one) if FAMILIES[self.family].encoder_decoder else (one,)
 
     @property
     def kv_heads(self) -> int:
@@ -222,6 +235,17 @@ class DataConfig(Section):
 and pad the rest"""
     document_mask: bool = False
     """restrict attention to the document, and restart positions with each document"""
+    objective: Literal["causal", "span_corruption", "pairs"] = "causal"
+    """causal: predict the next token; span_corruption: T5's pretraining, the encoder reads text with gaps and the \
+decoder fills them; pairs: a source and its target"""
+    noise_density: float = Field(default=0.15, gt=0, le=0.5)
+    """span_corruption: fraction of the tokens to replace"""
+    mean_span_length: float = Field(default=3.0, ge=1)
+    """span_corruption: mean length of a replaced span, in tokens"""
+    target_len: SizeOrZero = 0
+    """pairs: maximum tokens of a target (train.seq_len: of a source); span_corruption derives it from train.seq_len"""
+    blind_source: bool = False
+    """pairs: leave every source empty: the loss of a model that only knows what targets look like, a baseline"""
     cache_dir: PathText = ""
     """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
 
@@ -235,6 +259,8 @@ class TrainConfig(Section):
     """sequences per rank in one forward and backward"""
     global_batch_size: Size = 16
     """sequences per optimizer step, over all ranks; determines gradient accumulation"""
+    z_loss: NonNegativeFloat = 0.0
+    """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """on a non-finite loss or gradient norm: stop the run, or skip and record the step"""
     max_skipped: PositiveInt = 10
@@ -432,6 +458,22 @@ class Config(Frozen):
     def folder(self) -> Path:
         """The run's folder."""
         return expand(self.run.out_dir) / self.run.name
+
+    @property
+    def input_len(self) -> int:
+        """Tokens per row that the model reads: the encoder's, or a decoder's source and target."""
+        pairs = self.data.objective == "pairs" and not FAMILIES[self.model.family].encoder_decoder
+        return self.train.seq_len + (self.data.target_len if pairs else 0)
+
+    @property
+    def target_len(self) -> int:
+        """Targets per row: the decoder's length."""
+        if self.data.objective == "span_corruption":
+            from torchtitan_lite.config.presets import span_lengths
+
+            return span_lengths(self.train.seq_len, self.data.noise_density, self.data.mean_span_length).targets
+        encoder_decoder = FAMILIES[self.model.family].encoder_decoder
+        return self.data.target_len if self.data.objective == "pairs" and encoder_decoder else self.input_len
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
-from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.token_files import Meta, read_meta
 from torchtitan_lite.errors import DataError
 
@@ -40,19 +39,10 @@ class DataSet:
         found = tuple(Source(name, weight, folder, read_meta(folder)) for name, (weight, folder) in folders.items())
         first = found[0]
         for other in found[1:]:
-            if other.meta.tokenizer_sha256 != first.meta.tokenizer_sha256:
-                raise DataError(
-                    f"data.sources: {first.name} and {other.name} were prepared with different tokenizers "
-                    f"({first.meta.tokenizer_sha256[:12]} and {other.meta.tokenizer_sha256[:12]}); prepare one of them "
-                    f"again with --tokenizer {first.folder / 'tokenizer.json'}"
-                )
-            if other.meta.end_token != first.meta.end_token:
-                tokenizer = bpe.load(first.folder / "tokenizer.json")
-                one, two = (bpe.shown(tokenizer, source.meta.end_token) for source in (first, other))
-                raise DataError(
-                    f"data.sources: documents end with {one} in {first.name} and with {two} in {other.name}; prepare "
-                    f"one of them again with the other's --end-token"
-                )
+            if any(getattr(first.meta, key) != getattr(other.meta, key) for key in ("tokenizer_sha256", "end_token")):
+                from torchtitan_lite.data.repair import different
+
+                raise DataError(f"data.sources: {different(first, other)}")
         return cls(found)
 
     @property
@@ -86,23 +76,6 @@ class DataSet:
         return {f"data.sources {s.name}": f"{s.meta.tokens_sha256[:16]} x {s.weight}" for s in self.sources}
 
 
-def as_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
-    """The config for text that is mixed with a prepared folder: its tokenizer and end token, unless already set."""
-    path = config.path or str(folder / "tokenizer.json")
-    end = bpe.load(folder / "tokenizer.json").id_to_token(read_meta(folder).end_token)
-    return config.model_copy(update={"path": path, "end_token": config.end_token or end})
-
-
-def require_end_token(config: TokenizerConfig, folder: Path, meta: Meta) -> None:
-    """Raise DataError if the config's end token is not that of the prepared folder."""
-    tokenizer = bpe.load(folder / "tokenizer.json")
-    if config.end_token and tokenizer.token_to_id(config.end_token) != meta.end_token:
-        raise DataError(
-            f"documents in {folder} end with {bpe.shown(tokenizer, meta.end_token)}, but tokenizer.end_token is "
-            f"{config.end_token!r}; leave tokenizer.end_token out, or prepare the text again with that --end-token"
-        )
-
-
 def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> DataSet:
     """The data of a run: `[data] path`, or each of `[data.sources]`. Text is prepared, unless it is in the cache.
 
@@ -118,13 +91,13 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[st
     texts = [name for name in data.sources if not is_prepared(name)]
     folders = {name: Path(name).expanduser() for name in data.sources if name not in texts}
     if texts:
+        from torchtitan_lite.data.prepare.cache import as_in, prepared_in_cache
+
         if folders:
             tokenizer = as_in(next(iter(folders.values())), tokenizer)
-        from torchtitan_lite.data.prepare.cache import prepared_in_cache
-
         folders |= dict(zip(texts, prepared_in_cache(texts, data, tokenizer, info), strict=True))
     found = DataSet.of({name: (weight, folders[name]) for name, weight in data.sources.items()})
-    _require_tokenizer(tokenizer, found.folder, found.sources[0].meta)
+    _require_tokenizer(tokenizer, found.folder)
     return found
 
 
@@ -136,17 +109,15 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], 
     """
     if isinstance(data.path, str) and data.path and is_prepared(data.path):
         folder = Path(data.path).expanduser()
-        _require_tokenizer(tokenizer, folder, read_meta(folder))
+        _require_tokenizer(tokenizer, folder)
         return folder
     from torchtitan_lite.data.prepare.cache import prepared_in_cache
 
     return prepared_in_cache([data.path], data, tokenizer, info)[0]
 
 
-def _require_tokenizer(config: TokenizerConfig, folder: Path, meta: Meta) -> None:
-    if config.path and (wanted := bpe.sha256(bpe.load(Path(config.path)))) != meta.tokenizer_sha256:
-        raise DataError(
-            f"{folder} was prepared with another tokenizer ({meta.tokenizer_sha256[:12]}) than tokenizer.path = "
-            f"{config.path} ({wanted[:12]}); leave tokenizer.path out, or prepare the text again with that tokenizer"
-        )
-    require_end_token(config, folder, meta)
+def _require_tokenizer(config: TokenizerConfig, folder: Path) -> None:
+    if config.path or config.end_token:
+        from torchtitan_lite.data.repair import require_tokenizer
+
+        require_tokenizer(config, folder, read_meta(folder))

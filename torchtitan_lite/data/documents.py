@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_lite.data.token_files import Meta, remedy
+from torchtitan_lite.data.repair import remedy
+from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import DataError
 
 _ENDS = 1 << 20  # document ends checked at a time

@@ -68,7 +68,7 @@ class Loader:
         rows = self.samples.draw(first + mine[mine < size], self.seed)
         parts = [rows.tokens, rows.targets, *([positions(rows)] if self.document_mask else [])]
         if len(rows.tokens) < len(mine):  # the surplus rows are this rank's last ones
-            surplus = Rows.empty(len(mine) - len(rows.tokens), self.samples.seq_len)
+            surplus = Rows.empty(len(mine) - len(rows.tokens), rows.tokens.shape[1], rows.targets.shape[1])
             fill = [surplus.tokens, surplus.targets, *([positions(surplus)] if self.document_mask else [])]
             parts = [np.concatenate(both) for both in zip(parts, fill, strict=True)]
         tensors = [torch.from_numpy(part) for part in parts]

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torchtitan_lite.config.paths import reading
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.documents import document_ends
-from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, remedy, spots
+from torchtitan_lite.data.repair import remedy
+from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, TokenFiles, spots
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
@@ -200,6 +201,23 @@ def _rows(pieces: Pairs, seq_len: int) -> Iterator[Any]:
             with_room[left].append(row)
     for row_pieces in sorted(sorted(row) for row in rows):
         yield pieces[row_pieces]
+
+
+def fill(rows: Any, row: int, pieces: Pairs, stream: TokenFiles, n_tokens: int, damaged: str) -> None:
+    """Write a sequence's pieces of the stream to a row of samples.Rows.
+
+    Raises:
+        DataError: a piece is outside the stream, or does not fit. `damaged` begins the message.
+    """
+    at, seq_len = 0, rows.tokens.shape[1]
+    for begin, length in pieces.tolist():
+        if not (0 < begin < begin + length <= n_tokens and at + length <= seq_len):
+            raise DataError(f"{damaged} takes {length:,} tokens from {begin:,} on, after {at:,} others; {REMEDY}")
+        tokens = stream.read(begin - 1, begin + length)
+        rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = tokens[:-1], tokens[1:]
+        rows.begins[row, at] = True
+        at += length
+    rows.begins[row, at : at + 1] = True  # the padding does not belong to the last document
 
 
 def pack_all(data: DataSet, seq_len: int, info: Callable[[str], None]) -> None:

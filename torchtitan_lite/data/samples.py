@@ -2,6 +2,8 @@
 
 concat      sequence j is tokens[j T : j T + T + 1] of the stream: T inputs, and the targets shifted by one
 best_fit    whole documents, each preceded by the previous end token, from which its first token is predicted
+
+Objectives other than "causal" have subclasses: see objectives.py.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.order import Indices, Interleave, sample_indices
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
@@ -22,17 +23,17 @@ Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """N sequences, (N, T) each."""
+    """N sequences."""
 
-    tokens: Array
-    targets: Array  # IGNORE where masked
-    begins: NDArray[np.bool_]  # True at the end token before each document
+    tokens: Array  # (N, T)
+    targets: Array  # (N, S), IGNORE where masked; S is T except for encoder-decoders
+    begins: NDArray[np.bool_]  # (N, T) True at the end token before each document
 
     @classmethod
-    def empty(cls, n: int, seq_len: int) -> "Rows":
+    def empty(cls, n: int, seq_len: int, target_len: int | None = None) -> "Rows":
         """Fully masked sequences."""
-        zeros = np.zeros((n, seq_len), np.int64)
-        return cls(zeros, np.full_like(zeros, IGNORE), np.zeros((n, seq_len), np.bool_))
+        targets = np.full((n, seq_len if target_len is None else target_len), IGNORE, np.int64)
+        return cls(np.zeros((n, seq_len), np.int64), targets, np.zeros((n, seq_len), np.bool_))
 
 
 class SampleSource(Protocol):
@@ -52,20 +53,23 @@ class SampleSource(Protocol):
 class Samples:
     """The sequences of one split of a prepared folder."""
 
+    notes: tuple[str, ...] = ()  # logged at the start
+
     def __init__(self, folder: Path, split: str, seq_len: int, packing: str = "concat") -> None:
         """
         Raises:
             DataError: the split is shorter than one sequence, or the folder is damaged.
         """
         meta = read_meta(folder)
-        self.seq_len = seq_len
+        self.seq_len = self.target_len = seq_len
         self._stream = TokenFiles(folder, meta, split)
         self._end = meta.end_token
         self._pieces: Array | None = None
         n_tokens = meta.tokens(split)
         if packing == "best_fit":
-            from torchtitan_lite.data.packing import pack
+            from torchtitan_lite.data.packing import fill, pack
 
+            self._fill = fill
             self._index = index = pack(folder, meta, seq_len, lambda _: None)
             self._n_tokens = n_tokens
             self._pieces = np.memmap(index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
@@ -93,26 +97,13 @@ class Samples:
                 stream = self._stream.read(index * self.seq_len, (index + 1) * self.seq_len + 1)
                 rows.tokens[row], rows.targets[row] = stream[:-1], stream[1:]
             else:
-                self._fill(rows, row, index, self._pieces[self._rows[index, 0] : self._rows[index + 1, 0]])
+                pieces = self._pieces[self._rows[index, 0] : self._rows[index + 1, 0]]
+                self._fill(
+                    rows, row, pieces, self._stream, self._n_tokens, f"{self._index} is damaged: sequence {index:,}"
+                )
         if self._pieces is None:
             np.equal(rows.tokens, self._end, out=rows.begins)
         return rows
-
-    def _fill(self, rows: Rows, row: int, index: int, pieces: Array) -> None:
-        at = 0
-        for begin, length in pieces.tolist():
-            if not (0 < begin < begin + length <= self._n_tokens and at + length <= self.seq_len):
-                from torchtitan_lite.data.packing import REMEDY
-
-                raise DataError(
-                    f"{self._index} is damaged: sequence {index:,} takes {length:,} tokens from {begin:,} on, after "
-                    f"{at:,} others; {REMEDY}"
-                )
-            stream = self._stream.read(begin - 1, begin + length)
-            rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = stream[:-1], stream[1:]
-            rows.begins[row, at] = True
-            at += length
-        rows.begins[row, at : at + 1] = True  # the padding does not belong to the last document
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
         if self._pieces is None:
@@ -120,25 +111,29 @@ class Samples:
         indices = self.indices(run_samples, seed)
         return int((self._rows[indices + 1, 1] - self._rows[indices, 1]).sum())
 
+    def trimmed(self, rows: Rows) -> Rows:
+        """The rows without columns that are padding in all of them, where lengths vary."""
+        return rows
+
 
 class Mixture:
     """Sequences of several folders, interleaved by a periodic table (order.py)."""
 
     def __init__(self, sources: list[Samples], weights: list[float], names: list[str]) -> None:
         self.names = names
-        self.seq_len = sources[0].seq_len
+        self.seq_len, self.target_len = sources[0].seq_len, sources[0].target_len
         self.sources = sources
         self.interleave = Interleave(weights)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        rows = Rows.empty(len(run_samples), self.seq_len)
+        rows = Rows.empty(len(run_samples), self.seq_len, self.target_len)
         which, numbers = self.interleave.locate(run_samples)
         for k, source in enumerate(self.sources):
             at = which == k
             if at.any():
                 part = source.draw(numbers[at], seed)
                 rows.tokens[at], rows.targets[at], rows.begins[at] = part.tokens, part.targets, part.begins
-        return rows
+        return self.sources[0].trimmed(rows)
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
         which, numbers = self.interleave.locate(run_samples)
@@ -168,14 +163,3 @@ class Mixture:
             fits = all(c <= s.n_samples for c, s in zip(self.consumed(middle), self.sources, strict=True))
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
-
-
-def open_samples(data: DataSet, split: str, seq_len: int, packing: str) -> Mixture:
-    """Open one split of all sources.
-
-    Raises:
-        DataError: a source has less than one sequence.
-        ConfigError: the weight of a source is too small.
-    """
-    samples = [Samples(source.folder, split, seq_len, packing) for source in data.sources]
-    return Mixture(samples, [source.weight for source in data.sources], [source.name for source in data.sources])

@@ -6,6 +6,7 @@
     train.idx                       the end of each document in the stream, int64
     val-00000.bin, ..., val.idx     the same for validation
     skipped.log                     skipped texts, if any (--on-error skip)
+    pairs.json                      only for pairs: their keys, and the prefix of each source
 
 The stream of a split is: end token, document, end token, document, ..., end token. A document's first token is
 predicted from the end token before it.
@@ -14,7 +15,6 @@ predicted from the end token before it.
 import hashlib
 import json
 import os
-import re
 import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,15 +28,11 @@ from torchtitan_lite.errors import DataError
 
 FORMAT_VERSION = 2
 SPLITS = "train", "val"
+PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
 _SPOTS = 64
 _SPOT_BYTES = 4096
 HASHED_BYTES = 256 << 20  # larger files are compared by size and 64 spots, except by verify
 _BLOCK = 1 << 22  # tokens checked at a time
-OURS = re.compile(
-    r"(train|val)(-\d+\.bin|\.idx)|skipped\.log|(meta|progress|tokenizer)\.json(\.new)?"
-    r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
-)  # the names in a prepared folder
-_PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.new)?")  # in a packed-* folder
 
 
 @dataclass(frozen=True)
@@ -129,6 +125,8 @@ class TokenFiles:
             raise DataError(f"{file} ends before token {offset + n:,}: it was truncated after the run started")
         tokens = np.frombuffer(data, self._dtype)
         if n and int(tokens.max()) >= self._vocab_size:
+            from torchtitan_lite.data.repair import remedy
+
             bad = int(np.argmax(tokens >= self._vocab_size))
             raise DataError(
                 f"{file} is damaged: token {offset + bad:,} (at byte {(offset + bad) * size:,}) is {int(tokens[bad])}, "
@@ -146,28 +144,6 @@ class TokenFiles:
             except OSError as error:
                 raise DataError(f"{path} can't be read: {error}") from None
         return self._files[number]
-
-
-def foreign(folder: Path) -> list[str]:
-    """The entries of a folder that are not part of prepared data, sorted."""
-    names = []
-    for entry in os.scandir(folder):
-        if not OURS.fullmatch(entry.name):
-            names.append(entry.name)
-        elif entry.is_dir():  # of packing.py
-            names += [f"{entry.name}/{name}" for name in os.listdir(entry) if not _PACKED.fullmatch(name)]
-    return sorted(names)
-
-
-def remedy(folder: Path) -> str:
-    """How to repair a damaged folder. The user is never told to delete foreign files."""
-    try:
-        others = foreign(folder)
-    except OSError as error:
-        return f"it can't be listed: {error.strerror}"
-    if others:
-        return f"prepare the text again into another folder; keep this one, which also holds {others[0]}"
-    return "delete this folder, and prepare it again (train.py does so itself for a folder in its cache)"
 
 
 def spots(path: Path) -> str:
@@ -198,6 +174,8 @@ def read_meta(folder: Path) -> Meta:
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         if not folder.is_dir():
             raise DataError(f"{folder} is not a folder of prepared data") from None
+        from torchtitan_lite.data.repair import remedy
+
         raise DataError(f"{folder}: the prepared data is damaged ({error}); {remedy(folder)}") from None
     except OSError as error:
         raise DataError(f"{error.filename or folder} can't be read: {error.strerror}") from None
@@ -251,7 +229,7 @@ def _require_named(meta: Meta) -> None:
         for number, length in enumerate(shard_lengths(meta.tokens(split), meta.shard_tokens)):
             wanted[shard_name(split, number)] = length * itemsize
         wanted[f"{split}.idx"] = meta.n_documents(split) * 8
-    others = {"tokenizer.json", "skipped.log"}
+    others = {"tokenizer.json", "skipped.log", PAIRS}
     for name, file in meta.files.items():
         if name not in others and wanted.get(name) != file.bytes:
             raise ValueError(f"meta.json contradicts itself about {name}")

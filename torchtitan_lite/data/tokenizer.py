@@ -11,6 +11,11 @@ from torchtitan_lite.errors import DataError
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 SMALLEST = 257  # 256 bytes and the end token
+PAD, N_SENTINELS = "<pad>", 100  # of tokenizers for span corruption and pairs, as T5's
+NO_SENTINELS = (
+    "which T5's tokenizers have, and those that are trained here for this objective "
+    "(prepare ... --train-tokenizer N --sentinels)"
+)
 _LONGEST = 1 << 30  # bytes of a tokenizer.json
 
 
@@ -65,6 +70,11 @@ def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:
         f"tokenizer.end_token: the tokenizer has no entry {wanted or ' or '.join(_KNOWN_ENDS)} to end a document with; "
         f"its special entries are {', '.join(special) or '-'}"
     )
+
+
+def sentinel(i: int) -> str:
+    """The i-th token that stands for a gap in the text."""
+    return f"<extra_id_{i}>"
 
 
 def shown(tokenizer: Tokenizer, index: int) -> str:

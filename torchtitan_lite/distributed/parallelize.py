@@ -153,10 +153,9 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
 
 def _chain(model: Transformer) -> list[list[nn.Module]]:
     """The modules of each group, in the order of forward; tied inputs belong to the head."""
-    after_input = {"layers", "norm", "output"}
-    inputs = [m for name, m in model.named_children() if name not in after_input and any(True for _ in m.parameters())]
-    layers = [[layer] for layer in model.layers]
-    head: list[nn.Module] = [model.norm, model.output]
+    layers, head = model.block_groups(), [model.norm, model.output]
+    after_input = {model.layers, *head, *(module for group in layers for module in group)}
+    inputs = [m for m in model.children() if m not in after_input and any(True for _ in m.parameters())]
     return [*layers, inputs + head] if model.config.tie_embeddings else [inputs, *layers, head]
 
 
@@ -190,7 +189,7 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype),
         reduce_dtype=getattr(torch, config.reduce_dtype),
-        cast_forward_inputs=config.cast_forward_inputs,  # see _cast_inputs
+        cast_forward_inputs=config.cast_forward_inputs,  # see casts.py
     )
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     groups = groups_of(model, config)
@@ -217,26 +216,12 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), offload_policy=offload)
     if not model.config.tie_embeddings:
         _fsdp(model.tok_embeddings).set_unshard_in_backward(False)  # a lookup's gradient needs no table
-    _cast_inputs(groups)
+    if len({group.param_dtype for group in groups}) > 1 or any(group.output_dtype for group in groups):
+        from torchtitan_lite.distributed.casts import cast_inputs
+
+        cast_inputs((module, group.param_dtype) for group in groups for module in group.modules)
     if config.explicit_prefetching:
         _set_prefetch(model, config.forward_prefetch, config.backward_prefetch, mesh.device_type)
-
-
-def _cast_inputs(groups: list[Group]) -> None:
-    """If groups compute in different dtypes, have each module cast its activations.
-
-    `cast_forward_inputs` would also cast the rotary tables, which have to stay float32.
-    """
-    if len({group.param_dtype for group in groups}) == 1 and all(group.output_dtype is None for group in groups):
-        return
-    for group in groups:
-        for module in group.modules:
-            module.register_forward_pre_hook(functools.partial(_cast_first, group.param_dtype))
-
-
-def _cast_first(dtype: torch.dtype, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    first, *others = args
-    return (first.to(dtype) if first.is_floating_point() else first, *others)
 
 
 def _set_prefetch(model: Transformer, forward: int, backward: int, device_type: str) -> None:

@@ -1,8 +1,9 @@
-"""Maps Hugging Face's names, layout and config keys to ours: Llama, Qwen2, Qwen3 (family llama), GPT-2 (family gpt).
+"""Maps Hugging Face's names, layout and config keys to ours: Llama, Qwen2, Qwen3 (family llama), GPT-2 (gpt), T5 (t5).
 
 The layouts are equal, except that GPT-2 transposes its matrices and merges queries, keys and values.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,39 @@ _GPT2 = {
     "output.weight": "lm_head.weight",
 }
 _TRANSPOSED = (".wqkv.weight", ".wo.weight", ".w1.weight", ".w2.weight")  # GPT-2's Conv1D
+_T5 = {
+    "tok_embeddings.weight": "shared.weight",
+    "encoder_bias.weight": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    "decoder_bias.weight": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    "encoder_norm.weight": "encoder.final_layer_norm.weight",
+    "norm.weight": "decoder.final_layer_norm.weight",
+    "output.weight": "lm_head.weight",
+}
+# not read: copies of shared.weight, and a table that no block uses, of the first checkpoints
+_T5_SKIPPED = r"(encoder|decoder)\.embed_tokens\.weight|.*\.EncDecAttention\.relative_attention_bias\.weight"
+
+
+def _t5_table(n_encoder: int, n_decoder: int, *, gated: bool) -> dict[str, str]:
+    """ours -> theirs, for every tensor of a T5."""
+    table = dict(_T5)
+    feed_forward = {"w1": "wi_0", "w3": "wi_1", "w2": "wo"} if gated else {"w1": "wi", "w2": "wo"}
+    for i in range(n_encoder + n_decoder):
+        decodes = i >= n_encoder
+        block = f"decoder.block.{i - n_encoder}.layer" if decodes else f"encoder.block.{i}.layer"
+        sublayers = [("attention", "SelfAttention"), *([("cross_attention", "EncDecAttention")] if decodes else [])]
+        for at, (ours, theirs) in enumerate(sublayers):
+            table[f"layers.{i}.{ours}_norm.weight"] = f"{block}.{at}.layer_norm.weight"
+            for letter in "qkvo":
+                table[f"layers.{i}.{ours}.w{letter}.weight"] = f"{block}.{at}.{theirs}.{letter}.weight"
+        last = f"{block}.{len(sublayers)}"
+        table[f"layers.{i}.ffn_norm.weight"] = f"{last}.layer_norm.weight"
+        for ours, theirs in feed_forward.items():
+            table[f"layers.{i}.feed_forward.{ours}.weight"] = f"{last}.DenseReluDense.{theirs}.weight"
+    return table
+
+
+def _number(names: Iterable[str], pattern: str) -> int:
+    return sum(bool(re.fullmatch(pattern, name)) for name in names)
 
 
 def rename(name: str, table: Mapping[str, str]) -> str:
@@ -63,6 +97,12 @@ def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
     """For each Hugging Face tensor, the names of ours that it consists of."""
     if family == "llama":
         return {rename(name, _LLAMA): [name] for name in ours}
+    if family == "t5":
+        ours = list(ours)
+        n_decoder = _number(ours, r"layers\.\d+\.cross_attention_norm\.weight")
+        n_encoder = _number(ours, r"layers\.\d+\.attention_norm\.weight") - n_decoder
+        whole = _t5_table(n_encoder, n_decoder, gated=any(".w3." in name for name in ours))
+        return {whole[name]: [name] for name in ours}
     parts: dict[str, list[str]] = {}
     for name in ours:
         merged = name.replace(".wk.", ".wq.").replace(".wv.", ".wq.")
@@ -84,6 +124,15 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
         table = {theirs: ours for ours, theirs in _LLAMA.items()}
         skipped = ("rotary_emb.inv_freq",)  # in old checkpoints
         return {rename(name, table): tensor for name, tensor in weights.items() if not name.endswith(skipped)}
+    if family == "t5":
+        stacks = (rf"{stack}\.block\.\d+\.layer\.0\.layer_norm\.weight" for stack in ("encoder", "decoder"))
+        n_encoder, n_decoder = (_number(weights, pattern) for pattern in stacks)
+        gated = any(".wi_0." in name for name in weights)
+        table = {theirs: ours for ours, theirs in _t5_table(n_encoder, n_decoder, gated=gated).items()}
+        wanted = {name: t for name, t in weights.items() if not re.fullmatch(_T5_SKIPPED, name)}
+        if unknown := sorted(wanted.keys() - table.keys()):
+            raise CheckpointError(f"the model has no tensor that corresponds to {shortened(unknown[0])}")
+        return {table[name]: tensor for name, tensor in wanted.items()}
     table = {theirs: ours for ours, theirs in _GPT2.items()}
     ours: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -116,6 +165,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {"family": "llama", "qk_norm": False, "qkv_bias": True}),
     "qwen3": ("Qwen3ForCausalLM", {"family": "llama", "qk_norm": True, "qkv_bias": False}),
     "gpt2": ("GPT2LMHeadModel", {"family": "gpt"}),
+    "t5": ("T5ForConditionalGeneration", {"family": "t5"}),
 }
 
 
@@ -162,6 +212,8 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in _KINDS:
         raise CheckpointError(f'model_type "{shortened(model_type)}" is not among {", ".join(_KINDS)}')
     fixed = _KINDS[model_type][1]
+    if model_type == "t5":
+        return fixed | _t5_keys(content)
     if model_type == "gpt2":
         if content.get("activation_function", "gelu_new") != "gelu_new":
             raise CheckpointError(f"activation_function {shortened(content['activation_function'])} is not gelu_new")
@@ -198,6 +250,33 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _t5_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] keys of a T5. Whether the head is tied is for the weights to say: weights.keys_of."""
+    activation = _value(content, "feed_forward_proj", str, "relu")
+    if activation not in ("relu", "gated-gelu"):
+        raise CheckpointError(f"feed_forward_proj {shortened(activation)} is not supported; relu and gated-gelu are")
+    fixed = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "pad_token_id": 0}
+    for key, value in (fixed | {"decoder_start_token_id": 0}).items():
+        if (found := _value(content, key, int, value)) != value:
+            raise CheckpointError(f"config.json: {key} = {found} is not supported; {value} is")
+    # transformers 5 writes tie_word_embeddings = true for every T5; before, it also meant the scale
+    tied = _value(content, "tie_word_embeddings", bool, True)
+    return {
+        "vocab_size": _count(content, "vocab_size"),
+        "dim": _count(content, "d_model"),
+        "n_layers": _count(content, "num_layers"),
+        "n_decoder_layers": _count(content, "num_decoder_layers", _count(content, "num_layers")),
+        "n_heads": _count(content, "num_heads"),
+        "head_dim": _count(content, "d_kv"),
+        "hidden_dim": _count(content, "d_ff"),
+        "max_seq_len": _count(content, "n_positions", 512),
+        "norm_eps": _value(content, "layer_norm_epsilon", float, 1e-6),
+        "gated": activation == "gated-gelu",
+        "scale_output": _value(content, "scale_decoder_outputs", bool, tied),
+        "tie_embeddings": tied,
+    }
+
+
 def _rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
     rope: dict[str, Any] = _value(content, key, dict, {})
@@ -225,7 +304,7 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     if config.qk_norm and config.qkv_bias:
         raise CheckpointError("no architecture of Hugging Face has both model.qk_norm and model.qkv_bias")
     model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-    model_type = "gpt2" if config.family == "gpt" else model_type
+    model_type = {"gpt": "gpt2", "t5": "t5"}.get(config.family, model_type)
     common = {
         "architectures": [_KINDS[model_type][0]],
         "model_type": model_type,
@@ -243,6 +322,8 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "activation_function": "gelu_new",
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
         }
+    if model_type == "t5":
+        return common | _t5_config(config)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_factor > 1:
         rope |= {
@@ -265,4 +346,28 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_parameters": rope,
         **({"rope_scaling": rope} if config.rope_factor > 1 else {}),
+    }
+
+
+def _t5_config(config: ModelConfig) -> dict[str, Any]:
+    # transformers 4 and 5 read tie_word_embeddings = false as: do not scale. Only version 4 also unties the head, so
+    # an unscaled model is written with a head of its own. Version 4 can't read a scaled model with one.
+    return {
+        "tie_word_embeddings": config.scale_output,
+        "scale_decoder_outputs": config.scale_output,
+        "is_encoder_decoder": True,
+        "d_model": config.dim,
+        "num_layers": config.n_layers,
+        "num_decoder_layers": config.stacks[1],
+        "num_heads": config.n_heads,
+        "d_kv": config.dim_of_heads,
+        "d_ff": config.dim_of_ffn,
+        "n_positions": config.max_seq_len,
+        "layer_norm_epsilon": config.norm_eps,
+        "dropout_rate": config.dropout,
+        "feed_forward_proj": "gated-gelu" if config.gated else "relu",
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
     }

@@ -1,4 +1,4 @@
-"""Imports and exports Hugging Face models: Llama, Qwen2, Qwen3 (family llama) and GPT-2 (family gpt).
+"""Imports and exports Hugging Face models: Llama, Qwen2, Qwen3 (family llama), GPT-2 (gpt) and T5 (t5).
 
     python checkpoint.py import FOLDER [OUT]     a config that starts from a Hugging Face folder
     python checkpoint.py export RUN OUT          a run's newest checkpoint, or a given one, as such a folder
@@ -45,10 +45,10 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
     """
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
-        theirs = from_hf_config(storage.read_json(folder / "config.json"))
+        theirs = keys_of(folder)
         del theirs["vocab_size"]  # compared later, by shape
-        if config.family == "llama" and config.max_seq_len < theirs["max_seq_len"]:
-            del theirs["max_seq_len"]  # positions are computed: a shorter context is fine
+        if config.family == "t5" or (config.family == "llama" and config.max_seq_len < theirs["max_seq_len"]):
+            del theirs["max_seq_len"]  # positions are computed: a shorter context is fine; T5's are relative
         _compare(folder, theirs, config)
         return drop_tied(from_hf(_read_shards(folder), config.family), config)
     if not (found := storage.checkpoints_of(folder)):
@@ -58,7 +58,7 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
     folder = found[-1]
     state = storage.read_state(folder, named_by_step=False)
     saved = {key.removeprefix("model."): v for key, v in state.identity.items() if key.startswith("model.")}
-    for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family == "llama" else [])):
+    for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
         saved.pop(key, None)
     _compare(folder, saved, config)
     return whole_weights(folder) if verify else read_weights(folder)
@@ -86,12 +86,8 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
 
 
 def config_of(folder: Path) -> ModelConfig:
-    """The [model] section for a Hugging Face folder.
-
-    Raises:
-        CheckpointError: its architecture is not supported, or a value is invalid.
-    """
-    return ModelConfig.model_validate(from_hf_config(storage.read_json(folder / "config.json")))
+    """The [model] section for a Hugging Face folder. Raises CheckpointError: see keys_of."""
+    return ModelConfig.model_validate(keys_of(folder))
 
 
 def trained_config(folder: Path) -> ModelConfig:
@@ -122,6 +118,20 @@ def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | N
         return bpe.end_token(tokenizer, str(state.config.get("tokenizer.end_token", "")))
     except DataError:
         return None
+
+
+def keys_of(folder: Path) -> dict[str, Any]:
+    """Our [model] keys for a Hugging Face folder.
+
+    Raises:
+        CheckpointError: its architecture is not supported, or a value is invalid.
+    """
+    keys = from_hf_config(storage.read_json(folder / "config.json"))
+    if keys["family"] == "t5":  # its config does not tell
+        weights = _read_shards(folder)
+        head, embeddings = weights.get("lm_head.weight"), weights.get("shared.weight")
+        keys["tie_embeddings"] = head is None or (embeddings is not None and head.equal(embeddings))
+    return keys
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
@@ -185,9 +195,9 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
             tokenizer = bpe.load(temporary / "tokenizer.json")
         if (end := end_token(state, tokenizer)) is not None:
             # without these, readers use the architecture's defaults, which are wrong for our vocabulary
-            content |= {"bos_token_id": end, "eos_token_id": end}
+            content |= {"eos_token_id": end} | ({} if config.family == "t5" else {"bos_token_id": end})
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _write_shards(temporary, weights, specs, config.family, max_shard_bytes)
+        _write_shards(temporary, *with_head(weights, specs, config), config.family, max_shard_bytes)
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
@@ -195,6 +205,26 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def with_head(
+    weights: Mapping[str, Tensor], specs: TensorSpecs, config: ModelConfig
+) -> tuple[Mapping[str, Tensor], TensorSpecs]:
+    """The tensors to export, by our names: those of a T5 with tied embeddings that are not scaled have a head as well.
+
+    See names.to_hf_config.
+
+    Raises:
+        CheckpointError: no version of transformers reads such a T5.
+    """
+    if config.family != "t5" or config.tie_embeddings == config.scale_output:
+        return weights, specs
+    if config.scale_output:
+        raise CheckpointError(
+            "transformers can't read a T5 with model.scale_output = true and a head of its own (tie_embeddings = false)"
+        )
+    head, table = "output.weight", "tok_embeddings.weight"
+    return dict(weights) | {head: weights[table]}, dict(specs) | {head: specs[table]}
 
 
 def _write_shards(folder: Path, weights: Mapping[str, Tensor], specs: TensorSpecs, family: str, max_bytes: int) -> None:
@@ -230,7 +260,7 @@ def _write_shards(folder: Path, weights: Mapping[str, Tensor], specs: TensorSpec
 def section(folder: Path) -> Iterator[str]:
     """The lines of a config that starts from a Hugging Face folder: [model], and [tokenizer] if there is one."""
     yield "[model]"
-    for key, value in from_hf_config(storage.read_json(folder / "config.json")).items():
+    for key, value in keys_of(folder).items():
         yield f"{key} = {toml.format_value(value)}"
     yield f"init_from = {toml.format_value(str(folder))}"
     if (folder / "tokenizer.json").is_file():

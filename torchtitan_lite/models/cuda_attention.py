@@ -40,6 +40,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causal: d
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=grouped, **options)
 
 
+def attend_with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
+    """Unscaled attention with scores q k^T + bias, (B, H, T, S), which gets a gradient: by the efficient kernel."""
+    with sdpa_kernel(FUSED, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
+
+
 def _takes_groups(q: Tensor) -> bool:
     """Whether the flash kernel computes heads that share keys and values. (Where it does, so does cuDNN's.)
 

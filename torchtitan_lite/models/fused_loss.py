@@ -27,10 +27,10 @@ def chunk_size(n: int, vocab_size: int, itemsize: int) -> int:
 
 
 def fused_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore: int, wants_dx: bool, wants_dw: bool
+    x: Tensor, weight: Tensor, targets: Tensor, ignore: int, wants_dx: bool, wants_dw: bool, z_loss: float = 0.0
 ) -> Tensor:
     """The summed loss, () float32, of x (N, D) @ weight.T (D, V) and targets (N,) or `ignore`."""
-    return _FusedCrossEntropy.apply(x, weight, targets, ignore, wants_dx, wants_dw)  # type: ignore[no-untyped-call]
+    return _FusedCrossEntropy.apply(x, weight, targets, ignore, wants_dx, wants_dw, z_loss)  # type: ignore[no-untyped-call]
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
@@ -38,25 +38,25 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int, wants_dx: bool, wants_dw: bool
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int, wants_dx: bool, wants_dw: bool, z: float
     ) -> Tensor:
-        loss, dx, dw = _loss_and_gradients(x, weight, targets, ignore, wants_dx, wants_dw)
+        loss, dx, dw = _loss_and_gradients(x, weight, targets, ignore, wants_dx, wants_dw, z)
         ctx.save_for_backward(dx, dw)
         ctx.dtype = weight.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         if dx is not None:
             dx = (dx * grads[0]).to(dx.dtype)
         if dw is not None:  # in one pass, without a float32 product
             dw = torch.mul(dw, grads[0], out=torch.empty(dw.shape, dtype=ctx.dtype, device=dw.device))
-        return dx, dw, None, None, None, None
+        return dx, dw, *(None,) * 5
 
 
 def _loss_and_gradients(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore: int, wants_dx: bool, wants_dw: bool
+    x: Tensor, weight: Tensor, targets: Tensor, ignore: int, wants_dx: bool, wants_dw: bool, z: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The summed loss, the gradient of x, and that of weight in float32."""
     chunk = chunk_size(len(x), len(weight), x.element_size())
@@ -67,7 +67,7 @@ def _loss_and_gradients(
     for start in range(0, len(x), chunk):
         part = x[start : start + chunk]
         logits = torch.mm(part, weight.T, out=buffer[: len(part)])
-        loss += logits_to_gradient_(logits, targets[start : start + chunk], ignore, wants_dx or wants_dw).sum()
+        loss += logits_to_gradient_(logits, targets[start : start + chunk], ignore, wants_dx or wants_dw, z).sum()
         if dx is not None:
             torch.mm(logits, weight, out=dx[start : start + chunk])
         if dw is not None:
@@ -88,28 +88,30 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 @torch.library.custom_op("torchtitan_lite::logits_to_gradient_", mutates_args={"logits"}, device_types="cpu")
-def logits_to_gradient_(logits: Tensor, targets: Tensor, ignore: int, write: bool) -> Tensor:
-    """The loss of each row, (n,) float32. If `write`, logits (n, V) become the gradient of their sum."""
+def logits_to_gradient_(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float = 0.0) -> Tensor:
+    """The loss of each row, (n,) float32. If `write`, logits (n, V) become the gradient of their sum (see loss.py)."""
     losses = F.cross_entropy(logits.float(), targets, ignore_index=ignore, reduction="none")
     if write:
         kept = targets != ignore
         p = torch.softmax(logits, -1, dtype=torch.float32)
+        if z_loss:
+            p *= 1 + 2 * z_loss * logits.float().logsumexp(-1, keepdim=True)
         p -= F.one_hot(torch.where(kept, targets, 0), logits.shape[1])
         logits.copy_(p * kept[:, None])
     return losses
 
 
 @logits_to_gradient_.register_kernel("cuda")
-def _on_cuda(logits: Tensor, targets: Tensor, ignore: int, write: bool) -> Tensor:
+def _on_cuda(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float = 0.0) -> Tensor:
     from torchtitan_lite.models.loss_kernel import launch
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    launch(logits, targets, losses, ignore, write)
+    launch(logits, targets, losses, ignore, write, z_loss)
     return losses
 
 
 @logits_to_gradient_.register_fake
-def _fake(logits: Tensor, targets: Tensor, ignore: int, write: bool) -> Tensor:
+def _fake(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float = 0.0) -> Tensor:
     return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
 
 
@@ -127,8 +129,8 @@ def _runs(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
         logits = torch.linspace(-8, 8, 3 * vocab_size, device=device).view(3, vocab_size).to(dtype)
         targets = torch.tensor([0, -100, vocab_size - 1], device=device)
         gradient, on_host = logits.clone(), logits.cpu()
-        losses = logits_to_gradient_(gradient, targets, -100, True)
-        expected = logits_to_gradient_(on_host, targets.cpu(), -100, True)
+        losses = logits_to_gradient_(gradient, targets, -100, True, 1e-4)
+        expected = logits_to_gradient_(on_host, targets.cpu(), -100, True, 1e-4)
         torch.testing.assert_close(losses.cpu(), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(gradient.cpu(), on_host, rtol=2e-2, atol=1e-6)
     except Exception as error:

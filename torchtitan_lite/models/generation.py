@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.errors import NonFiniteError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.attention import KeysValues
@@ -48,26 +50,114 @@ class Sampler:
         return int(torch.multinomial(logits.softmax(0), 1, generator=self._generator))
 
 
+def answers(model: Transformer) -> bool:
+    """Whether the model answers a prompt, as an encoder-decoder does, instead of continuing it."""
+    return FAMILIES[model.config.family].encoder_decoder
+
+
+class Continuation:
+    """A prompt that a model continues, with cached keys and values. An encoder-decoder answers it instead.
+
+    Args:
+        prompt: at least one token, and fewer than max_seq_len.
+    """
+
+    def __init__(self, model: Transformer, prompt: list[int]) -> None:
+        self._model = cast(Any, model)
+        self._prompt = prompt
+        self._device = model.tok_embeddings.weight.device
+        self._answers = answers(model)
+        self._cache: list[Any] = self._model.new_cache() if self._answers else [KeysValues() for _ in model.layers]
+        self.limit = model.config.max_seq_len - (0 if self._answers else len(prompt))  # tokens that can follow
+
+    def logits(self, rows: list[list[int]]) -> Tensor:
+        """The logits of the next token of each row, (N, V), after its new tokens. The first call has one empty row."""
+        found: Tensor
+        if self._answers:
+            answer = self._tokens([row or [self._model.start] for row in rows])
+            source = self._tokens([self._prompt]).expand(len(rows), -1)
+            found = self._model(source, None, self._cache, answer=answer)
+        else:
+            found = self._model(self._tokens([row or self._prompt for row in rows]), None, self._cache)
+        return found[:, -1]
+
+    def select(self, rows: list[int]) -> None:
+        """Continue these rows of an encoder-decoder, in this order; a row may be repeated."""
+        for cache in self._cache:
+            cache.select(self._tokens(rows))
+
+    def _tokens(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+
 @torch.no_grad()
 def new_tokens(
     model: Transformer, prompt: list[int], max_tokens: int, choose: Callable[[Tensor], int], ends: Collection[int] = ()
 ) -> Iterator[int]:
-    """Yield at most max_tokens tokens after a prompt, up to an end token or the model's max_seq_len.
+    """Yield at most max_tokens tokens after a prompt, or of an encoder-decoder's answer to it.
+
+    They end at an end token, or at the model's max_seq_len.
 
     Args:
         prompt: at least one token, and fewer than max_seq_len.
         choose: returns the next token for logits (V,), e.g. a Sampler.
         ends: tokens that end the text; they are not yielded.
     """
-    device = model.tok_embeddings.weight.device
-    cache = [KeysValues() for _ in model.layers]
-    fed = prompt
-    for _ in range(min(max_tokens, model.config.max_seq_len - len(prompt))):
-        token = choose(model(torch.tensor([fed], device=device), None, cache)[0, -1])
+    continuation = Continuation(model, prompt)
+    fed: list[int] = []
+    for _ in range(min(max_tokens, continuation.limit)):
+        token = choose(continuation.logits([fed])[0])
         if token in ends:
             return
         yield token
         fed = [token]
+
+
+@torch.no_grad()
+def beam_search(
+    model: Transformer,
+    prompt: list[int],
+    max_tokens: int,
+    beams: int,
+    ends: Collection[int] = (),
+    length_penalty: float = 1.0,
+) -> list[int]:
+    """The best answer of an encoder-decoder that beam search finds, without its end token.
+
+    The same as that of transformers' `generate`.
+
+    Args:
+        beams: the number of answers that are kept.
+        length_penalty: a finished answer of n tokens is scored by log(probability) / n^length_penalty.
+    """
+    continuation = Continuation(model, prompt)
+    running: list[tuple[float, list[int]]] = [(0.0, [])]  # log(probability) and tokens, the best first
+    finished: list[tuple[float, list[int]]] = []  # scores and tokens, the best first
+    longest = min(max_tokens, continuation.limit)
+    for length in range(1, longest + 1):
+        logits = continuation.logits([tokens[-1:] for _, tokens in running]).float().cpu()
+        if not logits.isfinite().all():
+            raise NonFiniteError("the model computes logits that are not finite: it diverged, or its file is damaged")
+        totals = logits.log_softmax(-1) + torch.tensor([score for score, _ in running])[:, None]
+        # so many that `beams` of them do not end, even if each beam has all ends among its likeliest tokens
+        best = totals.flatten().topk(min(max(2, 1 + len(ends)) * beams, totals.numel()))
+        going: list[tuple[float, int, list[int]]] = []
+        for rank, (score, index) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+            row, token = divmod(index, totals.shape[1])
+            tokens = [*running[row][1], token]
+            if token not in ends and length < longest:
+                going.append((score, row, tokens))
+            elif rank < beams:
+                finished.append((score / length**length_penalty, tokens))
+        finished = sorted(finished, key=lambda found: found[0], reverse=True)[:beams]
+        going = going[:beams]
+        # stop if none would be better, were it to end here
+        if not going or (len(finished) == beams and going[0][0] / length**length_penalty <= finished[-1][0]):
+            break
+        continuation.select([row for _, row, _ in going])
+        running = [(score, tokens) for score, _, tokens in going]
+    tokens = finished[0][1]
+    return tokens[:-1] if tokens and tokens[-1] in ends else tokens
 
 
 def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:

@@ -2,6 +2,9 @@
 
 The loss is a sum because ranks may hold different numbers of targets; callers divide by the global number.
 
+With `train.z_loss` = z, gradients are those of the loss plus z log(Z)^2 per target, where Z is the sum of exp(logits).
+The value stays without it, so that losses remain comparable.
+
 Only one chunk's logits exist at a time. The gradient of a summed cross-entropy with respect to the logits is
 softmax - onehot, up to a factor that backward provides. So forward also computes the gradients of its inputs and frees
 each chunk's logits: memory does not grow with tokens times vocabulary, and a chunk stays in the cache.
@@ -18,9 +21,14 @@ from torch import Tensor, nn
 IGNORE = -100  # the target of a position without a loss
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def summed_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
     """The summed negative log-likelihood in nats, () float32, of logits (B, T, V) and targets (B, T) or IGNORE."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    rows = logits.flatten(0, 1).float()
+    loss = F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    if not z_loss:
+        return loss
+    more = z_loss * (rows.logsumexp(-1).square() * (targets.flatten() != IGNORE)).sum()
+    return loss + (more - more.detach())
 
 
 def of_each(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor) -> Tensor:
@@ -42,6 +50,7 @@ class Head(nn.Linear):
     """The output matrix. Given targets, it returns the loss: FSDP gathers the matrix only during this forward."""
 
     chunked = False  # set by parallelize.apply_fast_paths
+    z_loss = 0.0  # set by train.sharded_model
     widened, linear = False, staticmethod(F.linear)  # set by widened.widen
 
     def forward(self, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
@@ -53,12 +62,14 @@ class Head(nn.Linear):
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if x.dtype == torch.float16:
             # chunked gradients are rounded before the loss is scaled, and small ones would become zero
-            return summed_cross_entropy(self.linear(x, self.weight), targets)
-        return chunked_cross_entropy(x, self.weight, targets, widened=self.widened)
+            return summed_cross_entropy(self.linear(x, self.weight), targets, self.z_loss)
+        return chunked_cross_entropy(x, self.weight, targets, self.z_loss, widened=self.widened)
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, widened: bool = False) -> Tensor:
-    """summed_cross_entropy(x @ weight.T, targets), a chunk of tokens at a time.
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, *, widened: bool = False
+) -> Tensor:
+    """summed_cross_entropy(x @ weight.T, targets, z_loss), a chunk of tokens at a time.
 
     Logits are rounded to the dtype of `x`. Softmax, loss and the sum of the weight's gradient are float32.
 
@@ -74,16 +85,16 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, widened
         from torchtitan_lite.models import fused_loss
 
         if fused_loss.is_usable(x, len(weight)):
-            return fused_loss.fused_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), IGNORE, *wanted)
-    return _ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *wanted, widened)  # type: ignore[no-untyped-call]
+            return fused_loss.fused_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), IGNORE, *wanted, z_loss)
+    return _ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *wanted, widened, z_loss)  # type: ignore[no-untyped-call]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x (N, D), weight (V, D), targets (N,), and whether the gradient of x and of weight is wanted, `widened` -> ()."""
+    """x (N, D), weight (V, D), targets (N,), whether dx and dw are wanted, `widened`, `z_loss` -> ()."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, widened: bool
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, widened: bool, z: float
     ) -> Tensor:
         chunk = CHUNK.get(x.device.type, max(CHUNK.values()))
         dx = torch.empty_like(x) if wants_dx else None
@@ -92,7 +103,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         matrix = weight.float() if widened else weight
         for start in range(0, len(x), chunk):
             part = x[start : start + chunk].to(matrix.dtype)
-            losses, d_logits = _softmax_minus_onehot((part @ matrix.T).to(x.dtype), targets[start : start + chunk])
+            losses, d_logits = _softmax_minus_onehot((part @ matrix.T).to(x.dtype), targets[start : start + chunk], z)
             loss += losses.sum()
             d_logits = d_logits.to(matrix.dtype)
             if dx is not None:
@@ -110,7 +121,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if dx is None else (dx * factor).to(dx.dtype),
             None if dw is None else _scaled(dw, factor, ctx.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -134,7 +145,7 @@ def _rows(total: Tensor) -> int:
     return len(total) if total.is_cuda else 1024
 
 
-def _softmax_minus_onehot(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax_minus_onehot(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """The loss of each token, (n,) float32, and the gradient of their sum, (n, V) in the logits' dtype."""
     counts = targets != IGNORE
     index = torch.where(counts, targets, 0)[:, None]
@@ -142,5 +153,7 @@ def _softmax_minus_onehot(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     # log(sum(exp)) follows from the largest probability (at least 1 / V), without a second pass of exponentials
     normaliser = logits.amax(-1).float() - p.amax(-1).log()
     losses = torch.where(counts, normaliser - logits.gather(1, index)[:, 0].float(), 0.0)
+    if z_loss:
+        p *= (1 + 2 * z_loss * normaliser)[:, None]
     p.scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float32))
     return losses, p.mul_(counts[:, None]).to(logits.dtype)

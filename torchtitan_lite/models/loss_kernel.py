@@ -15,6 +15,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     losses,
     n_columns,
     row_stride,
+    z_loss,
     IGNORE: tl.constexpr,  # noqa: N803  # Triton's convention for constants
     WRITE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
@@ -42,19 +43,29 @@ def _kernel(  # type: ignore[no-untyped-def]
     normaliser = largest + tl.log(total)
     tl.store(losses + row, normaliser - at_target)
     if WRITE:
+        more = 1.0 + 2.0 * z_loss * normaliser  # its gradient is that of log(Z), times this
         # second pass: each thread overwrites what it has read; the row is still in the L2 cache
         for start in range(0, n_columns, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             x = tl.load(logits + columns, mask=columns < n_columns, other=-float("inf")).to(tl.float32)
-            gradient = tl.exp(x - normaliser) - tl.where(columns == target, 1.0, 0.0)
+            gradient = tl.exp(x - normaliser) * more - tl.where(columns == target, 1.0, 0.0)
             tl.store(logits + columns, gradient, mask=columns < n_columns)
 
 
-def launch(logits: Tensor, targets: Tensor, losses: Tensor, ignore: int, write: bool) -> None:
+def launch(logits: Tensor, targets: Tensor, losses: Tensor, ignore: int, write: bool, z_loss: float = 0.0) -> None:
     """Write the loss of each row to `losses` (n,), and if `write`, the gradient of their sum over `logits` (n, V)."""
     n, n_columns = logits.shape
     block = min(triton.next_power_of_2(n_columns), MAX_BLOCK)
     n_warps = max(block // 1024, 4) if torch.version.hip is None else max(block // 2048, 4)
     _kernel[(n,)](
-        logits, targets, losses, n_columns, logits.stride(0), IGNORE=ignore, WRITE=write, BLOCK=block, num_warps=n_warps
+        logits,
+        targets,
+        losses,
+        n_columns,
+        logits.stride(0),
+        z_loss,
+        IGNORE=ignore,
+        WRITE=write,
+        BLOCK=block,
+        num_warps=n_warps,
     )

@@ -34,6 +34,10 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
+    def block_groups(self) -> list[list[nn.Module]]:
+        """The modules that FSDP gathers together, between the inputs and the head."""
+        return [[layer] for layer in self.layers]
+
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """The input of the first block, (B, T, D), and what every block gets unchanged. Positions: (T,) or (B, T)."""
         raise NotImplementedError
@@ -71,13 +75,18 @@ class Transformer(nn.Module):
         x, *unchanged = self.inputs(tokens, positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, *unchanged, cache[i]) if cache else layer(x, *unchanged, *more)
-        x = self.norm(x)
+        return self.result(self.norm(x), targets, per_sequence=per_sequence)
+
+    def result(self, x: Tensor, targets: Tensor | None, *, per_sequence: bool) -> Tensor:
+        """Logits or loss, as in `forward`, from the normed (B, T, D) outputs of the last block."""
         if targets is not None and self.output.chunked:
             return self.output(x, targets, per_sequence=per_sequence)
         logits: Tensor = self.output(x)
         if targets is None:
             return logits
-        return of_each(summed_cross_entropy, logits, targets) if per_sequence else summed_cross_entropy(logits, targets)
+        if per_sequence:
+            return of_each(summed_cross_entropy, logits, targets)
+        return summed_cross_entropy(logits, targets, self.output.z_loss)
 
     def reset_buffers(self) -> None:
         """Compute the buffers, which are neither learned nor saved. For families that have some."""

@@ -1,5 +1,7 @@
 """Text from a trained model: `python -m torchtitan_lite.generate RUN --prompt "def "`.
 
+An encoder-decoder answers a source: `python -m torchtitan_lite.generate RUN --source "summarize: ..." --beams 4`.
+
 RUN is a run (its newest complete checkpoint), a checkpoint, or a Hugging Face folder such as an export. Generated text
 is streamed to stdout; everything else goes to stderr.
 """
@@ -9,7 +11,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,13 +20,15 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.config.schema import MIN_TEMPERATURE
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
-from torchtitan_lite.models.generation import Sampler, new_tokens, pieces
+from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
 from torchtitan_lite.terminal import encodable, prepare_streams
 from torchtitan_lite.tools.opening import Opened, open_model
 
+MOST_BEAMS = 1000
+
 
 def encode(opened: Opened, prompt: str) -> list[int]:
-    """The tokens of a prompt.
+    """The tokens of a prompt. A source gets the end token that the encoder has seen after each text.
 
     Raises:
         ConfigError: it is empty, is not valid UTF-8, can't be encoded, or is too long for the model.
@@ -37,6 +42,13 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     except BaseException as error:  # e.g. a word without an entry; the library's panics are no Exception
         raise ConfigError(f"the tokenizer can't encode the prompt {prompt[:40]!a}: {bpe.reason(error)}") from None
     limit = opened.model.config.max_seq_len
+    if answers(opened.model):
+        if not ids:
+            raise ConfigError('the source is empty; give the model a text, e.g. --source "summarize: ..."')
+        ids += [end for end in opened.ends[:1] if ids[-1] != end]
+        if len(ids) > limit:
+            raise ConfigError(f"the source has {len(ids)} tokens; the model takes at most {limit} (max_seq_len)")
+        return ids
     if not ids:
         raise ConfigError('the prompt is empty; give the model a beginning, e.g. --prompt "def "')
     if len(ids) >= limit:
@@ -47,31 +59,55 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     return ids
 
 
-def answer(opened: Opened, prompt: str, max_tokens: int, sampler: Sampler) -> str:
-    """Print the prompt and stream the model's continuation. Returns a line with token rates.
+@dataclass(frozen=True)
+class Options:
+    """How to continue a prompt, or to answer a source."""
+
+    max_tokens: int
+    sampler: Sampler
+    beams: int = 1  # more: beam search instead of the sampler
+    length_penalty: float = 1.0
+
+
+def answer(opened: Opened, prompt: str, options: Options) -> str:
+    """Print the prompt and stream the model's continuation; of an encoder-decoder, only the answer.
+
+    Returns:
+        a line with token rates.
 
     Raises:
         ConfigError: see `encode`.
     """
     ids = encode(opened, prompt)
-    _write(prompt)
+    continues = not answers(opened.model)
+    if continues:
+        _write(prompt)
     times: list[float] = []
 
     def timed() -> Iterator[int]:
-        for token in new_tokens(opened.model, ids, max_tokens, sampler, opened.ends):
+        for token in _tokens(opened, ids, options):
             times.append(time.perf_counter())
             yield token
 
     started = time.perf_counter()
-    for text in pieces(opened.tokenizer, ids, timed()):
+    for text in pieces(opened.tokenizer, ids if continues else [], timed()):
         _write(text)
     _write("\n")
     if not times:
         return "the model ended the text at once"
-    first = f"{len(ids)} tokens of prompt in {times[0] - started:.2f} s"
+    first = f"{len(ids)} tokens of {'prompt' if continues else 'source'} in {times[0] - started:.2f} s"
+    if options.beams > 1:  # no token is known before the last
+        return f"{len(times)} tokens by {options.beams} beams; {first}"
     if len(times) == 1:
         return f"1 token; {first}"
     return f"{len(times)} tokens, {(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s; {first}"
+
+
+def _tokens(opened: Opened, ids: list[int], options: Options) -> Iterable[int]:
+    model, ends = opened.model, opened.ends
+    if options.beams > 1:
+        return beam_search(model, ids, options.max_tokens, options.beams, ends, options.length_penalty)
+    return new_tokens(model, ids, options.max_tokens, options.sampler, ends)
 
 
 def _line() -> str:
@@ -102,12 +138,12 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def converse(opened: Opened, max_tokens: int, sampler: Sampler) -> None:
+def converse(opened: Opened, options: Options) -> None:
     """Answer each line of input independently, until an empty line or the end of the input."""
     with contextlib.suppress(EOFError):
         while prompt := _line():
             try:
-                print(answer(opened, prompt, max_tokens, sampler), file=sys.stderr)
+                print(answer(opened, prompt, options), file=sys.stderr)
             except ConfigError as error:  # too long: the next may be shorter
                 print(f"generate: {error}", file=sys.stderr)
 
@@ -123,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
         "run", type=paths.argument, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder"
     )
     parser.add_argument("--prompt", default=None, help="the beginning of the text")
+    parser.add_argument("--source", default=None, help="encoder-decoders: the text to answer, e.g. to summarize")
+    parser.add_argument("--beams", type=int, default=1, help="encoder-decoders: beam search with so many, no sampling")
+    parser.add_argument(
+        "--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers"
+    )
     parser.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
     parser.add_argument("--max-tokens", type=int, default=200, help="how many tokens to add at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
@@ -137,8 +178,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _problems(given: argparse.Namespace) -> list[str]:
     found = []
-    if given.prompt is None and not given.interactive:
-        found.append('nothing to continue; e.g. --prompt "def ", or --interactive')
+    if given.prompt is None and given.source is None and not given.interactive:
+        found.append('nothing to continue; e.g. --prompt "def ", --source "summarize: ..." or --interactive')
+    if given.prompt is not None and given.source is not None:
+        found.append("--prompt is for decoders, and --source for encoder-decoders: give one of them")
+    if not 1 <= given.beams <= MOST_BEAMS:
+        found.append(f"--beams={given.beams} should be 1 to {MOST_BEAMS}, e.g. 4")
+    if not -100 <= given.length_penalty <= 100:
+        found.append(f"--length-penalty={given.length_penalty} should be between -100 and 100, e.g. 1.0")
     if given.max_tokens < 1:
         found.append(f"--max-tokens={given.max_tokens} should be at least 1")
     if given.temperature != 0 and not MIN_TEMPERATURE <= given.temperature < float("inf"):
@@ -159,6 +206,20 @@ def _problems(given: argparse.Namespace) -> list[str]:
     return found
 
 
+def _require_family(given: argparse.Namespace, opened: Opened) -> None:
+    """Raise ConfigError if an option does not suit the model."""
+    family = opened.model.config.family
+    if answers(opened.model) and given.prompt is not None:
+        raise ConfigError(
+            f"--prompt is for decoders, and {given.run} holds an encoder-decoder ({family}): use --source"
+        )
+    if not answers(opened.model) and (given.source is not None or given.beams > 1):
+        name = "--beams" if given.source is None else "--source"
+        raise ConfigError(
+            f"{name} is for encoder-decoders, and {given.run} holds a decoder ({family}): use --prompt without --beams"
+        )
+
+
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
     given = _parser().parse_args(argv)
@@ -176,11 +237,14 @@ def _run(given: argparse.Namespace) -> int:
         )
         for note in [*opened.notes, opened.source]:
             print(note, file=sys.stderr)
+        _require_family(given, opened)
         sampler = Sampler(given.temperature, given.top_k, given.top_p, given.seed)
-        if given.prompt is not None:
-            print(answer(opened, given.prompt, given.max_tokens, sampler), file=sys.stderr)
+        options = Options(given.max_tokens, sampler, given.beams, given.length_penalty)
+        prompt = given.prompt if given.source is None else given.source
+        if prompt is not None:
+            print(answer(opened, prompt, options), file=sys.stderr)
         if given.interactive:
-            converse(opened, given.max_tokens, sampler)
+            converse(opened, options)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Loader, MicroBatch
-from torchtitan_lite.data.samples import open_samples
+from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
@@ -35,7 +35,7 @@ class Validation:
     @classmethod
     def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
         """eval.samples random sequences, or all if there are fewer; sources are mixed as in training."""
-        samples = open_samples(data, "val", config.train.seq_len, config.data.packing)
+        samples = open_samples(data, "val", config)
         n_samples = samples.longest_prefix(config.eval.samples)
         loader = Loader(samples, micro_batch_size, rank, world_size, SUBSET_SEED, config.data.document_mask)
         lengths = torch.from_numpy(bytes_per_token(Tokenizer.from_file(str(data.folder / "tokenizer.json"))))

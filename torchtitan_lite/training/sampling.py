@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand, is_prepared, problem
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
@@ -22,7 +23,7 @@ from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.models.generation import Sampler, new_tokens
+from torchtitan_lite.models.generation import Sampler, answers, new_tokens
 from torchtitan_lite.monitoring.metrics import Log
 
 
@@ -47,6 +48,8 @@ class Prompts:
         if wrong := wrong_prompts(config, tokenizer):
             raise ConfigError("\n  ".join(wrong))
         ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in wanted]
+        if FAMILIES[config.model.family].encoder_decoder:  # the prompt is a source, and the sample its answer
+            ids = [[*some, data.end_token] for some in ids]
         return cls(config.sample, tokenizer, ids, data.end_token)
 
 
@@ -93,7 +96,8 @@ def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: Wo
 
             tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, (prompts.end,)))
             prompt = prompts.config.prompts[i]
-            text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompt)
+            known = [] if answers(model) else ids
+            text = prompts.tokenizer.decode([*known, *tokens]).removeprefix(prompt)
             seconds = time.perf_counter() - began
             log.record({"step": step, "prompt": prompt, "text": text, "seconds": seconds}, "samples.jsonl")
             log.info(f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}")

@@ -25,7 +25,7 @@ from torchtitan_lite.data.prepare import content, literal
 from torchtitan_lite.data.prepare import corpus as corpora
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Job, Options, plan_of
-from torchtitan_lite.data.token_files import FORMAT_VERSION, Meta
+from torchtitan_lite.data.token_files import FORMAT_VERSION, Meta, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
@@ -58,12 +58,23 @@ def prepared_in_cache(
     Raises:
         DataError: a text is missing, unusable or too short.
     """
-    texts = [corpora.find(path, data.text_key) for path in paths]
     cache = cache_folder(data)
+    pairs = data.objective == "pairs"
+    if pairs and (texts_of_user := [path for path in paths if path]):
+        raise DataError(
+            f'data.objective = "pairs" needs prepared pairs, and {texts_of_user[0]} is not: run python -m '
+            f"torchtitan_lite.data.prepare {texts_of_user[0]} --source-key NAME --target-key NAME --out data/pairs, "
+            "and use data.path = data/pairs"
+        )
+    texts = [] if pairs else [corpora.find(path, data.text_key) for path in paths]
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        if pairs:
+            info("data    functions of Python's standard library: the source is a body, the target its docstring")
+            texts = [corpora.functions(cache)]
         texts = [content.with_content(corpus, cache) for corpus in texts]
-        plan = plan_for(texts, config, data.val_fraction, cache, Options(), info)
+        sentinels = data.objective != "causal"
+        plan = plan_for(texts, config, data.val_fraction, cache, Options(), info, sentinels=sentinels)
         folders = []
         for corpus, job in zip(texts, plan.jobs, strict=True):
             folder = cache / plan_of(corpus, job, Options())[:16]
@@ -79,6 +90,13 @@ def prepared_in_cache(
         return folders
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
+
+
+def as_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
+    """The config for text that is mixed with a prepared folder: its tokenizer and end token, unless already set."""
+    path = config.path or str(folder / "tokenizer.json")
+    end = bpe.load(folder / "tokenizer.json").id_to_token(read_meta(folder).end_token)
+    return config.model_copy(update={"path": path, "end_token": config.end_token or end})
 
 
 def encode_with_bar(corpus: Corpus, tokenizer: Tokenizer, job: Job, out: Path, options: Options) -> Meta:
@@ -106,29 +124,43 @@ class Plan:
     jobs: list[Job]
 
 
-def _byte_level() -> Tokenizer:
+def _byte_level(*, sentinels: bool) -> Tokenizer:
     from torchtitan_lite.data.prepare.split import byte_level  # which loads the text readers
 
-    return byte_level()
+    return byte_level(sentinels=sentinels)
 
 
 def plan_for(
-    texts: list[Corpus], config: TokenizerConfig, val_fraction: float, folder: Path, options: Options, info: Info
+    texts: list[Corpus],
+    config: TokenizerConfig,
+    val_fraction: float,
+    folder: Path,
+    options: Options,
+    info: Info,
+    *,
+    sentinels: bool = False,
 ) -> Plan:
     """Train the tokenizer, unless one is given, and choose the validation documents.
 
     The result is stored in `folder`, in a file named by a hash of its inputs, and reused.
+
+    Args:
+        sentinels: a tokenizer that is trained gets pad and sentinels.
     """
     given = None
     if config.path:
-        given = _byte_level() if config.path == BYTES else bpe.load(Path(config.path))
+        given = _byte_level(sentinels=sentinels) if config.path == BYTES else bpe.load(Path(config.path))
     decides = {
         "format": FORMAT_VERSION,
         "texts": [[corpus.identity(), corpus.text_key] for corpus in texts],
         "python": platform.python_version() if any(corpus.python_source for corpus in texts) else "",
         "tokenizer": [bpe.sha256(given), config.end_token] if given else config.vocab_size,
         "val_fraction": val_fraction,
-    } | ({} if options.max_document_bytes == MAX_DOCUMENT_BYTES else {"longest": options.max_document_bytes})
+    } | ({"sentinels": True} if sentinels and not given else {})
+    if pairs := [[corpus.target_key, corpus.source_prefix] for corpus in texts if corpus.target_key]:
+        decides["pairs"] = pairs
+    if options.max_document_bytes != MAX_DOCUMENT_BYTES:
+        decides["longest"] = options.max_document_bytes
     key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
     file = folder / f"{key}.plan.json"
     plan = _stored_plan(file, len(texts))
@@ -139,7 +171,7 @@ def plan_for(
 
                 _log_preparation(texts, info)
                 below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
-                found = given or train(training_texts(texts, below, options), config.vocab_size)
+                found = given or train(training_texts(texts, below, options), config.vocab_size, sentinels=sentinels)
                 end = bpe.end_token(found, config.end_token)
                 plan = {"below": below, "end": end, "tokenizer": found.to_str(pretty=True)}
                 write_durably(file, json.dumps(plan).encode())
@@ -149,7 +181,11 @@ def plan_for(
     if unknown is None or unknown == end:  # the end token can't be the unknown token as well
         unknown = -1
     jobs = [
-        Job(definition, bpe.size(tokenizer), end, corpus.text_key, below, unknown)
+        Job(
+            *(definition, bpe.size(tokenizer), end, corpus.text_key, below, unknown),
+            target_key=corpus.target_key,
+            source_prefix=corpus.source_prefix,
+        )
         for corpus, below in zip(texts, plan["below"], strict=True)
     ]
     return Plan(tokenizer, jobs)

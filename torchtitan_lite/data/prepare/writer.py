@@ -19,6 +19,7 @@ from torchtitan_lite.data.prepare import plan as plan_module
 from torchtitan_lite.data.prepare import worker
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.readers import Chunk
+from torchtitan_lite.data.repair import foreign
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import flush_to_disk, write_durably
 
@@ -55,7 +56,7 @@ def read_progress(folder: Path, plan: str, itemsize: int, shard_tokens: int) -> 
     except (OSError, ValueError, TypeError, RecursionError):
         pass
     names = sorted(file.name for file in folder.iterdir())
-    others = metas.foreign(folder)
+    others = foreign(folder)
     if not others and not {"progress.json", metas.shard_name("train", 0)} & set(names):
         others = names  # names that other programs use too: our preparation creates a shard first
     if others:
@@ -102,6 +103,9 @@ class Writer:
             self._indices.append(self._open(f"{split}.idx", documents * 8))
         self._skipped = self._open("skipped.log", progress.skipped_bytes)
         write_durably(folder / "tokenizer.json", job.tokenizer.encode())
+        if job.target_key:
+            keys = {"source_key": job.text_key, "target_key": job.target_key, "source_prefix": job.source_prefix}
+            write_durably(folder / metas.PAIRS, json.dumps(keys).encode())
         self._committed = time.monotonic()
 
     def _open(self, name: str, size: int) -> Any:

@@ -1,0 +1,342 @@
+"""T5: parity with transformers through files, initial values, generation, and what it refuses."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from torchtitan_lite.checkpointing import dcp_storage
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.distributed import initialize
+from torchtitan_lite.errors import CheckpointError, ConfigError
+from torchtitan_lite.huggingface import names
+from torchtitan_lite.huggingface import weights as hf
+from torchtitan_lite.models import build, t5
+from torchtitan_lite.models.generation import Sampler, beam_search, new_tokens
+from torchtitan_lite.models.loss import IGNORE
+
+SHAPE = {"family": "t5", "dim": 48, "n_heads": 6, "head_dim": 10, "hidden_dim": 80, "norm_eps": 1e-6}
+SHAPE |= {"n_layers": 3, "n_decoder_layers": 2, "max_seq_len": 200}
+V1_0 = {"gated": False, "tie_embeddings": True, "scale_output": True}
+
+
+def make(seed: int = 0, vocab_size: int = 97, moved: float = 0.0, **more: Any) -> Any:
+    """A model with initial values, or with every parameter `moved` away from them."""
+    config = ModelConfig.model_validate(SHAPE | more)
+    with torch.device("meta"):
+        model = build(config, vocab_size)
+    initialize.materialise(model, torch.device("cpu"), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters() if moved else ():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * moved)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Sources and targets of odd lengths beyond 128, with padding at the ends."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(2, 97, (3, 151), generator=generator)
+    targets = torch.randint(1, 97, (3, 143), generator=generator)
+    tokens[1, 77:] = tokens[2, 5:] = t5.PAD
+    targets[0, 100:] = targets[2, 1:] = IGNORE
+    return tokens, targets
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).detach().norm() / other.detach().norm())
+
+
+# --- the model by itself ----------------------------------------------------------------------------------------
+
+
+def test_initial_values_are_those_of_the_paper() -> None:
+    model = make(dim=128, head_dim=16, hidden_dim=512, n_heads=16, vocab_size=997)
+    deviations = {"wq": (128 * 16) ** -0.5, "attention.wo": (16 * 16) ** -0.5, "w2": 512**-0.5, "tok_embeddings": 1.0}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all(), name
+            continue
+        expected = next((d for part, d in deviations.items() if f"{part}.weight" in name), 128**-0.5)
+        assert parameter.std().item() == pytest.approx(expected, rel=0.15 if "bias" in name else 0.02), name
+
+
+@pytest.mark.parametrize("more", [{}, V1_0], ids=["v1.1", "v1.0"])
+def test_loss_at_the_start_is_that_of_guessing(more: dict[str, Any]) -> None:
+    """Logits have a deviation of 1, which adds about 1/2."""
+    model = make(vocab_size=2000, dim=128, **more)
+    tokens = torch.randint(2, 2000, (4, 60), generator=torch.Generator().manual_seed(0))
+    loss = model(tokens, tokens).item() / tokens.numel()
+    assert loss == pytest.approx(torch.tensor(2000.0).log().item() + 0.5, abs=0.3)
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+def test_buckets_are_those_of_transformers(both_ways: bool) -> None:
+    t5_of = pytest.importorskip("transformers.models.t5.modeling_t5")
+    distances = torch.arange(-2000, 2000)
+    expected = t5_of.T5Attention._relative_position_bucket(distances, bidirectional=both_ways)
+    assert t5.buckets(distances, both_ways=both_ways).equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_surplus_sequence_changes_no_gradient(dtype: torch.dtype) -> None:
+    """Its tokens are all padding, so each of its keys is masked."""
+    model = make(**V1_0).to(dtype)
+    tokens, targets = batch()
+    model(tokens, targets).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    more = torch.cat((tokens, torch.zeros_like(tokens[:1]))), torch.cat((targets, torch.full_like(targets[:1], IGNORE)))
+    losses = model(*more, per_sequence=True)
+    assert losses[3] == 0
+    assert losses.isfinite().all()
+    losses.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert distance(parameter.grad, expected[name]) < (1e-5 if dtype == torch.float32 else 0.05), name
+
+
+def test_the_amount_of_padding_changes_nothing() -> None:
+    model = make(moved=0.1)
+    tokens, targets = batch()
+    alone = model(tokens[2:, :5], targets[2:, :1], per_sequence=True)
+    torch.testing.assert_close(model(tokens, targets, per_sequence=True)[2:], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_matter() -> None:
+    model = make(moved=0.1)
+    tokens, targets = torch.tensor([[5, 6, 7, 1]]), torch.tensor([[8, 9, 1]])
+    assert abs((model(tokens, targets) - model(tokens.flip(1), targets)).item()) > 1e-3
+
+
+def test_dropout_is_active_in_training_only() -> None:
+    model = make(dropout=0.5)
+    tokens, targets = batch()
+    assert model(tokens, targets) != model(tokens, targets)
+    model.eval()
+    assert model(tokens, targets) == model(tokens, targets)
+
+
+def test_widened_products_are_close_to_16_bit_ones() -> None:
+    from torchtitan_lite.models import widened
+
+    model = make().to(torch.bfloat16)
+    tokens, targets = batch()
+    expected = model(tokens, targets).item()
+    widened.widen(model)
+    attention = model.layers[0].attention
+    assert attention.widened
+    assert type(attention.wq) is widened.Linear
+    assert model(tokens, targets).item() == pytest.approx(expected, rel=1e-2)
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"fsdp.param_dtype": "float16"}, 'can\'t compute in float16.*fsdp.param_dtype = "bfloat16" works'),
+        ({"model.tie_embeddings": True}, "needs model.scale_output = true.*scale_output = true works"),
+        ({"data.packing": "best_fit"}, "data.packing = best_fit is for decoders.*data.packing = concat works"),
+        ({"data.document_mask": True}, "data.document_mask = True is for decoders.*data.document_mask = false works"),
+        ({"model.n_kv_heads": 2}, "model.n_kv_heads = 2 has no effect"),
+        ({"model.size": "t5-huge"}, "no such size of t5; known: 1M, .*t5-v1_1-xxl"),
+    ],
+)
+def test_combinations_that_t5_refuses(values: dict[str, Any], expected: str) -> None:
+    given = {"model.family": "t5", "data.objective": "span_corruption"} | values
+    with pytest.raises(ConfigError, match=expected):
+        load.load(None, {key: load.ConfigValue(value, "command line") for key, value in given.items()})
+
+
+def test_a_decoder_refuses_the_keys_of_t5() -> None:
+    given = {"model.family": "llama", "model.n_decoder_layers": 3}
+    with pytest.raises(ConfigError, match='model.n_decoder_layers = 3 has no effect without model.family = "t5"'):
+        load.load(None, {key: load.ConfigValue(value, "command line") for key, value in given.items()})
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------
+
+KINDS = list(itertools.product((True, False), repeat=3))  # gated, scaled, with a head of its own
+
+
+def theirs_of(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.T5ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def their_folder(folder: Path, *, gated: bool, scaled: bool, own_head: bool) -> Path:
+    """A random model that transformers has saved, with every parameter away from its initial value."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        **{"vocab_size": 97, "d_model": 48, "d_kv": 10, "d_ff": 80, "num_layers": 3, "num_decoder_layers": 2},
+        **{"num_heads": 6, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1},
+        feed_forward_proj="gated-gelu" if gated else "relu",
+        tie_word_embeddings=scaled,
+    )
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    if own_head:  # a model that transformers 5 constructs is always tied
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | {"lm_head.weight": torch.randn(97, 48)}, file, metadata={"format": "pt"})
+    return folder
+
+
+def ours_of(folder: Path) -> Any:
+    config = hf.config_of(folder)
+    with torch.device("meta"):
+        model = build(config, 1)
+    initialize.materialise(model, torch.device("cpu"), 0)
+    missing, unexpected = model.load_state_dict(hf.open_weights(folder, config), strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"output.weight"} if config.tie_embeddings else set())
+    return model.eval()
+
+
+def assert_the_same(ours: Any, theirs: Any) -> None:
+    """Logits, loss and gradients."""
+    tokens, targets = batch()
+    n = (targets != IGNORE).sum()
+    out = theirs(tokens, attention_mask=(tokens != t5.PAD).long(), labels=targets)
+    assert distance(ours(tokens, answer=t5.shifted(targets)), out.logits) < 1e-5
+    loss = ours(tokens, targets)
+    assert loss.item() / n == pytest.approx(out.loss.item(), rel=1e-5)
+    loss.backward()
+    (out.loss * n).backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    expected = names.drop_tied(names.from_hf(gradients, "t5"), ours.config)
+    found = {name: p.grad for name, p in ours.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert distance(gradient, expected[name]) < 1e-4, name
+
+
+@pytest.mark.parametrize(("gated", "scaled", "own_head"), KINDS)
+def test_an_imported_folder_computes_the_same(gated: bool, scaled: bool, own_head: bool, tmp_path: Path) -> None:
+    folder = their_folder(tmp_path, gated=gated, scaled=scaled, own_head=own_head)
+    model = ours_of(folder)
+    assert (model.config.gated, model.config.scale_output) == (gated, scaled)
+    assert model.config.tie_embeddings != own_head
+    assert_the_same(model, theirs_of(folder))
+
+
+def exported(folder: Path, model: Any) -> Path:
+    """Written as `checkpoint.py export` does, from a model instead of a checkpoint."""
+    folder.mkdir()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    (folder / "config.json").write_text(json.dumps(names.to_hf_config(model.config, 97)))
+    specs = dcp_storage.specs(weights)
+    hf._write_shards(folder, *hf.with_head(weights, specs, model.config), "t5", hf.MAX_SHARD_BYTES)
+    return folder
+
+
+@pytest.mark.parametrize("more", [{}, V1_0, {"tie_embeddings": True}], ids=["v1.1", "v1.0", "tied, not scaled"])
+def test_an_exported_model_computes_the_same(more: dict[str, Any], tmp_path: Path) -> None:
+    model = make(moved=0.1, **more).eval()
+    folder = exported(tmp_path / "out", model)
+    content = json.loads((folder / "config.json").read_text())
+    # transformers 4 reads false as a head of its own, which is then in the file
+    assert content["tie_word_embeddings"] == content["scale_decoder_outputs"] == model.config.scale_output
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (not model.config.scale_output)
+    assert_the_same(model, theirs_of(folder))
+    again = ours_of(folder)
+    assert again.config == model.config.model_copy(update={"vocab_size": 97})
+    assert all(p.equal(again.get_parameter(name)) for name, p in model.named_parameters())
+
+
+def test_a_head_of_its_own_that_is_scaled_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="scale_output = true and a head of its own"):
+        exported(tmp_path / "out", make(scale_output=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"feed_forward_proj": "gated-silu"}, "feed_forward_proj gated-silu is not supported; relu and gated-gelu are"),
+        ({"relative_attention_num_buckets": 64}, "relative_attention_num_buckets = 64 is not supported; 32 is"),
+        ({"decoder_start_token_id": 2}, "decoder_start_token_id = 2 is not supported; 0 is"),
+    ],
+)
+def test_other_variants_are_refused(more: dict[str, Any], expected: str) -> None:
+    content = names.to_hf_config(make().config, 97) | more
+    with pytest.raises(CheckpointError, match=expected):
+        names.from_hf_config(content)
+
+
+def test_the_scale_of_older_configs_follows_the_tying() -> None:
+    content = names.to_hf_config(make().config, 97)
+    del content["scale_decoder_outputs"]
+    for tied in (True, False):
+        assert names.from_hf_config(content | {"tie_word_embeddings": tied})["scale_output"] == tied
+
+
+def test_names_of_the_first_checkpoints_are_read(tmp_path: Path) -> None:
+    """t5-small and others repeat the embeddings, and hold a table that no block reads."""
+    folder = their_folder(tmp_path, gated=False, scaled=True, own_head=False)
+    expected = hf.open_weights(folder, hf.config_of(folder))
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    copies = {f"{stack}.embed_tokens.weight": weights["shared.weight"].clone() for stack in ("encoder", "decoder")}
+    unused = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.zeros(32, 6)}
+    save_file(weights | copies | unused | {"lm_head.weight": weights["shared.weight"].clone()}, file)
+    assert hf.open_weights(folder, hf.config_of(folder)).keys() == expected.keys()
+
+
+# --- generation -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6], [12]], ids=str)
+def test_logits_are_the_same_with_the_cache(chunks: list[int]) -> None:
+    model = make(moved=0.1).eval()
+    tokens, targets = batch()
+    answer = t5.shifted(targets)[:, :12]
+    cache = model.new_cache()
+    parts = torch.cat([model(tokens, None, cache, answer=part) for part in answer.split(chunks, dim=1)], dim=1)
+    torch.testing.assert_close(parts, model(tokens, answer=answer), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.extended)])
+def test_generated_tokens_are_those_of_transformers(gated: bool, tmp_path: Path) -> None:
+    folder = their_folder(tmp_path, gated=gated, scaled=not gated, own_head=True)
+    theirs, ours = theirs_of(folder), ours_of(folder)
+    generator = torch.Generator().manual_seed(3)
+    ended = 0
+    for length in (3, 140):
+        source = torch.randint(2, 97, (1, length), generator=generator)
+        # any token as the end: a random model hardly ever draws a given one
+        for beams, penalty, end in [(1, 1.0, 1), (4, 1.0, 1), (4, 2.0, 1), (3, 0.0, 7), (5, -1.0, 9), (4, 0.6, 30)]:
+            out = theirs.generate(
+                source, num_beams=beams, length_penalty=penalty, max_new_tokens=15, do_sample=False, eos_token_id=end
+            )[0, 1:].tolist()
+            expected = out[: out.index(end)] if end in out else out
+            ended += end in out
+            prompt = source[0].tolist()
+            if beams == 1:
+                found = list(new_tokens(ours, prompt, 15, Sampler(temperature=0), (end,)))
+            else:
+                found = beam_search(ours, prompt, 15, beams, (end,), penalty)
+            assert found == expected, (length, beams, penalty, end)
+    assert ended > 0, "no answer has met its end token"
+
+
+@torch.no_grad()
+def test_sampled_tokens_come_from_the_distribution() -> None:
+    model = make(moved=0.1).eval()
+    logits = model(torch.tensor([[5, 6, 1]]), answer=torch.tensor([[t5.PAD]]))[0, -1]
+    counts = torch.zeros(97)
+    for seed in range(100):
+        counts[next(iter(new_tokens(model, [5, 6, 1], 1, Sampler(1.0, seed=seed))))] += 1
+    likely = F.softmax(logits, -1) > 0.02
+    torch.testing.assert_close(counts[likely] / 100, F.softmax(logits, -1)[likely], rtol=0.9, atol=0.06)

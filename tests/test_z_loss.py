@@ -1,0 +1,94 @@
+"""train.z_loss: its gradient in every way to compute the loss, and what is reported without it."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.helpers import losses, ranks, succeeded, tiny
+from torchtitan_lite.models import fused_loss
+from torchtitan_lite.models import loss as head
+from torchtitan_lite.models.loss import IGNORE, Head
+
+Z = 0.01
+
+
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def gradients(way: Way, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and the gradients of x (2, 300, 16) and weight (91, 16). A fifth of the targets is masked."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 300, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(91, 16, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(91, (2, 300), generator=generator)
+    targets[:, ::5] = IGNORE
+    loss = way(x, weight, targets)
+    dx, dw = torch.autograd.grad(loss * 0.3, [x, weight])
+    return loss.detach(), dx, dw
+
+
+def by_autograd(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(x, weight).double().flatten(0, 1)[targets.flatten() != IGNORE]
+    known = targets.flatten()[targets.flatten() != IGNORE]
+    return F.cross_entropy(logits, known, reduction="sum") + Z * logits.exp().sum(-1).log().square().sum()
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return head.summed_cross_entropy(F.linear(x, weight), targets, Z)
+
+
+def of_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    module = Head(16, 91, bias=False)
+    module.chunked, module.z_loss = True, Z
+    return torch.func.functional_call(module, {"weight": weight}, (x, targets))
+
+
+chunked = functools.partial(head.chunked_cross_entropy, z_loss=Z)
+WAYS: dict[str, Way] = {
+    "plain": plain,
+    "chunked": chunked,
+    "widened": functools.partial(chunked, widened=True),
+    "head": of_head,
+}
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_has_its_gradient_and_not_its_value(
+    way: str, dtype: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel:  # what CUDA does, with plain operators in place of the kernel
+        monkeypatch.setattr(head, "KERNEL_ON", {"cpu"})
+        monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
+    found, expected = gradients(WAYS[way], dtype), gradients(by_autograd, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    without = gradients(lambda x, w, t: head.summed_cross_entropy(F.linear(x, w), t), dtype)
+    torch.testing.assert_close(found[0], without[0], rtol=tolerance, atol=0)
+    for one, other, none in zip(found[1:], expected[1:], without[1:], strict=True):
+        distance = (one - other).float().norm() / other.float().norm()
+        assert distance < tolerance
+        assert (none - other).float().norm() / other.float().norm() > 3 * tolerance, "it has an effect"
+
+
+def test_a_run_with_it_reports_the_loss_without_it(text: Path, tmp_path: Path) -> None:
+    """The first step's loss is that of the same parameters; later ones differ, and chunks do not matter."""
+    runs = {
+        name: succeeded(ranks(1, *tiny(text, tmp_path, run__name=name, train__steps=3, **values)))
+        for name, values in {
+            "without": {},
+            "with": {"train__z_loss": 0.1},
+            "unchunked": {"train__z_loss": 0.1, "speed__chunked_loss": False},
+        }.items()
+    }
+    assert runs
+    without, some, unchunked = (list(losses(tmp_path / name).values()) for name in ("without", "with", "unchunked"))
+    assert some[0][0] == without[0][0]
+    assert abs(some[2][0] - without[2][0]) > 1e-5
+    for one, other in zip(some, unchunked, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)

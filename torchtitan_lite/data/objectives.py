@@ -1,0 +1,32 @@
+"""What a row holds: `[data] objective` chooses the samples. Each kind is loaded only when it is used.
+
+causal            T tokens, and the targets shifted by one (samples.py)
+span_corruption   T tokens of text with gaps, and what fills them (spans.py)
+pairs             a source, and its target (pairs.py)
+"""
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.samples import Mixture, Samples
+
+
+def open_samples(data: DataSet, split: str, config: Config) -> Mixture:
+    """Open one split of all sources.
+
+    Raises:
+        DataError: a source has less than one sequence, or does not suit the objective.
+        ConfigError: the weight of a source is too small.
+    """
+    samples: list[Samples] = []
+    for source in data.sources:
+        if config.data.objective == "span_corruption":
+            from torchtitan_lite.data.spans import SpanSamples
+
+            samples.append(SpanSamples(source.folder, split, config.train.seq_len, config.data))
+        elif config.data.objective == "pairs":
+            from torchtitan_lite.data.pairs import PairSamples
+
+            samples.append(PairSamples(source.folder, split, config))
+        else:
+            samples.append(Samples(source.folder, split, config.train.seq_len, config.data.packing))
+    return Mixture(samples, [source.weight for source in data.sources], [source.name for source in data.sources])

@@ -1,0 +1,112 @@
+"""Span corruption (T5, arXiv 1910.10683): text with gaps for the encoder, what fills them for the decoder.
+
+Sample j is tokens[1 + j R : 1 + (j + 1) R] of the stream. Spans of it are replaced, and R follows from train.seq_len,
+the density and the mean length of spans, so that the inputs are full:
+
+    text      the cat sat on the mat and slept
+    inputs    the cat <0> the mat <1> <end>            <0>, <1>, ...: sentinels, each used once
+    targets   <0> sat on <1> and slept <end>
+
+Every length is fixed: the numbers of replaced tokens and of spans (config/presets.py, span_lengths). The lengths of the
+spans, and of the text before each, are random compositions of these numbers. A sample begins with text.
+
+The spans are a function of the seed, and of the number of the sample in the run: each epoch draws new ones. They
+are made of raw random bits, because numpy may change the algorithms of its distributions.
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan_lite.config.presets import SpanLengths, span_lengths
+from torchtitan_lite.config.schema import DataConfig
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.order import Indices
+from torchtitan_lite.data.samples import Array, Rows, Samples
+from torchtitan_lite.data.token_files import TokenFiles, read_meta
+from torchtitan_lite.errors import DataError
+
+
+class SpanSamples(Samples):
+    """The samples of one split of a prepared folder."""
+
+    def __init__(self, folder: Path, split: str, seq_len: int, config: DataConfig) -> None:
+        """
+        Raises:
+            DataError: the split is shorter than one sample, or the tokenizer has no pad or too few sentinels.
+        """
+        meta = read_meta(folder)
+        self.lengths = span_lengths(seq_len, config.noise_density, config.mean_span_length)
+        self.seq_len, self.target_len = seq_len, self.lengths.targets
+        self.mean_tokens = float(self.lengths.raw)
+        self._stream = TokenFiles(folder, meta, split)
+        self._end = meta.end_token
+        self._sentinels = sentinels(folder, self.lengths.spans)
+        n_tokens = meta.tokens(split)
+        self.n_samples = (n_tokens - 1) // self.lengths.raw
+        if self.n_samples < 1:
+            raise DataError(
+                f"the {split} text of {folder} has {n_tokens - 1:,} tokens, but a sample of train.seq_len = {seq_len} "
+                f"is made of {self.lengths.raw}; use more text or a smaller train.seq_len"
+            )
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        indices = self.indices(run_samples, seed).tolist()
+        rows = Rows.empty(len(indices), self.seq_len, self.target_len)
+        for row, (number, index) in enumerate(zip(run_samples.tolist(), indices, strict=True)):
+            first = 1 + index * self.lengths.raw
+            text = self._stream.read(first, first + self.lengths.raw).astype(np.int64)
+            gaps = mask(self.lengths, f"{seed}/{number}/{index}")
+            for to, cut in ((rows.tokens, gaps), (rows.targets, ~gaps)):
+                found = replaced(text, cut, self._sentinels)
+                to[row, : len(found)], to[row, len(found)] = found, self._end
+        return rows
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        return len(run_samples) * self.target_len
+
+
+def mask(lengths: SpanLengths, key: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which tokens are replaced, (raw,): `lengths.spans` runs of `lengths.noise` tokens. The first token is kept."""
+    bits = np.random.Philox(key=int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest()))
+    kept, noise = (_composition(total, lengths.spans, bits) for total in (lengths.raw - lengths.noise, lengths.noise))
+    runs = np.stack((kept, noise), axis=1).ravel()
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+
+
+def _composition(total: int, parts: int, bits: np.random.Philox) -> Array:
+    """A random composition of `total` into positive parts, (parts,): all are equally likely."""
+    cuts = np.argsort(bits.random_raw(total - 1), kind="stable")[: parts - 1] + 1
+    return np.diff(np.concatenate(([0], np.sort(cuts), [total])))
+
+
+def replaced(text: Array, cut: np.ndarray[tuple[int], np.dtype[np.bool_]], sentinels: Array) -> Array:
+    """The tokens (n,), with the i-th run of cut ones replaced by the i-th sentinel."""
+    begins = cut & ~np.concatenate(([False], cut[:-1]))
+    marked = np.where(begins, sentinels[np.minimum(np.cumsum(begins) - 1, len(sentinels) - 1)], text)
+    return marked[~cut | begins]
+
+
+def sentinels(folder: Path, n: int) -> Array:
+    """The ids of the first n sentinels, (n,), which T5's vocabularies number from their end.
+
+    Raises:
+        DataError: the tokenizer has no pad with id 0, or fewer sentinels.
+    """
+    require_pad(folder)
+    tokenizer = bpe.load(folder / "tokenizer.json")
+    found = [tokenizer.token_to_id(bpe.sentinel(i)) for i in range(n)]
+    if None in found:
+        raise DataError(
+            f"{folder}: a sample has {n} spans, but the tokenizer has {found.index(None)} sentinels "
+            f"({bpe.sentinel(0)} to {bpe.sentinel(n - 1)} are needed); use a smaller train.seq_len or a larger "
+            "data.mean_span_length"
+        )
+    return np.array(found, np.int64)
+
+
+def require_pad(folder: Path) -> None:
+    """Raise DataError if the folder's tokenizer has no pad with id 0, which encoder-decoders mask."""
+    if bpe.load(folder / "tokenizer.json").token_to_id(bpe.PAD) != 0:
+        raise DataError(f"{folder}: the tokenizer has no {bpe.PAD} with id 0, {bpe.NO_SENTINELS}")

@@ -1,0 +1,307 @@
+"""T5 (Raffel et al., 2020), v1.0 and v1.1: an encoder, and a decoder that also attends to the encoder's output.
+
+`layers` holds both stacks in the order of use, encoder blocks first. Attention is not scaled: the initial values of the
+queries are smaller instead. Positions enter as a bias of the attention scores, learned for 32 buckets of distances. One
+table per stack serves all its blocks. The model computes the biases once per forward and passes them to the blocks: a
+table in the first block, as in Hugging Face's model, would tie every block to the gathered parameters of the first.
+
+Shapes: B sequences, T tokens of the encoder, S tokens of the decoder, D dim, H heads, E head_dim, V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.models.attention import KeysValues
+from torchtitan_lite.models.fused import RMSNorm
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.models.transformer import Fill, Transformer
+
+PAD = 0  # pads the encoder's tokens, and begins the decoder's
+BUCKETS = 32
+MAX_DISTANCE = 128  # everything from here on shares a bucket
+MASKED = -1e30  # finite: a row with only masked keys (a surplus sequence) would otherwise become NaN
+
+
+class Cache(KeysValues):
+    """The keys and values of one attention layer, for generation."""
+
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """The keys and values of all tokens so far."""
+        assert self._kept is not None
+        return self._kept
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, (N,) int64, in this order; a sequence may be repeated."""
+        k, v = self.kept()
+        self._kept = k[rows], v[rows]
+
+
+class Attention(nn.Module):
+    """Multi-head attention without scaling."""
+
+    widened = False  # set by widened.widen
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim_of_heads
+        self.dropout = config.dropout
+        inner = config.n_heads * self.head_dim
+        self.wq = nn.Linear(config.dim, inner, bias=False)
+        self.wk = nn.Linear(config.dim, inner, bias=False)
+        self.wv = nn.Linear(config.dim, inner, bias=False)
+        self.wo = nn.Linear(inner, config.dim, bias=False)
+
+    def forward(self, x: Tensor, source: Tensor | None, bias: Tensor, cache: Cache | None = None) -> Tensor:
+        """(B, T, D), and (B, S, D) to attend to -> (B, T, D).
+
+        Args:
+            source: None: attend to what the cache holds, without adding to it.
+            bias: added to the scores; it broadcasts to (B, H, T, S).
+        """
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
+        if source is None:
+            assert cache is not None
+            k, v = cache.kept()
+        else:
+            k, v = (w(source).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))  # (B, S, H, E)
+            if cache is not None:
+                k, v = cache.extend(k, v)
+        dropout = self.dropout if self.training else 0.0
+        return self.wo(attend(q, k, v, bias, dropout, widened=self.widened).flatten(2))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float, *, widened: bool = False) -> Tensor:
+    """Attention of (B, T, H, E) queries to (B, S, H, E) keys and values, with scores q k^T + bias -> (B, T, H, E).
+
+    Args:
+        widened: compute in float32, and round the result.
+    """
+    dtype = q.dtype
+    q, k, v = ((t.float() if widened else t).transpose(1, 2) for t in (q, k, v))
+    bias = bias.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if q.is_cuda:
+        from torchtitan_lite.models import cuda_attention
+
+        mixed = cuda_attention.attend_with_bias(q, k, v, bias, dropout)
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
+    return mixed.transpose(1, 2).to(dtype)
+
+
+def buckets(distances: Tensor, *, both_ways: bool) -> Tensor:
+    """The bucket of each distance, key minus query, int64: small distances each have one, larger ones share them.
+
+    Larger distances are compared with whole numbers, because a rounded logarithm could differ between devices.
+
+    Args:
+        both_ways: half of the buckets are for keys after the query. Otherwise such keys share bucket 0.
+    """
+    n = BUCKETS // 2 if both_ways else BUCKETS
+    exact = n // 2
+    far = distances.abs() if both_ways else (-distances).clamp(min=0)
+    found = far.clamp(max=exact)
+    for i in range(1, n - exact):
+        found = found + (far >= math.ceil(exact * (MAX_DISTANCE / exact) ** (i / (n - exact)))).long()
+    return found + n * (distances > 0) if both_ways else found
+
+
+class FeedForward(nn.Module):
+    """Two matrices with a ReLU between them, or a gated GELU (Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.dim_of_ffn, bias=False)  # the gate, if there is one
+        self.w2 = nn.Linear(config.dim_of_ffn, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.dim_of_ffn, bias=False) if config.gated else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)"""
+        if self.w3 is None:
+            return self.w2(self.dropout(F.relu(self.w1(x))))
+        return self.w2(self.dropout(F.gelu(self.w1(x), approximate="tanh") * self.w3(x)))
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm attention and feed-forward, each with a residual connection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """(B, T, D), and a bias that broadcasts to (B, H, T, T) -> (B, T, D)"""
+        normed = self.attention_norm(x)
+        x = x + self.dropout(self.attention(normed, normed, bias))
+        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+
+
+class DecoderBlock(nn.Module):
+    """Self-attention, attention to the encoder's output, and feed-forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.cross_attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.cross_attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        source: Tensor | None,
+        bias: Tensor,
+        source_bias: Tensor,
+        own: Cache | None = None,
+        cross: Cache | None = None,
+    ) -> Tensor:
+        """(B, S, D), and the encoder's output (B, T, D) -> (B, S, D).
+
+        Args:
+            source: None: `cross` holds its keys and values.
+            bias, source_bias: of the attention to the decoder's tokens, and to the encoder's.
+        """
+        normed = self.attention_norm(x)
+        x = x + self.dropout(self.attention(normed, normed, bias, own))
+        normed = self.cross_attention_norm(x)
+        # FSDP casts only the first argument
+        source = None if source is None else source.to(normed.dtype)
+        x = x + self.dropout(self.cross_attention(normed, source, source_bias, cross))
+        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+
+
+class T5(Transformer):
+    """Shared token embeddings, both stacks, and the output matrix."""
+
+    start = PAD  # the first token of the decoder
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        n_encoder, n_decoder = config.stacks
+        blocks: list[nn.Module] = [EncoderBlock(config) for _ in range(n_encoder)]
+        blocks += [DecoderBlock(config) for _ in range(n_decoder)]
+        super().__init__(config, vocab_size, blocks, RMSNorm(config.dim, config.norm_eps))
+        self.encoder_bias = nn.Embedding(BUCKETS, config.n_heads)
+        self.decoder_bias = nn.Embedding(BUCKETS, config.n_heads)
+        self.encoder_norm = RMSNorm(config.dim, config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def block_groups(self) -> list[list[nn.Module]]:
+        """Each block by itself; the encoder's final norm belongs to its last block."""
+        groups = super().block_groups()
+        groups[self.config.n_layers - 1].append(self.encoder_norm)
+        return groups
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: list[KeysValues] | None = None,
+        positions: Tensor | None = None,
+        *,
+        per_sequence: bool = False,
+        answer: Tensor | None = None,
+    ) -> Tensor:
+        """Compute logits, or the loss if targets are given.
+
+        Args:
+            tokens: (B, T) int64, the encoder's; PAD where padded.
+            targets: (B, S) int64, the decoder's, or loss.IGNORE.
+            cache: from `new_cache`, for generation: the first call fills it. Later calls encode nothing, and take only
+                new tokens of the answer.
+            positions: None: documents can't share a sequence.
+            per_sequence: return the loss of each sequence.
+            answer: (B, S) int64, the decoder's inputs. None: the targets, one later, after PAD.
+
+        Returns:
+            (B, S, V) logits, or the summed cross-entropy, () float32; per sequence, (B,) float32.
+        """
+        assert positions is None, "an encoder-decoder has no documents within a sequence"
+        if answer is None:
+            assert targets is not None, "give targets, or the decoder's inputs as answer"
+            answer = shifted(targets)
+        first = cache[0].length if cache else 0
+        unused = first > 0  # the encoder's tokens: their keys and values are cached
+        # One lookup, and one gradient of the table's size. Every table is read in every call: FSDP's group of them
+        # would wait for the others.
+        embedded = self.tok_embeddings(answer if unused else torch.cat((tokens, answer), dim=1))
+        source, x = embedded.split((embedded.shape[1] - answer.shape[1], answer.shape[1]), dim=1)
+        padding = (tokens == PAD)[:, None, None]  # (B, 1, 1, T)
+        encoder_bias = self._bias(self.encoder_bias, 0, source.shape[1], both_ways=True)  # (1, H, T, T)
+        bias = self._bias(self.decoder_bias, first, x.shape[1], both_ways=False)  # (1, H, S, first + S)
+        source_bias = torch.zeros(padding.shape, dtype=x.dtype, device=x.device).masked_fill(padding, MASKED)
+        blocks = list(self.layers)
+        encoder, decoder = blocks[: self.config.n_layers], blocks[self.config.n_layers :]
+        memory = None if unused else self._encode(encoder, source, encoder_bias.masked_fill(padding, MASKED))
+        x = self.dropout(x)
+        for i, layer in enumerate(decoder):
+            x = layer(x, memory, bias, source_bias, *(cache[2 * i : 2 * i + 2] if cache else ()))
+        x = self.dropout(self.norm(x))
+        if self.config.scale_output:
+            x = x * self.config.dim**-0.5
+        return self.result(x, targets, per_sequence=per_sequence)
+
+    def _encode(self, blocks: list[nn.Module], x: Tensor, bias: Tensor) -> Tensor:
+        """The encoder's output, (B, T, D), of embedded tokens."""
+        x = self.dropout(x)
+        for layer in blocks:
+            x = layer(x, bias)
+        encoded: Tensor = self.dropout(self.encoder_norm(x))
+        return encoded
+
+    def _bias(self, table: nn.Embedding, first: int, n: int, *, both_ways: bool) -> Tensor:
+        """The bias of queries first, ..., first + n - 1 for the keys up to there, (1, H, n, first + n)."""
+        keys = torch.arange(first + n, device=table.weight.device)
+        distances = keys - keys[first:, None]
+        bias: Tensor = table(buckets(distances, both_ways=both_ways)).permute(2, 0, 1)
+        return (bias if both_ways else bias.masked_fill(distances > 0, MASKED))[None]
+
+    def new_cache(self) -> list[Cache]:
+        """Empty caches for `forward`: of self-attention and of cross-attention, for each block of the decoder."""
+        return [Cache() for _ in range(2 * self.config.stacks[1])]
+
+    @torch.no_grad()
+    def reset_parameters(self, normal_: Fill) -> None:
+        """Fill every parameter, normal with mean 0 but for the norms.
+
+            tensor                                    deviation
+            tok_embeddings                            1
+            wq                                        (D E)^-0.5
+            wk wv, w1 w3, biases of positions         D^-0.5
+            wo of attention                           (H E)^-0.5
+            w2                                        (width of the feed-forward)^-0.5
+            output, unless tied                       D^-0.5
+            weights of norms                          1, constant
+
+        These are the published ones (Mesh TensorFlow's), but for the head: its 1 would start at a loss above 50.
+        """
+        config = self.config
+        deviations = {
+            "tok_embeddings.weight": 1.0,
+            "wq.weight": (config.dim * config.dim_of_heads) ** -0.5,
+            "wo.weight": (config.n_heads * config.dim_of_heads) ** -0.5,
+            "w2.weight": config.dim_of_ffn**-0.5,
+        }
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                known = (value for ending, value in deviations.items() if name.endswith(ending))
+                normal_(name, parameter, next(known, config.dim**-0.5))
+
+
+def shifted(targets: Tensor) -> Tensor:
+    """The decoder's inputs for targets (B, S): PAD, then all but the last; PAD instead of IGNORE."""
+    inputs = targets.roll(1, dims=1).masked_fill(targets.roll(1, dims=1) == IGNORE, PAD)
+    inputs[:, 0] = PAD
+    return inputs
