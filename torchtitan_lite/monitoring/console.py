@@ -67,10 +67,14 @@ def model_line(config: Config, parameters: str, widened: bool = False) -> str:
 
 
 def batch_line(config: Config, layout: Layout, world_size: int) -> str:
+    n, targets, kind = config.input_len, config.target_len, "tokens"
+    row = f"{n} tokens"
+    if n != targets:
+        row, kind = f"{n} inputs and {targets} targets", "targets"
     masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
     return (
         f"batch   {config.train.micro_batch_size} sequences x {world_size} ranks x {layout.grad_accum_steps} "
-        f"accumulation{masked}, of {config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
+        f"accumulation{masked}, of {row} = {layout.tokens_per_step:,} {kind} per step"
     )
 
 
