@@ -84,7 +84,7 @@ def test_the_printed_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*words, "--world-size=8"]) == 0
     out = capsys.readouterr().out
     assert "247,577,856 parameters" in out
-    assert "of 512 inputs and 114 targets = 1,824 targets per step" in out
+    assert "at most 512 tokens and 114 targets" in out
     assert "FLOPs per token (of the encoder's inputs and the decoder's targets, by target)" in out
     assert f"fits: {DEVICES['h100'].memory_gib:.1f} GiB" in out
 

@@ -54,6 +54,7 @@ def with_defaults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[s
 _REFUSED = (
     *("train.seq_len", "run.seed", "optim.name", "optim.freeze", "data.packing", "data.document_mask"),
     *("data.objective", "data.noise_density", "data.mean_span_length", "data.target_len"),
+    "data.blind_source",
 )
 
 

@@ -243,7 +243,9 @@ decoder fills them; pairs: a source and its target"""
     mean_span_length: float = Field(default=3.0, ge=1)
     """span_corruption: mean length of a replaced span, in tokens"""
     target_len: SizeOrZero = 0
-    """pairs: maximum length of a target, in tokens; span_corruption derives it from train.seq_len"""
+    """pairs: maximum tokens of a target (train.seq_len: of a source); span_corruption derives it from train.seq_len"""
+    blind_source: bool = False
+    """pairs: leave every source empty: the loss of a model that only knows what targets look like, a baseline"""
     cache_dir: PathText = ""
     """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
 

@@ -91,7 +91,12 @@ RULES = (
         'data.objective = "span_corruption"',
         lambda c: c.data.objective == "span_corruption",
     ),
-    _rule("data.target_len", "data.objective", 'data.objective = "pairs"', lambda c: c.data.objective == "pairs"),
+    _rule(
+        "data.target_len data.blind_source",
+        "data.objective",
+        'data.objective = "pairs"',
+        lambda c: c.data.objective == "pairs",
+    ),
     _rule("compile.backend", "compile.enabled", "compile.enabled = true", lambda c: c.compile.enabled),
     _rule("log.wandb_project", "log.trackers", 'log.trackers = ["wandb"]', lambda c: "wandb" in c.log.trackers),
     _rule("profile.memory_snapshot", "profile.steps", "profile.steps, e.g. [10, 12]", lambda c: bool(c.profile.steps)),

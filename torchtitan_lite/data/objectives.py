@@ -2,6 +2,7 @@
 
 causal            T tokens, and the targets shifted by one (samples.py)
 span_corruption   T tokens of text with gaps, and what fills them (spans.py)
+pairs             a source, and its target (pairs.py)
 """
 
 from torchtitan_lite.config.schema import Config
@@ -22,6 +23,10 @@ def open_samples(data: DataSet, split: str, config: Config) -> Mixture:
             from torchtitan_lite.data.spans import SpanSamples
 
             samples.append(SpanSamples(source.folder, split, config.train.seq_len, config.data))
+        elif config.data.objective == "pairs":
+            from torchtitan_lite.data.pairs import PairSamples
+
+            samples.append(PairSamples(source.folder, split, config))
         else:
             samples.append(Samples(source.folder, split, config.train.seq_len, config.data.packing))
     return Mixture(samples, [source.weight for source in data.sources], [source.name for source in data.sources])

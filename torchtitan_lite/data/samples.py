@@ -53,6 +53,8 @@ class SampleSource(Protocol):
 class Samples:
     """The sequences of one split of a prepared folder."""
 
+    notes: tuple[str, ...] = ()  # logged at the start
+
     def __init__(self, folder: Path, split: str, seq_len: int, packing: str = "concat") -> None:
         """
         Raises:
@@ -109,6 +111,10 @@ class Samples:
         indices = self.indices(run_samples, seed)
         return int((self._rows[indices + 1, 1] - self._rows[indices, 1]).sum())
 
+    def trimmed(self, rows: Rows) -> Rows:
+        """The rows without columns that are padding in all of them, where lengths vary."""
+        return rows
+
 
 class Mixture:
     """Sequences of several folders, interleaved by a periodic table (order.py)."""
@@ -127,7 +133,7 @@ class Mixture:
             if at.any():
                 part = source.draw(numbers[at], seed)
                 rows.tokens[at], rows.targets[at], rows.begins[at] = part.tokens, part.targets, part.begins
-        return rows
+        return self.sources[0].trimmed(rows)
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
         which, numbers = self.interleave.locate(run_samples)

@@ -94,9 +94,8 @@ def sentinels(folder: Path, n: int) -> Array:
     Raises:
         DataError: the tokenizer has no pad with id 0, or fewer sentinels.
     """
+    require_pad(folder)
     tokenizer = bpe.load(folder / "tokenizer.json")
-    if tokenizer.token_to_id(bpe.PAD) != 0:
-        raise DataError(f"{folder}: the tokenizer has no {bpe.PAD} with id 0, {bpe.NO_SENTINELS}")
     found = [tokenizer.token_to_id(bpe.sentinel(i)) for i in range(n)]
     if None in found:
         raise DataError(
@@ -105,3 +104,9 @@ def sentinels(folder: Path, n: int) -> Array:
             "data.mean_span_length"
         )
     return np.array(found, np.int64)
+
+
+def require_pad(folder: Path) -> None:
+    """Raise DataError if the folder's tokenizer has no pad with id 0, which encoder-decoders mask."""
+    if bpe.load(folder / "tokenizer.json").token_to_id(bpe.PAD) != 0:
+        raise DataError(f"{folder}: the tokenizer has no {bpe.PAD} with id 0, {bpe.NO_SENTINELS}")

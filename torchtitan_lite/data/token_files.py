@@ -6,6 +6,7 @@
     train.idx                       the end of each document in the stream, int64
     val-00000.bin, ..., val.idx     the same for validation
     skipped.log                     skipped texts, if any (--on-error skip)
+    pairs.json                      only for pairs: their keys, and the prefix of each source
 
 The stream of a split is: end token, document, end token, document, ..., end token. A document's first token is
 predicted from the end token before it.
@@ -27,6 +28,7 @@ from torchtitan_lite.errors import DataError
 
 FORMAT_VERSION = 2
 SPLITS = "train", "val"
+PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
 _SPOTS = 64
 _SPOT_BYTES = 4096
 HASHED_BYTES = 256 << 20  # larger files are compared by size and 64 spots, except by verify
@@ -227,7 +229,7 @@ def _require_named(meta: Meta) -> None:
         for number, length in enumerate(shard_lengths(meta.tokens(split), meta.shard_tokens)):
             wanted[shard_name(split, number)] = length * itemsize
         wanted[f"{split}.idx"] = meta.n_documents(split) * 8
-    others = {"tokenizer.json", "skipped.log"}
+    others = {"tokenizer.json", "skipped.log", PAIRS}
     for name, file in meta.files.items():
         if name not in others and wanted.get(name) != file.bytes:
             raise ValueError(f"meta.json contradicts itself about {name}")

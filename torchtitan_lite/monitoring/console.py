@@ -67,20 +67,20 @@ def model_line(config: Config, parameters: str, widened: bool = False) -> str:
 
 
 def batch_line(config: Config, layout: Layout, world_size: int) -> str:
-    n, targets, kind = config.input_len, config.target_len, "tokens"
-    row = f"{n} tokens"
-    if n != targets:
-        row, kind = f"{n} inputs and {targets} targets", "targets"
     masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
+    of = f"{config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
+    if config.data.objective != "causal":
+        of = f"at most {config.input_len} tokens and {config.target_len} targets"
     return (
         f"batch   {config.train.micro_batch_size} sequences x {world_size} ranks x {layout.grad_accum_steps} "
-        f"accumulation{masked}, of {row} = {layout.tokens_per_step:,} {kind} per step"
+        f"accumulation{masked}, of {of}"
     )
 
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     """The amount of data and the number of epochs; for a mixture, of each source."""
     n = config.train.steps * config.train.global_batch_size
+    notes = [f"data    {note}" for source in samples.sources for note in source.notes]
     held_out = f"{data.tokens('val'):,} held out; vocabulary {data.vocab_size}"
     if config.data.packing == "best_fit":
         held_out += "; documents packed whole"
@@ -89,7 +89,7 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     if len(data.sources) == 1:
         epochs = n / samples.n_samples
         amount = f"{data.tokens('train'):,} tokens to train on"
-        return [f"data    {amount}, {epochs:.2f} epochs in {config.train.steps} steps; {held_out}"]
+        return [f"data    {amount}, {epochs:.2f} epochs in {config.train.steps} steps; {held_out}", *notes]
     lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
     for source, seen in zip(data.sources, samples.seen(n).values(), strict=True):
         share = source.weight / sum(s.weight for s in data.sources)
@@ -97,7 +97,7 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
             f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, {seen['epochs']:.2f} "
             f"epochs in {config.train.steps} steps"
         )
-    return lines
+    return lines + notes
 
 
 def fsdp_line(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 python -m torchtitan_lite.data.prepare my_text --out data/mine
 python -m torchtitan_lite.data.prepare 'web/*.jsonl.zst' --out data/web --tokenizer data/mine/tokenizer.json
+python -m torchtitan_lite.data.prepare news.csv --source-key text --target-key headline --out data/news
 python -m torchtitan_lite.data.prepare --verify data/mine
 """
 
@@ -9,6 +10,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -66,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
     add("--sentinels", action="store_true", help="the trained tokenizer gets T5's pad and sentinels")
     add("--text-key", default="text", help="the key of a .jsonl line, or the column of a .csv or .parquet file")
+    add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
+    add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")
+    add("--source-prefix", default="", metavar="TEXT", help='pairs: put before each source, e.g. "summarize: "')
     add("--val-fraction", type=float, default=0.05, help="fraction of the documents for validation (default: 0.05)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out unusable text, and list it")
     add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, help="a longer line or text is an error")
@@ -104,16 +109,15 @@ def _make(arguments: argparse.Namespace) -> int:
         wrong = [f"--{e['loc'][0]} {e['input']!a}: {e['msg']}".replace("_", "-") for e in error.errors()]
         raise ConfigError("; ".join(wrong).replace("Value error, ", "")) from None
     options = Options(arguments.on_error, arguments.max_document_bytes, arguments.workers, keep_partial=True)
-    corpus = corpora.find(arguments.sources, arguments.text_key)
+    corpus = _corpus(arguments)
+    sentinels = arguments.sentinels or bool(corpus.target_key)
     out.parent.mkdir(parents=True, exist_ok=True)
     work = out.with_name(f".{out.name}.work")
     work.mkdir(exist_ok=True)
     try:
         with FileLock(work / "lock", blocking=False):
             corpus = content.with_content(corpus, record_folder(work))
-            plan = plan_for(
-                [corpus], config, arguments.val_fraction, work, options, print, sentinels=arguments.sentinels
-            )
+            plan = plan_for([corpus], config, arguments.val_fraction, work, options, print, sentinels=sentinels)
             job = plan.jobs[0]
             if not out.exists():
                 encode_with_bar(corpus, plan.tokenizer, job, out, options)
@@ -126,6 +130,19 @@ def _make(arguments: argparse.Namespace) -> int:
     shutil.rmtree(work)
     print(report(out, plan.tokenizer))
     return 0
+
+
+def _corpus(arguments: argparse.Namespace) -> corpora.Corpus:
+    """The files, read as texts or as pairs."""
+    source, target, prefix = arguments.source_key, arguments.target_key, arguments.source_prefix
+    if bool(source) != bool(target) or (prefix and not target):
+        raise ConfigError("pairs need both --source-key and --target-key, e.g. --source-key text --target-key summary")
+    if source and source == target:
+        raise ConfigError(f"--source-key and --target-key are both {source!r}; they name two keys or columns")
+    if target and arguments.text_key != "text":
+        raise ConfigError("--text-key is for texts; pairs have --source-key and --target-key")
+    corpus = corpora.find(arguments.sources, source or arguments.text_key)
+    return replace(corpus, target_key=target, source_prefix=prefix)
 
 
 def _out(given: Path) -> Path:

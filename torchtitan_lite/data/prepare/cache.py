@@ -58,10 +58,20 @@ def prepared_in_cache(
     Raises:
         DataError: a text is missing, unusable or too short.
     """
-    texts = [corpora.find(path, data.text_key) for path in paths]
     cache = cache_folder(data)
+    pairs = data.objective == "pairs"
+    if pairs and (texts_of_user := [path for path in paths if path]):
+        raise DataError(
+            f'data.objective = "pairs" needs prepared pairs, and {texts_of_user[0]} is not: run python -m '
+            f"torchtitan_lite.data.prepare {texts_of_user[0]} --source-key NAME --target-key NAME --out data/pairs, "
+            "and use data.path = data/pairs"
+        )
+    texts = [] if pairs else [corpora.find(path, data.text_key) for path in paths]
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        if pairs:
+            info("data    functions of Python's standard library: the source is a body, the target its docstring")
+            texts = [corpora.functions(cache)]
         texts = [content.with_content(corpus, cache) for corpus in texts]
         sentinels = data.objective != "causal"
         plan = plan_for(texts, config, data.val_fraction, cache, Options(), info, sentinels=sentinels)
@@ -147,6 +157,8 @@ def plan_for(
         "tokenizer": [bpe.sha256(given), config.end_token] if given else config.vocab_size,
         "val_fraction": val_fraction,
     } | ({"sentinels": True} if sentinels and not given else {})
+    if pairs := [[corpus.target_key, corpus.source_prefix] for corpus in texts if corpus.target_key]:
+        decides["pairs"] = pairs
     if options.max_document_bytes != MAX_DOCUMENT_BYTES:
         decides["longest"] = options.max_document_bytes
     key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
@@ -169,7 +181,11 @@ def plan_for(
     if unknown is None or unknown == end:  # the end token can't be the unknown token as well
         unknown = -1
     jobs = [
-        Job(definition, bpe.size(tokenizer), end, corpus.text_key, below, unknown)
+        Job(
+            *(definition, bpe.size(tokenizer), end, corpus.text_key, below, unknown),
+            target_key=corpus.target_key,
+            source_prefix=corpus.source_prefix,
+        )
         for corpus, below in zip(texts, plan["below"], strict=True)
     ]
     return Plan(tokenizer, jobs)

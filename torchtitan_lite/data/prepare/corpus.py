@@ -1,14 +1,24 @@
 """The text to prepare: the user's files, or the standard library of this Python."""
 
+import ast
+import hashlib
+import json
 import os
+import platform
+import re
 import sysconfig
+import textwrap
+import tokenize
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 from torchtitan_lite.config import find_text, paths
 from torchtitan_lite.config import find_text as find_text_module
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import write_durably
 
 KINDS = ".txt", ".jsonl", ".csv", ".parquet"
 COMPRESSED = ".gz", ".zst"
@@ -37,6 +47,8 @@ class Corpus:
     text_key: str = "text"  # the key in .jsonl lines, or the column in .csv and .parquet
     python_source: bool = False  # decode by the encoding that a source file declares (PEP 263), else strict UTF-8
     content: Content | None = None
+    target_key: str = ""  # pairs: text_key is that of the source
+    source_prefix: str = ""  # pairs: put before each source
     ignored: tuple[Path, ...] = ()  # other entries of the folders: other kinds of files, broken links, FIFOs
 
     def identity(self) -> list[list[str | int]]:
@@ -149,6 +161,45 @@ def listed(ignored: list[Path]) -> str:
         elif not file.suffix:
             found.append(file.name)
     return ", ".join(found[:10] + ["..."] * (len(found) > 10))
+
+
+def functions(cache: Path) -> Corpus:
+    """The standard library's functions as pairs: the body without its docstring, and the docstring's first sentence.
+
+    They are written to a file in the cache, once for this version of Python. Of functions with the same body, the first
+    is kept.
+    """
+    library = _standard_library()
+    key = hashlib.sha256(json.dumps([library.identity(), platform.python_version()]).encode()).hexdigest()[:16]
+    file = cache / f"functions-{key}.jsonl"
+    with FileLock(cache / f"{file.name}.lock"):
+        if not file.is_file():
+            pairs: dict[str, str] = {}
+            for text in library.files:
+                for body, sentence in _functions_of(text):
+                    pairs.setdefault(body, sentence)
+            lines = (json.dumps({"body": body, "docstring": sentence}) + "\n" for body, sentence in pairs.items())
+            write_durably(file, "".join(lines).encode())
+    return Corpus((file,), "body", target_key="docstring")
+
+
+def _functions_of(file: Path) -> list[tuple[str, str]]:
+    """The body and the first sentence of the docstring of each function in a source file."""
+    with tokenize.open(file) as stream:
+        text = stream.read()
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # written for another version of Python
+        return []
+    lines, found = text.splitlines(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
+            body = textwrap.dedent("\n".join(lines[node.body[1].lineno - 1 : node.body[-1].end_lineno]))
+            paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
+            if sentence:
+                found.append((body, sentence))
+    return found
 
 
 def _standard_library() -> Corpus:

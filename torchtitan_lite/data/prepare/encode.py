@@ -182,7 +182,7 @@ def _finish(folder: Path, job: plan_module.Job, progress: Progress, options: Opt
             if val
             else "none of the text was held out; use more text, or a larger data.val_fraction"
         )
-    names = ["tokenizer.json", *(f"{split}.idx" for split in metas.SPLITS)]
+    names = ["tokenizer.json", *[metas.PAIRS] * bool(job.target_key), *(f"{split}.idx" for split in metas.SPLITS)]
     for split, tokens in zip(metas.SPLITS, progress.tokens, strict=True):
         names += [metas.shard_name(split, i) for i in range(len(metas.shard_lengths(tokens, options.shard_tokens)))]
     skipped_first: list[str] = []

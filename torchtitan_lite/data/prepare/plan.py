@@ -25,6 +25,8 @@ class Job:
     text_key: str
     held_out_below: int  # documents whose document_hash is below this are for validation
     unknown: int = -1  # the unknown token; -1: none
+    target_key: str = ""  # pairs: text_key is that of the source; empty: one text per document
+    source_prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ def plan_of(corpus: Corpus, job: Job, options: Options) -> str:
     special = {entry["id"] for entry in definition.get("added_tokens", []) if entry.get("special")}
     if definition["model"]["type"] != "BPE" or job.end_token not in special:
         decides.append("literal text 1")  # older versions could encode text as an end token with these tokenizers
+    if corpus.target_key:
+        decides.append(["pairs", corpus.target_key, corpus.source_prefix])
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
 

@@ -1,14 +1,16 @@
 """Reads files into chunks of documents, in a fixed order and constant memory.
 
 A document is the text of a .jsonl line, of a row of a .csv or .parquet file, or a block of at most 64 KiB of a .txt
-file, cut at a line end. This module reads, decompresses and cuts files; the workers (worker.py) decode and check the
-texts in parallel. Text is never repaired: malformed text becomes a Problem with its file and line.
+file, cut at a line end. A pair is a line or row with two texts. This module reads, decompresses and cuts files; the
+workers (worker.py) decode and check the texts in parallel. Text is never repaired: malformed text becomes a Problem
+with its file and line.
 """
 
 import csv
 import gzip
 import importlib
 import io
+import json
 import tokenize
 import zlib
 from collections.abc import Iterable, Iterator
@@ -65,7 +67,7 @@ def chunks(corpus: Corpus, max_document_bytes: int, first: int = 0) -> Iterator[
 def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterator[Chunk]:
     file = corpus.files[number]
     what = ".txt" if corpus.python_source else kind(file)
-    texts: Literal["plain", "json"] = "json" if what == ".jsonl" else "plain"
+    texts: Literal["plain", "json"] = "json" if what == ".jsonl" or corpus.target_key else "plain"
     unit = "row" if what == ".parquet" else "line"
     chunk, size = Chunk(number, 0, texts, unit), 0
     raw: list[BinaryIO] = []
@@ -96,7 +98,10 @@ def _items(corpus: Corpus, file: Path, what: str, limit: int, longest: int, raw:
             yield Problem("", "an empty file", "is empty")
             return
         if what == ".parquet":
-            yield from _parquet(file, corpus.text_key, longest)
+            yield from _parquet(file, _columns(corpus), longest)
+            return
+        if what == ".txt" and corpus.target_key:
+            yield Problem("", "a file without pairs", "has no columns; pairs are read from .jsonl, .csv and .parquet")
             return
         with file.open("rb") as opened:
             raw.append(opened)
@@ -107,7 +112,7 @@ def _items(corpus: Corpus, file: Path, what: str, limit: int, longest: int, raw:
                 items = _blocks(stream, limit, longest)
             else:
                 lines = _lines(stream, longest)
-                items = _rows(lines, corpus.text_key, longest) if what == ".csv" else lines
+                items = _rows(lines, _columns(corpus), longest) if what == ".csv" else lines
             for item in items:
                 if not isinstance(item, Problem):
                     place = item[0]
@@ -232,11 +237,20 @@ def _character_boundary(data: bytes) -> int:
     return start
 
 
-def _rows(lines: Iterable[Item], column: str, longest: int) -> Iterator[Item]:
-    """The texts of one column of a .csv file with a header line."""
+def _columns(corpus: Corpus) -> list[str]:
+    return [key for key in (corpus.text_key, corpus.target_key) if key]
+
+
+def _document(columns: list[str], values: list[str]) -> bytes:
+    """A row's text; of a pair, a line as in .jsonl."""
+    return values[0].encode() if len(columns) == 1 else json.dumps(dict(zip(columns, values, strict=True))).encode()
+
+
+def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[Item]:
+    """The texts of one column of a .csv file with a header line, or the pairs of two."""
     csv.field_size_limit(longest)
     reader = csv.reader(_decoded(lines), strict=True)
-    at = -1
+    at: list[int] = []
     while True:
         place = reader.line_num + 1
         try:
@@ -247,19 +261,21 @@ def _rows(lines: Iterable[Item], column: str, longest: int) -> Iterator[Item]:
             raise _CutError(f"line {place}: not CSV: {error}; the rest of the file can't be read") from None
         if not row:  # an empty line
             continue
-        if at < 0:
-            if column not in row:
-                raise _CutError(_no_column(column, row))
-            at = row.index(column)
-        elif len(row) <= at:
-            yield Problem(f"line {place}", "a row that is too short", f"has {len(row)} columns, so no {column}")
+        if not at:
+            if missing := [column for column in columns if column not in row]:
+                raise _CutError(_no_column(missing[0], row, columns))
+            at = [row.index(column) for column in columns]
+        elif absent := [column for column, i in zip(columns, at, strict=True) if i >= len(row)]:
+            yield Problem(f"line {place}", "a row that is too short", f"has {len(row)} columns, so no {absent[0]}")
         else:
-            yield place, row[at].encode()
+            yield place, _document(columns, [row[i] for i in at])
 
 
-def _no_column(column: str, columns: list[str]) -> str:
-    found = ", ".join(columns)
-    return f'no column "{column}": its columns are {found[:200]}; data.text_key names the column (or --text-key)'
+def _no_column(column: str, found: list[str], wanted: list[str]) -> str:
+    how = "data.text_key names the column (or --text-key)"
+    if len(wanted) == 2:
+        how = "--source-key and --target-key name the columns"
+    return f'no column "{column}": its columns are {", ".join(found)[:200]}; {how}'
 
 
 def _decoded(lines: Iterable[Item]) -> Iterator[str]:
@@ -275,32 +291,41 @@ def _decoded(lines: Iterable[Item]) -> Iterator[str]:
             ) from None
 
 
-def _parquet(file: Path, column: str, longest: int) -> Iterator[Item]:
+def _parquet(file: Path, columns: list[str], longest: int) -> Iterator[Item]:
     pyarrow, parquet = _need("pyarrow", ".parquet"), _need("pyarrow.parquet", ".parquet")
     row = 0
     try:
         with parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
-            if column not in names:
-                raise _CutError(_no_column(column, names))
-            if names.count(column) > 1:
-                raise _CutError(f'has {names.count(column)} columns "{column}"; which one holds the text is ambiguous')
-            wanted = table.schema_arrow.field(column).type
-            if not (pyarrow.types.is_string(wanted) or pyarrow.types.is_large_string(wanted)):
-                raise _CutError(f'column "{column}" has type {wanted}; it should be string')
-            for batch in table.iter_batches(batch_size=256, columns=[column], use_threads=False):
-                for value in batch.column(0):
+            for column in columns:
+                if column not in names:
+                    raise _CutError(_no_column(column, names, columns))
+                if names.count(column) > 1:
+                    raise _CutError(
+                        f'has {names.count(column)} columns "{column}"; which one holds the text is ambiguous'
+                    )
+                wanted = table.schema_arrow.field(column).type
+                if not (pyarrow.types.is_string(wanted) or pyarrow.types.is_large_string(wanted)):
+                    raise _CutError(f'column "{column}" has type {wanted}; it should be string')
+            for batch in table.iter_batches(batch_size=256, columns=columns, use_threads=False):
+                for values in zip(*(batch.column(column) for column in columns), strict=True):
                     row += 1
-                    text = value.as_buffer()
-                    if text is None:
-                        yield Problem(f"row {row}", "no text", f'"{column}" is null')
-                    elif text.size > longest:
-                        yield Problem(
-                            f"row {row}",
-                            "a text that is too long",
-                            f"is longer than {longest:,} bytes (--max-document-bytes)",
-                        )
-                    else:
-                        yield row, text.to_pybytes()
+                    yield _parquet_row(row, columns, [value.as_buffer() for value in values], longest)
     except (pyarrow.ArrowException, OSError) as error:
         raise _CutError(f"can't be read as parquet after row {row}: {error}") from None
+
+
+def _parquet_row(row: int, columns: list[str], texts: list[Any], longest: int) -> Item:
+    """A row's document, from pyarrow's buffers."""
+    for column, text in zip(columns, texts, strict=True):
+        if text is None:
+            return Problem(f"row {row}", "no text", f'"{column}" is null')
+        if text.size > longest:
+            detail = f"is longer than {longest:,} bytes (--max-document-bytes)"
+            return Problem(f"row {row}", "a text that is too long", detail)
+    if len(texts) == 1:
+        return row, texts[0].to_pybytes()
+    try:
+        return row, _document(columns, [text.to_pybytes().decode() for text in texts])
+    except UnicodeDecodeError as error:
+        return Problem(f"row {row}", "not UTF-8", f"byte {error.object[error.start]:#04x} is not utf-8")

@@ -17,9 +17,14 @@ TRAINED_ON_BYTES = 128 << 20  # approximate; a tokenizer learns little from more
 
 
 def documents(corpus: Corpus, options: Options) -> Iterator[str]:
-    """The documents of all files, in order. Those of a .txt file join to its text."""
+    """The documents of all files, in order; of pairs, the sources. Those of a .txt file join to its text."""
+    for first, *_ in _texts(corpus, options):
+        yield first
+
+
+def _texts(corpus: Corpus, options: Options) -> Iterator[worker.Texts]:
     for chunk in chunks(corpus, options.max_document_bytes):
-        texts, problems = worker.texts(chunk, corpus.text_key)
+        texts, problems = worker.texts(chunk, corpus.text_key, corpus.target_key, corpus.source_prefix)
         if problems and options.on_error == "stop":
             raise refusal(corpus.files[chunk.file], problems[0])
         yield from texts
@@ -42,10 +47,10 @@ def training_texts(texts: list[Corpus], below: list[int], options: Options) -> I
     """About TRAINED_ON_BYTES of training documents, selected by hash."""
     share = min(1.0, TRAINED_ON_BYTES / max(sum(corpus.size() for corpus in texts), 1))
     for corpus, limit in zip(texts, below, strict=True):
-        for text in documents(corpus, options):
-            number = plan.document_hash(text.encode())
+        for together in _texts(corpus, options):
+            number = plan.document_hash(together[0].encode())
             if number >= limit and number % 2**32 < share * 2**32:
-                yield text
+                yield from together
 
 
 def train(texts: Iterable[str], vocab_size: int, *, sentinels: bool = False) -> Tokenizer:

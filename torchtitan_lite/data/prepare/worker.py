@@ -27,6 +27,7 @@ from torchtitan_lite.data.token_files import token_dtype
 from torchtitan_lite.errors import DataError
 
 _BATCH_BYTES = 1 << 20
+_HOW = "data.text_key names the key (or --text-key)"
 
 
 @dataclass
@@ -48,30 +49,34 @@ class Result:
     problems: list[Problem]
 
 
-def texts(chunk: Chunk, key: str) -> tuple[list[str], list[Problem]]:
-    """The valid documents of a chunk, and the problems of the others."""
-    found = [what for _, what in _read(chunk, key)]
+Texts = tuple[str, ...]  # of a document: one, or a source and its target
+
+
+def texts(chunk: Chunk, key: str, target_key: str = "", prefix: str = "") -> tuple[list[Texts], list[Problem]]:
+    """The texts of the valid documents of a chunk, and the problems of the others."""
+    found = [what for _, what in _read(chunk, [key, target_key] if target_key else [key], prefix)]
     problems = [what for what in found if isinstance(what, Problem)]
-    return [what for what in found if isinstance(what, str)], chunk.problems + problems
+    return [what for what in found if isinstance(what, tuple)], chunk.problems + problems
 
 
-def _read(chunk: Chunk, key: str) -> Iterator[tuple[str, str | Problem]]:
-    """The place of each document, and its text or its problem."""
+def _read(chunk: Chunk, keys: list[str], prefix: str) -> Iterator[tuple[str, Texts | Problem]]:
+    """The place of each document, and its texts or its problem."""
     for number, document in zip(chunk.places, chunk.documents, strict=True):
         place = f"{chunk.unit} {number}"
         if chunk.texts == "json" and not document.strip():
             continue  # an empty line holds no text
-        what = _json_text(document, key) if chunk.texts == "json" else _plain_text(document, number, chunk.unit)
-        if isinstance(what, Problem) and not what.place:
-            what = Problem(place, what.reason, what.detail)
-        yield place, what
+        what = _json_texts(document, keys) if chunk.texts == "json" else _plain_text(document, number, chunk.unit)
+        if isinstance(what, Problem):
+            yield place, what if what.place else Problem(place, what.reason, what.detail)
+        else:
+            yield place, (prefix + what[0], *what[1:])
 
 
-def _plain_text(document: bytes, number: int, unit: str) -> str | Problem:
+def _plain_text(document: bytes, number: int, unit: str) -> Texts | Problem:
     if not document:
         return Problem("", "an empty text", "the text is empty")
     try:
-        return document.decode()
+        return (document.decode(),)
     except UnicodeDecodeError as error:
         return Problem(
             f"{unit} {number + (document.count(10, 0, error.start) if unit == 'line' else 0)}",
@@ -80,23 +85,27 @@ def _plain_text(document: bytes, number: int, unit: str) -> str | Problem:
         )
 
 
-def _json_text(line: bytes, key: str) -> str | Problem:
-    """The text of a line, which must be a JSON object with a non-empty string under this key."""
+def _json_texts(line: bytes, keys: list[str]) -> Texts | Problem:
+    """The texts of a line, which must be a JSON object with a non-empty string under each key."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         return Problem("", "not JSON", f"not JSON: {error}")
-    if not isinstance(record, dict) or key not in record:
-        found = f"its keys are {', '.join(record)[:200] or '-'}" if isinstance(record, dict) else "it is not an object"
-        return Problem("", f'no "{key}"', f'no "{key}": {found}; data.text_key names the key (or --text-key)')
-    text = record[key]
-    if not isinstance(text, str) or not text:
-        return Problem("", "no text", f'"{key}" should be text, but is {json.dumps(text)[:40]}')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # "\\ud83d", half of a surrogate pair, is valid JSON
-        return Problem("", "no text", f'"{key}" is not valid text: {error.reason}')
-    return text
+    for key in keys:
+        if not isinstance(record, dict) or key not in record:
+            found = (
+                f"its keys are {', '.join(record)[:200] or '-'}" if isinstance(record, dict) else "it is not an object"
+            )
+            how = "--source-key and --target-key name the keys" if len(keys) == 2 else _HOW
+            return Problem("", f'no "{key}"', f'no "{key}": {found}; {how}')
+        text = record[key]
+        if not isinstance(text, str) or not text:
+            return Problem("", "no text", f'"{key}" should be text, but is {json.dumps(text)[:40]}')
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # "\\ud83d", half of a surrogate pair, is valid JSON
+            return Problem("", "no text", f'"{key}" is not valid text: {error.reason}')
+    return tuple(record[key] for key in keys)
 
 
 def encode(chunk: Chunk, job: Job, literal: LiteralEncoder) -> Result:
@@ -107,20 +116,23 @@ def encode(chunk: Chunk, job: Job, literal: LiteralEncoder) -> Result:
     dtype = token_dtype(job.vocab_size)
     end = np.array([job.end_token], dtype=dtype)
     documents: list[tuple[str, str]] = []
-    for place, what in _read(chunk, job.text_key):
+    keys = [job.text_key, job.target_key] if job.target_key else [job.text_key]
+    for place, what in _read(chunk, keys, job.source_prefix):
         if isinstance(what, Problem):
             problems.append(what)
         else:
-            documents.append((place, what))
-    for batch in _batches(documents):
-        for (place, text), tokens in zip(batch, literal.batch([text for _, text in batch]), strict=True):
-            if isinstance(tokens, LiteralError):
-                problems.append(Problem(place, "a text that the tokenizer can't encode", str(tokens)))
-                continue
-            data = text.encode()
-            split = document_hash(data) < job.held_out_below
-            sizes[split] += len(data)
-            ids[split].append(np.append(tokens.astype(dtype), end))
+            documents += [(place, text) for text in what]
+    encoded = [one for batch in _batches(documents) for one in literal.batch([text for _, text in batch])]
+    for i in range(0, len(documents), len(keys)):  # a pair stays together
+        place, first = documents[i]
+        split = document_hash(first.encode()) < job.held_out_below
+        together = encoded[i : i + len(keys)]
+        if wrong := [str(one) for one in together if isinstance(one, LiteralError)]:
+            problems.append(Problem(place, "a text that the tokenizer can't encode", wrong[0]))
+            continue
+        for (_, text), tokens in zip(documents[i : i + len(keys)], together, strict=True):
+            sizes[split] += len(text.encode())
+            ids[split].append(np.append(np.asarray(tokens, dtype), end))
     none = np.empty(0, dtype)
     train, val = (
         _joined(np.concatenate(x) if x else none, [len(i) for i in x], n, job.unknown)

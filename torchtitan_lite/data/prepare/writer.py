@@ -103,6 +103,9 @@ class Writer:
             self._indices.append(self._open(f"{split}.idx", documents * 8))
         self._skipped = self._open("skipped.log", progress.skipped_bytes)
         write_durably(folder / "tokenizer.json", job.tokenizer.encode())
+        if job.target_key:
+            keys = {"source_key": job.text_key, "target_key": job.target_key, "source_prefix": job.source_prefix}
+            write_durably(folder / metas.PAIRS, json.dumps(keys).encode())
         self._committed = time.monotonic()
 
     def _open(self, name: str, size: int) -> Any:

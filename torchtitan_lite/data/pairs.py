@@ -1,0 +1,139 @@
+"""Pairs of a source and a target, as rows for an encoder-decoder or for a decoder.
+
+    encoder-decoder   tokens   source <end>                     targets   target <end>
+    decoder           tokens   <end> source <end> target        targets   (masked) target <end>
+
+A source has at most train.seq_len tokens with its end mark, and a target at most data.target_len; longer ones are cut
+before the end mark. The rest of a row is padding: id 0, which encoder-decoders mask, and masked targets.
+
+Most of a row would be padding, so a batch should have similar lengths, and `trimmed` cuts off what is padding in all of
+its rows. The order stays a function of (seed, i): each window of 4,096 samples of an epoch's permutation is sorted by
+length, and its blocks of 128 are permuted. Validation is not sorted: its first samples are a random subset.
+"""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.documents import document_ends
+from torchtitan_lite.data.order import Indices, Permutation, sample_indices
+from torchtitan_lite.data.samples import Array, Rows, Samples
+from torchtitan_lite.data.spans import require_pad
+from torchtitan_lite.data.token_files import PAIRS, TokenFiles, read_meta
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.models.loss import IGNORE
+
+WINDOW, BLOCK = 4096, 128
+_SIDES = "sources", "targets"
+_COUNTED = 1 << 20  # lengths counted at a time
+_MULTIPLE = 8  # of the columns that are kept
+
+
+class PairSamples(Samples):
+    """The pairs of one split of a prepared folder."""
+
+    def __init__(self, folder: Path, split: str, config: Config) -> None:
+        """
+        Raises:
+            DataError: the folder holds no pairs, is damaged, or its tokenizer has no pad.
+        """
+        meta = read_meta(folder)
+        if PAIRS not in meta.files:
+            raise DataError(
+                f'{folder} holds texts, but data.objective = "pairs" needs sources with targets; prepare them with '
+                '--source-key and --target-key, or use data.objective = "causal" or "span_corruption"'
+            )
+        self._joined = not FAMILIES[config.model.family].encoder_decoder
+        if not self._joined:
+            require_pad(folder)
+        self.seq_len, self.target_len = config.input_len, config.target_len
+        self._longest = np.array([config.train.seq_len, config.data.target_len])  # of a source and a target
+        self._blind, self._sorted = config.data.blind_source, split == "train"
+        self._stream, self._end = TokenFiles(folder, meta, split), meta.end_token
+        self._ends = document_ends(folder, meta, split)
+        self.n_samples, odd = divmod(len(self._ends), 2)
+        if odd or not self.n_samples:
+            raise DataError(f"{folder} is damaged: {split}.idx has {len(self._ends):,} documents, which are not pairs")
+        self.mean_tokens = (meta.tokens(split) - 1) / self.n_samples
+        self._window = functools.lru_cache(maxsize=4)(self._sorted_window)
+        if split == "train":
+            self.notes = (self._note(),)
+
+    def lengths(self, pairs: Indices, *, cut: bool = True) -> Array:
+        """The tokens of the source and of the target of these pairs, with their end marks, (n, 2); `cut` to fit."""
+        begins = np.where(pairs, self._ends[2 * pairs - 1], 1)
+        ends = np.stack((self._ends[2 * pairs], self._ends[2 * pairs + 1]), axis=1)
+        found = np.diff(ends, axis=1, prepend=begins[:, None])
+        if self._blind:
+            found[:, 0] = 1
+        return np.minimum(found, self._longest) if cut else found
+
+    def _note(self) -> str:
+        cut = np.zeros(2, np.int64)
+        for first in range(0, self.n_samples, _COUNTED):
+            pairs = np.arange(first, min(first + _COUNTED, self.n_samples))
+            cut += (self.lengths(pairs, cut=False) > self._longest).sum(axis=0)
+        shares = [f"{n:,} {what} cut to {to} tokens" for n, what, to in zip(cut, _SIDES, self._longest, strict=True)]
+        blind = "; data.blind_source leaves every source empty" if self._blind else ""
+        return f"{self.n_samples:,} pairs; {' and '.join(shares)}{blind}"
+
+    def indices(self, run_samples: Indices, seed: int | None) -> Indices:
+        if seed is None or not self._sorted:
+            return super().indices(run_samples, seed)
+        epochs, positions = np.divmod(run_samples, self.n_samples)
+        windows, places = np.divmod(positions, WINDOW)
+        found = np.empty_like(run_samples)
+        for epoch, window in np.unique(np.stack((epochs, windows), axis=1), axis=0).tolist():
+            here = (epochs == epoch) & (windows == window)
+            found[here] = self._window(epoch, window, seed)[places[here]]
+        return found
+
+    def _sorted_window(self, epoch: int, window: int, seed: int) -> Indices:
+        """The pairs of a window of an epoch: blocks of similar lengths, in random order."""
+        first = epoch * self.n_samples + window * WINDOW
+        run_samples = np.arange(first, min(first + WINDOW, (epoch + 1) * self.n_samples))
+        pairs = sample_indices(run_samples, self.n_samples, seed)
+        lengths = self.lengths(pairs)
+        pairs = pairs[np.lexsort((lengths[:, 1], lengths[:, 0]))]
+        blocks = -(-len(pairs) // BLOCK)
+        order = Permutation(blocks, f"{seed}/{epoch}/{window}/blocks".encode())(np.arange(blocks))
+        return np.concatenate([pairs[BLOCK * block : BLOCK * (block + 1)] for block in order.tolist()])
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        pairs = self.indices(run_samples, seed)
+        rows = Rows.empty(len(pairs), self.seq_len, self.target_len)
+        for row, (pair, (n_source, n_target)) in enumerate(
+            zip(pairs.tolist(), self.lengths(pairs).tolist(), strict=True)
+        ):
+            source = self._tokens(2 * pair, n_source)
+            target = self._tokens(2 * pair + 1, n_target)
+            if self._joined:
+                together = np.concatenate(([self._end], source, target))
+                rows.tokens[row, : len(together) - 1] = together[:-1]
+                rows.targets[row, n_source : len(together) - 1] = target
+            else:
+                rows.tokens[row, :n_source], rows.targets[row, :n_target] = source, target
+        return rows
+
+    def _tokens(self, document: int, length: int) -> Array:
+        """The first tokens of a document and the end mark, (length,)."""
+        first = int(self._ends[document - 1]) if document else 1
+        return np.append(self._stream.read(first, first + length - 1).astype(np.int64), self._end)
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        return int(self.lengths(self.indices(run_samples, seed))[:, 1].sum())
+
+    def trimmed(self, rows: Rows) -> Rows:
+        n_targets = _columns(rows.targets != IGNORE)
+        # a decoder's tokens are as long as its targets; an encoder's end with the last that is not pad
+        n_tokens = n_targets if self._joined else _columns(rows.tokens != 0)
+        return Rows(rows.tokens[:, :n_tokens], rows.targets[:, :n_targets], rows.begins[:, :n_tokens])
+
+
+def _columns(used: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> int:
+    """The columns up to the last used one, rounded up: few shapes of batches are faster on a GPU, and compile."""
+    last = int(np.flatnonzero(used.any(axis=0))[-1:].sum()) + 1 if used.size else 1
+    return min(-(-last // _MULTIPLE) * _MULTIPLE, used.shape[1])
