@@ -63,8 +63,8 @@ def test_a_gpu_does_not_store_the_scores() -> None:
     config = config_of(1, train__seq_len=512)
     kept = {on_gpu: simulate.simulate(config, 1, VOCABULARY, on_gpu=on_gpu).kept for on_gpu in (True, False)}
     heads, scores = 4 * config.model.n_heads, 512**2 * 4
-    # CPU: the probabilities of two encoder blocks; both: the biases with masks
-    assert kept[False] - kept[True] > 1.5 * heads * scores
+    # CPU: the probabilities of two encoder blocks; GPU: the bias that both read
+    assert kept[False] - kept[True] > heads * scores
     assert kept[True] > heads * scores
 
 
@@ -78,6 +78,7 @@ def test_the_collectives_are_those_of_both_stacks() -> None:
     assert calls["reduce-scatter"] == 7
 
 
+@pytest.mark.extended
 def test_the_printed_plan(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model.family=t5", "--model.size=t5-v1_1-base", "--model.vocab_size=32128", "--train.seq_len=512"]
     words += ["--data.objective=span_corruption", "--fsdp.param_dtype=bfloat16", "--sample.every=0"]

@@ -43,6 +43,7 @@ from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.fused import RMSNorm
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
+from torchtitan_lite.tools.estimate.attention import efficient_attention
 from torchtitan_lite.tools.estimate.work import Recorder, Work
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
@@ -305,33 +306,9 @@ def _simulate(config: Config, world_size: int, vocab_size: int, depths: list[int
         make_state(optimizer)
         _follow_state(timeline, model, optimizer)
         if on_gpu:
-            stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _efficient_attention))
+            stack.enter_context(patch.object(functional, "scaled_dot_product_attention", efficient_attention))
         stack.enter_context(patch.object(head, "KERNEL_ON", {"cpu"} if on_gpu else set()))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
-
-
-_attention: Any = functional.scaled_dot_product_attention
-
-
-def _efficient_attention(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Attention as on a GPU, where a bias with a gradient has a fused kernel too. The CPU would store all scores."""
-    if attn_mask is None or not attn_mask.requires_grad:
-        return _attention(*args, attn_mask=attn_mask, **kwargs)
-    found = _attention(*args, attn_mask=attn_mask.detach(), **kwargs)
-    return _GradientOfBias.apply(found, attn_mask)  # type: ignore[no-untyped-call]
-
-
-class _GradientOfBias(torch.autograd.Function):
-    """The memory of the gradient that the kernel writes: of the size of all scores."""
-
-    @staticmethod
-    def forward(ctx: Any, found: Tensor, bias: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype = bias.shape, bias.dtype
-        return found.view_as(found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
 
 
 def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
