@@ -64,7 +64,7 @@ def test_extrapolation_matches_a_simulation_at_full_depth(name: str) -> None:
     config = config_of(name, 4, **{"model.n_layers": 9, "train.global_batch_size": 32})
     found = simulate.simulate(config, 4, VOCABULARY, on_gpu=False)
     with simulate.fake_world(4):
-        whole = simulate._simulate(config, 4, VOCABULARY, 9, False)
+        whole = simulate._simulate(config, 4, VOCABULARY, [9], False)
     assert found.peak == whole.peak
     assert found.kept == whole.kept
     assert found.collectives == whole.collectives

@@ -16,7 +16,7 @@ class Layout:
     dp_shard: int
     grad_accum_steps: int
     masked_sequences: int  # fully masked sequences that pad the last micro-batches of a step
-    tokens_per_step: int
+    tokens_per_step: int  # of the targets
 
 
 def derive(config: Config, world_size: int) -> Layout:
@@ -34,7 +34,7 @@ def derive(config: Config, world_size: int) -> Layout:
         dp_shard=shard,
         grad_accum_steps=accum,
         masked_sequences=accum * per_round - train.global_batch_size,
-        tokens_per_step=train.global_batch_size * train.seq_len,
+        tokens_per_step=train.global_batch_size * config.target_len,
     )
 
 

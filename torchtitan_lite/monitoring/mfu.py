@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
 
@@ -21,16 +21,46 @@ def multiplied_parameters(model: Transformer) -> int:
     return sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in looked_up)
 
 
-def flops_per_token(model: Transformer, seq_len: int) -> int:
+def flops_per_token(model: Transformer, seq_len: int, target_len: int = 0) -> int:
     """FLOPs of forward and backward for one token, without recomputation.
+
+    Of an encoder-decoder, for one of the `target_len` targets: see `_of_encoder_decoder`.
 
     6 (N - N_embedding) + 12 L H Q T: 2 per matrix entry, and twice that in backward; then attention with L layers,
     H heads of width Q and T = seq_len, as if not causal. (PaLM, appendix B, arXiv 2204.02311; as in torchtitan. Tied
     embeddings count, because they are multiplied with.)
     """
     config = model.config
+    if len(config.stacks) > 1:
+        return _of_encoder_decoder(model, seq_len, target_len or seq_len) // (target_len or seq_len)
     attention = 12 * config.n_layers * config.n_heads * config.dim_of_heads * seq_len
     return 6 * multiplied_parameters(model) + attention
+
+
+def _of_encoder_decoder(model: Transformer, n: int, m: int) -> int:
+    """FLOPs of forward and backward for n inputs and m targets, without recomputation.
+
+    6 (N_encoder n + N_source n + N_decoder m) + 12 H Q (L_encoder n^2 + L_decoder (m^2 + n m)): N_source are the
+    matrices of keys and values of the attention to the encoder's output, which its n outputs are multiplied with, and
+    N_decoder all others of the decoder, and the head. Attention as if not causal.
+    """
+    config = model.config
+    n_encoder, n_decoder = config.stacks
+    on_inputs = sum(
+        p.numel()
+        for name, p in model.layers.named_parameters()
+        if int(name.split(".")[0]) < n_encoder or ".cross_attention.wk." in name or ".cross_attention.wv." in name
+    )
+    on_targets = multiplied_parameters(model) - on_inputs
+    scores = n_encoder * n * n + n_decoder * (m * m + n * m)
+    return 6 * (on_inputs * n + on_targets * m) + 12 * config.n_heads * config.dim_of_heads * scores
+
+
+def formula(model: ModelConfig) -> str:
+    """What `flops_per_token` computes, for people."""
+    if len(model.stacks) > 1:
+        return "of the encoder's inputs and the decoder's targets, by target"
+    return "6 (N - N_embedding) + 12 L H Q T"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, duration, model_line
-from torchtitan_lite.monitoring.mfu import DEVICES, Device, flops_per_token
+from torchtitan_lite.monitoring.mfu import DEVICES, Device, flops_per_token, formula
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 
@@ -48,7 +48,7 @@ class Plan:
     def computed_tokens(self) -> int:
         """Tokens of a rank in a step, including padding of the last micro-batches."""
         train = self.config.train
-        return self.layout.grad_accum_steps * train.micro_batch_size * train.seq_len
+        return self.layout.grad_accum_steps * train.micro_batch_size * self.config.target_len
 
     def compute_s(self, device: Device) -> float:
         """Matrix products at the device's peak, including recomputation."""
@@ -139,9 +139,9 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
         layout=derive(config, world_size),
         vocab_size=vocab_size,
         n_parameters=sum(p.numel() for p in model.parameters()),
-        flops_per_token=flops_per_token(model, train.seq_len),
+        flops_per_token=flops_per_token(model, config.input_len, config.target_len),
         simulated=simulate(config, world_size, vocab_size, on_gpu=device is not None if on_gpu is None else on_gpu),
-        logits_bytes=train.micro_batch_size * train.seq_len * vocab_size * (4 if width == 4 else width + 4),
+        logits_bytes=train.micro_batch_size * config.target_len * vocab_size * (4 if width == 4 else width + 4),
     )
 
 
@@ -213,7 +213,7 @@ def _time_lines(plan: Plan, mfu: float) -> list[str]:
     train, tokens = plan.config.train, plan.layout.tokens_per_step
     lines = [
         "",
-        f"compute {plan.flops_per_token:.4g} FLOPs per token (6 (N - N_embedding) + 12 L H Q T), "
+        f"compute {plan.flops_per_token:.4g} FLOPs per token ({formula(plan.config.model)}), "
         f"{plan.flops_per_token * tokens:.4g} per step",
         f"run     {train.steps:,} steps, {train.steps * tokens:,} tokens",
     ]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,6 +43,7 @@ from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.fused import RMSNorm
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
+from torchtitan_lite.tools.estimate.attention import efficient_attention
 from torchtitan_lite.tools.estimate.work import Recorder, Work
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
@@ -238,45 +240,51 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     Args:
         on_gpu: attention with dropout needs T x T matrices on the CPU only.
     """
-    layers, prefetch, every = config.model.n_layers, 1, 1
+    prefetch, every = 1, 1
     if config.fsdp.explicit_prefetching:
         prefetch = max(config.fsdp.forward_prefetch, config.fsdp.backward_prefetch)
     if config.activation_checkpointing.mode != "none":
         every = config.activation_checkpointing.every
-    few = -(-(prefetch + 3) // every) * every + layers % every
+    depths = list(config.model.stacks)
+    few = [-(-(prefetch + 3) // every) * every + depth % every for depth in depths]
+    few = [depth if depth <= least + every else least for depth, least in zip(depths, few, strict=True)]
     with fake_world(world_size):
-        if layers <= few + every:
-            return _simulate(config, world_size, vocab_size, layers, on_gpu)
-        one = _simulate(config, world_size, vocab_size, few, on_gpu)
-        more = _simulate(config, world_size, vocab_size, few + every, on_gpu)
-    return _extrapolated(one, more, (layers - few) // every)
+        one = found = _simulate(config, world_size, vocab_size, few, on_gpu)
+        for i, depth in enumerate(depths):
+            if depth > few[i]:
+                deeper = [least + every * (j == i) for j, least in enumerate(few)]
+                more = _simulate(config, world_size, vocab_size, deeper, on_gpu)
+                found = _extrapolated(found, one, more, (depth - few[i]) // every)
+    return found
 
 
-def _extrapolated(one: Simulated, more: Simulated, times: int) -> Simulated:
-    """`one` plus `times` the difference between `more` and `one`."""
+def _extrapolated(found: Simulated, one: Simulated, more: Simulated, times: int) -> Simulated:
+    """`found` plus `times` the difference between `more` and `one`."""
     peaks = {
-        name: {kind: n + times * (more.peaks[name][kind] - n) for kind, n in kinds.items()}
-        for name, kinds in one.peaks.items()
+        name: {kind: n + times * (more.peaks[name][kind] - one.peaks[name][kind]) for kind, n in kinds.items()}
+        for name, kinds in found.peaks.items()
     }
 
-    def deeper(a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
-        return Counter({key: a[key] + times * (b[key] - a[key]) for key in {*a, *b}})
+    def deeper(base: Counter[Any], a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
+        return Counter({key: base[key] + times * (b[key] - a[key]) for key in {*base, *a, *b}})
 
+    collectives = zip(found.collectives, one.collectives, more.collectives, strict=True)
     return Simulated(
         peaks,
-        one.kept + times * (more.kept - one.kept),
-        [deeper(a, b) for a, b in zip(one.collectives, more.collectives, strict=True)],
-        [deeper(a, b) for a, b in zip(one.work, more.work, strict=True)],
-        deeper(one.optimizer, more.optimizer),
+        found.kept + times * (more.kept - one.kept),
+        [deeper(*counters) for counters in collectives],
+        [deeper(*counters) for counters in zip(found.work, one.work, more.work, strict=True)],
+        deeper(found.optimizer, one.optimizer, more.optimizer),
     )
 
 
-def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, on_gpu: bool) -> Simulated:
+def _simulate(config: Config, world_size: int, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
     layout, fsdp = derive(config, world_size), config.fsdp.model_copy(update={"cpu_offload": False})
     timeline = Timeline()
     mesh = build_mesh(layout, torch.device("cpu"))
     with torch.device("meta"):
-        model = models.build(config.model.model_copy(update={"n_layers": n_layers}), vocab_size)
+        keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
+        model = models.build(config.model.model_copy(update=keys), vocab_size)
     freeze(model, config.optim.freeze)
     off = {"block_attention": False, "fused_functions": False} if on_gpu else {}
     apply_fast_paths(model, config.speed.model_copy(update=off))
@@ -285,8 +293,9 @@ def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, o
     if on_gpu:
         for norm in (module for module in model.modules() if isinstance(module, RMSNorm)):
             norm.fused = True  # CUDA's kernel keeps as little as our CPU version
-        for layer in model.layers:
-            layer.attention.dropout = 0.0  # type: ignore[union-attr]  # a block of ours
+        attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "dropout", None), float)]
+        for attention in attentions:
+            attention.dropout = 0.0
     _mark_blocks(model, timeline)
     alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward
     with contextlib.ExitStack() as stack:
@@ -296,6 +305,8 @@ def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, o
         optimizer = build_optimizer(model, config.optim)
         make_state(optimizer)
         _follow_state(timeline, model, optimizer)
+        if on_gpu:
+            stack.enter_context(patch.object(functional, "scaled_dot_product_attention", efficient_attention))
         stack.enter_context(patch.object(head, "KERNEL_ON", {"cpu"} if on_gpu else set()))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
 
@@ -303,23 +314,26 @@ def _simulate(config: Config, world_size: int, vocab_size: int, n_layers: int, o
 def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
     """Name the parts of the step by block, counted from the nearer end: these names exist at every depth."""
     n = len(model.layers)
+    names = list(_names_of_blocks(model.config.stacks))
 
     def before(i: int, *_: Any) -> None:
-        timeline.part(f"{timeline.micro} forward {_from_nearer_end(i, n)}")
+        timeline.part(f"{timeline.micro} forward {names[i]}")
 
     def after(i: int, _module: nn.Module, _args: Any, output: Tensor) -> None:
         if i == n - 1:
             timeline.part(f"{timeline.micro} head")
         if output.requires_grad:
-            output.register_hook(lambda _: timeline.part(f"{timeline.micro} backward {_from_nearer_end(i, n)}"))
+            output.register_hook(lambda _: timeline.part(f"{timeline.micro} backward {names[i]}"))
 
     for i, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(functools.partial(before, i))
         layer.register_forward_hook(functools.partial(after, i))
 
 
-def _from_nearer_end(i: int, n: int) -> str:
-    return f"block {i}" if i < n // 2 else f"last block but {n - 1 - i}"
+def _names_of_blocks(depths: tuple[int, ...]) -> Iterator[str]:
+    for stack, n in zip(("", "decoder's "), depths, strict=False):
+        for i in range(n):
+            yield stack + (f"block {i}" if i < n // 2 else f"last block but {n - 1 - i}")
 
 
 def _follow_state(timeline: Timeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -344,9 +358,10 @@ def _step(
         for i in range(n_micro):
             timeline.phase, timeline.micro = "forward", i
             timeline.part(f"{i} inputs")
-            tokens = torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.int64)
+            tokens = torch.zeros(train.micro_batch_size, config.input_len, dtype=torch.int64)
+            targets = torch.zeros(train.micro_batch_size, config.target_len, dtype=torch.int64)
             before_micro_batch(model, config.fsdp, last=i == n_micro - 1)
-            loss = model(tokens, tokens)
+            loss = model(tokens, targets)
             between = timeline.now
             timeline.phase = "backward"
             loss.backward()

@@ -96,7 +96,7 @@ def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> 
         return 0.0
     from torchtitan_lite.monitoring.mfu import flops_per_token, peak_flops
 
-    return peak_flops(config, world) / flops_per_token(model, config.train.seq_len)
+    return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)
 
 
 def check_previous_step(s: Session) -> None:

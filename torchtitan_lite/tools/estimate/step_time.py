@@ -86,7 +86,7 @@ class Machine:
     def attention_s(self, work: Counter[Work], phase: str) -> float:
         """Seconds of attention in a phase."""
         return sum(
-            n * w.products * w.heads * w.tokens**2 * w.head_dim / (ATTENTION * self.rate(w.width))
+            n * 2 * w.products * w.heads * w.scores * w.head_dim / (ATTENTION * self.rate(w.width))
             for w, n in work.items()
             if isinstance(w, Attention) and w.phase == phase
         )

@@ -27,11 +27,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention of `heads` heads in all, over `tokens` tokens each; `products` of (T, T) x (T, D) per head."""
+    """Attention of `heads` heads in all, with `scores` of each; `products` of (T, S) x (S, D) per head."""
 
     phase: str
     heads: int
-    tokens: int
+    scores: float  # T S; half of it if causal
     head_dim: int
     products: int
     width: int
@@ -104,10 +104,15 @@ class Recorder:
             self.found[Product(phase, batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())] += 1
         elif "scaled_dot_product" in name:
             backward = "backward" in name
-            q = args[1] if backward else args[0]
+            q, k = args[1:3] if backward else args[:2]
             b, h, t, d = q.shape
+            causal = any(value is True for value in args)  # the only flag
             self.end_of_kernel(phase)
-            self.found[Attention(phase, b * h, t, d, 5 if backward else 2, q.element_size())] += 1
+            self.found[
+                Attention(
+                    phase, b * h, t * k.shape[2] / (2 if causal else 1), d, 5 if backward else 2, q.element_size()
+                )
+            ] += 1
         elif name not in _FREE and not _is_view(function):
             outputs = _tensors(out)
             eager = _bytes(function, name, tensors, args, outputs)
