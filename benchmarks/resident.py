@@ -33,7 +33,7 @@ def main() -> None:
     import torch.distributed.tensor
 
     phase("torch with FSDP and DTensor")
-    import torch._dynamo  # noqa: F401  # as the first fully_shard does
+    import torch._dynamo  # as the first fully_shard does
 
     phase("torch._dynamo, which fully_shard imports")
     import train

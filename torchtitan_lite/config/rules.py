@@ -160,6 +160,11 @@ def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, s
             "fsdp.cpu_offload = true moves parameters between a GPU and the host, but this run uses no GPU; "
             "fsdp.cpu_offload = false works"
         )
+    if fsdp.cpu_offload and config.optim.name == "muon":
+        found["fsdp.cpu_offload optim.name"] = (
+            'optim.name = "muon" exchanges gradients between GPUs, which fsdp.cpu_offload = true keeps on the host; '
+            "fsdp.cpu_offload = false works"
+        )
     if config.grad_scaler.min_scale > config.grad_scaler.init_scale:
         found["grad_scaler.min_scale grad_scaler.init_scale"] = (
             f"grad_scaler.min_scale = {config.grad_scaler.min_scale} is above grad_scaler.init_scale = "

@@ -277,16 +277,24 @@ class ParameterGroup(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
-    """the optimizer, from torch.optim (its Adafactor does not support sharded parameters)"""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """muon: for the matrices of the blocks, with adamw for all others (torch.optim's Adafactor is not for shards)"""
     lr: PositiveFloat = 4e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
-    """adamw: decay rates of the two moments"""
+    """adamw, muon's others: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
-    """adamw: added to the root of the second moment"""
+    """adamw, muon's others: added to the root of the second moment"""
     momentum: float = Field(default=0.9, gt=0, lt=1)
     """sgd: momentum"""
+    muon_momentum: float = Field(default=0.95, gt=0, lt=1)
+    """muon: momentum (Nesterov's)"""
+    muon_scale: Literal["adamw", "original"] = "adamw"
+    """muon: size of updates: adamw's, so that its rate and decay can be kept; original: that of Jordan's code"""
+    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """muon: dtype of the products and of what ranks exchange; auto: float32 on a CPU, bfloat16 on a GPU"""
+    muon_cautious_decay: bool = False
+    """muon: decay a weight only where the update also shrinks it"""
     weight_decay: NonNegativeFloat = 0.1
     """weight decay of matrices; biases and norms have none"""
     freeze: list[str] = []

@@ -52,7 +52,13 @@ RULES = (
         # families without rotary positions are covered by the rules above
         lambda c: c.model.family not in families_with("rope_factor") or c.model.rope_factor > 1,
     ),
-    _rule("optim.betas optim.eps", "optim.name", 'optim.name = "adamw"', lambda c: c.optim.name == "adamw"),
+    _rule("optim.betas optim.eps", "optim.name", 'optim.name = "adamw" or "muon"', lambda c: c.optim.name != "sgd"),
+    _rule(
+        "optim.muon_momentum optim.muon_scale optim.muon_dtype optim.muon_cautious_decay",
+        "optim.name",
+        'optim.name = "muon"',
+        lambda c: c.optim.name == "muon",
+    ),
     _rule("optim.momentum", "optim.name", 'optim.name = "sgd"', lambda c: c.optim.name == "sgd"),
     _rule("optim.decay_ratio", "optim.schedule", 'optim.schedule = "wsd"', lambda c: c.optim.schedule == "wsd"),
     _rule(

@@ -38,7 +38,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW (fused) or SGD (torch's fused form takes no DTensors) for a sharded model.
+    """AdamW (fused), SGD (torch's fused form takes no DTensors) or Muon for a sharded model.
 
     Raises:
         ConfigError: a pattern of [[optim.groups]] matches no parameter.
@@ -48,12 +48,19 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
         make_state(sgd)  # for a save before its first step; float16 may skip some
         return sgd
+    if config.name == "muon":
+        from torchtitan_lite.optim.muon import Muon
+
+        return Muon(groups, config)
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Parameters by weight decay and `lr_factor`. [[optim.groups]] override the defaults; only matrices decay."""
-    chosen: dict[tuple[float, float], list[nn.Parameter]] = {}
+    """Parameters by weight decay and `lr_factor`. [[optim.groups]] override the defaults; only matrices decay.
+
+    With muon, a group's key `muon` tells the matrices of the blocks from the others.
+    """
+    chosen: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     patterns = [group.match for group in config.groups]
     for name in names:
@@ -64,13 +71,15 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             group = config.groups[i]
             decay = decay if group.weight_decay is None else group.weight_decay
             factor = group.lr_factor
-        chosen.setdefault((decay, factor), []).append(parameter)
+        by_muon = config.name == "muon" and parameter.ndim == 2 and name.startswith("layers.")
+        chosen.setdefault((decay, factor, by_muon), []).append(parameter)
     wrong = list(unused("optim.groups", names, patterns))
     if wrong:
         raise ConfigError("\n  ".join(wrong))
     return [
         {"params": parameters, "weight_decay": decay, "lr_factor": factor}
-        for (decay, factor), parameters in chosen.items()
+        | ({"muon": by_muon} if config.name == "muon" else {})
+        for (decay, factor, by_muon), parameters in chosen.items()
     ]
 
 

@@ -1,0 +1,144 @@
+"""Muon: the same update on any mesh, bit for bit; its formula; resumes."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.helpers import checkpoint, losses, ranks, succeeded, tensors, tiny
+from tests.reload_worker import MESHES
+from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.optim import muon
+from torchtitan_lite.optim.optimizer import build_optimizer
+
+
+def stepped(folder: Path, mesh: str, skipped: str = "") -> dict[str, Tensor]:
+    """Whole parameters and momenta after the steps of muon_worker.py."""
+    out = folder / f"{mesh}{skipped}.safetensors"
+    more = [skipped] if skipped else []
+    succeeded(ranks(MESHES[mesh][0], str(out), mesh, *more, entry="tests.muon_worker"))
+    return load_file(out)
+
+
+def test_updates_are_the_same_on_any_mesh_bit_for_bit(tmp_path: Path) -> None:
+    """1, 2, 3 and 4 ranks, and 2 copies of 2 shards, with uneven and empty shards."""
+    found = {mesh: stepped(tmp_path, mesh) for mesh in MESHES}
+    one = found.pop("1")
+    momenta = [name for name in one if name.startswith("momentum.")]
+    assert len(momenta) == 5 * 7, "the matrices of the blocks, and no other parameter"
+    assert int(one.pop("calls")) == 0
+    for mesh, other in found.items():
+        # two exchanges for each shape and step: the shapes are 30x30, 10x30, 3x30 and 30x3
+        assert int(other.pop("calls")) == 2 * 4 * 3, mesh
+        weights = [name.replace("momentum.", "weight.") for name in momenta]  # AdamW's may differ in the last bit
+        assert {name for name in momenta + weights if not one[name].equal(other[name])} == set(), mesh
+
+
+def test_a_withheld_update_changes_nothing(tmp_path: Path) -> None:
+    """Not even with NaN in the gradients."""
+    without_last, all_but_one = stepped(tmp_path, "2", "3"), stepped(tmp_path, "1", "3")
+    assert all(value.isfinite().all() for value in without_last.values())
+    momenta = [name for name in without_last if name.startswith("momentum.")]
+    for name in momenta + [name.replace("momentum.", "weight.") for name in momenta]:
+        assert without_last[name].equal(all_but_one[name]), name
+    every = stepped(tmp_path, "2")
+    assert not any(every[name].equal(without_last[name]) for name in momenta)
+
+
+def reference(weight: Tensor, gradients: list[Tensor], config: OptimConfig, scale: float) -> Tensor:
+    """Jordan's algorithm with an exact orthogonalisation's polynomial, in float64."""
+    weight, momentum = weight.double(), torch.zeros_like(weight).double()
+    for gradient in gradients:
+        momentum = config.muon_momentum * momentum + (1 - config.muon_momentum) * gradient.double()
+        nesterov = config.muon_momentum * momentum + (1 - config.muon_momentum) * gradient.double()
+        u, s, v = torch.linalg.svd(nesterov, full_matrices=False)
+        s = s / nesterov.norm()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        weight = weight - config.lr * (scale * (u * s) @ v + config.weight_decay * weight)
+    return weight.float()
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)])
+@pytest.mark.parametrize("scale", ["adamw", "original"])
+def test_a_step_is_that_of_the_paper(shape: tuple[int, int], scale: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(shape[1], shape[0])])
+    config = OptimConfig.model_validate({"name": "muon", "lr": 0.02, "weight_decay": 0.1, "muon_scale": scale})
+    optimizer = build_optimizer(model, config)
+    weight = model.get_parameter("layers.0.weight")
+    gradients = list(torch.randn(3, *shape))
+    size = 0.2 * max(shape) ** 0.5 if scale == "adamw" else max(1, shape[0] / shape[1]) ** 0.5
+    expected = reference(weight.detach(), gradients, config, size)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-4, atol=1e-5)
+    bias = model.get_parameter("layers.0.bias")
+    assert "momentum_buffer" not in optimizer.state[bias]
+
+
+def test_cautious_decay_only_shrinks_where_the_update_does() -> None:
+    torch.manual_seed(0)
+    moved = {}
+    for cautious, decay in ((False, 0.0), (True, 0.5), (False, 0.5)):
+        model = nn.Module()
+        model.layers = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+        weight = model.get_parameter("layers.0.weight")
+        with torch.no_grad():
+            weight.copy_(torch.linspace(-1, 1, 64).view(8, 8))
+        values = {"name": "muon", "lr": 0.1, "weight_decay": decay, "muon_cautious_decay": cautious}
+        optimizer = build_optimizer(model, OptimConfig.model_validate(values))
+        weight.grad = torch.eye(8) + torch.linspace(-1, 1, 64).view(8, 8).flip(0)
+        before = weight.detach().clone()
+        optimizer.step()
+        moved[cautious, decay] = weight.detach() - before
+    plain, decayed, always = moved.values()
+    shrinks = plain * before < 0
+    assert 0 < shrinks.sum() < 64
+    assert torch.where(shrinks, always, plain).equal(decayed)
+
+
+def test_large_matrices_are_exchanged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = [nn.Parameter(torch.zeros(4, 4)) for _ in range(5)] + [nn.Parameter(torch.zeros(2, 4))]
+    monkeypatch.setattr(muon, "OWNED_BYTES", 2 * 64)
+    assert [len(part) for part in muon.exchanges(matrices)] == [2, 2, 1, 1]
+    monkeypatch.setattr(muon, "OWNED_BYTES", 1)
+    assert [len(part) for part in muon.exchanges(matrices)] == [1] * 6
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "full, dtensor": {},
+    "full, dcp": {"checkpoint__api": "dcp"},
+    "sharded, dtensor": {"checkpoint__state_dict": "sharded"},
+    "sharded, dcp": {"checkpoint__state_dict": "sharded", "checkpoint__api": "dcp"},
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.extended] if way not in ("full, dtensor", "sharded, dcp") else [])
+        for way in WAYS
+    ],
+)
+def test_resume_is_bitwise(way: str, text: Path, tmp_path: Path) -> None:
+    more = {"optim__name": "muon", "train__steps": 6, "checkpoint__every": 3, "eval__every": 0, **WAYS[way]}
+    command = tiny(text, tmp_path, run__name="run", **more)
+    succeeded(ranks(2, *command))
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    shutil.rmtree(checkpoint(tmp_path / "run", 6))
+    assert "resumed after step 3" in succeeded(ranks(2, *command))
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    ours, theirs = (tensors(checkpoint(tmp_path / name, 6)) for name in ("run", "straight"))
+    assert any(name.startswith("momentum_buffer.layers.") for name in theirs)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    shutil.rmtree(checkpoint(tmp_path / "run", 6))
+    assert "resumed after step 3" in succeeded(ranks(3, *command))
+    for step, (loss, _) in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(losses(tmp_path / "straight")[step][0], rel=1e-4)

@@ -1,0 +1,162 @@
+"""Muon (Jordan et al., 2024) for sharded matrices: momentum, made orthogonal by a Newton-Schulz iteration.
+
+The iteration needs whole matrices, and a rank holds rows. So each matrix has an owner: an all-to-all brings the rows of
+many matrices to their owners, each owner orthogonalises its own, and a second all-to-all returns the rows. A rank sends
+about 2 N / R elements for N parameters on R ranks, and does 1 / R of the products. Copies of HSDP do the same work.
+
+An owner computes one matrix at a time, from contiguous copies of the same rows. So an update does not depend on the
+number of ranks, bit for bit.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.optim.local_adamw import AdamW
+
+ITERATIONS = 5
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # singular values end between 0.7 and 1.2 (Jordan)
+OWNED_BYTES = 64 << 20  # an owner's matrices in one exchange, at least one matrix
+
+
+class Muon(AdamW):
+    """Muon for the groups with `muon`, fused AdamW for the others.
+
+    It takes `grad_scale` and `found_inf` as fused AdamW does: gradients are divided by the first, and where the second
+    is 1 nothing changes. The state of a matrix is `momentum_buffer`, a DTensor like the parameter.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
+        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        self.momentum = config.muon_momentum
+        self.matches_adamw = config.muon_scale == "adamw"
+        self.cautious = config.muon_cautious_decay
+        self.dtype = None if config.muon_dtype == "auto" else getattr(torch, config.muon_dtype)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects a step count of every parameter
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        every = self.param_groups
+        try:
+            self.param_groups = [group for group in every if not group["muon"]]
+            super().step(closure)
+        finally:
+            self.param_groups = every
+        for group in every:
+            if group["muon"]:
+                for matrices in exchanges(p for p in group["params"] if p.grad is not None):
+                    self._update(matrices, group["lr"], group["weight_decay"])
+
+    def _update(self, matrices: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+        """Update matrices of one shape."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        withheld = None if found_inf is None else found_inf != 0
+        directions = [self._direction(matrix, withheld) for matrix in matrices]
+        rows, columns = matrices[0].shape
+        # an orthogonal update times 0.2 sqrt(max) has AdamW's size (Moonlight, 2025), or as in Jordan's own code
+        scale = 0.2 * max(rows, columns) ** 0.5 if self.matches_adamw else max(1.0, rows / columns) ** 0.5
+        for matrix, update in zip(matrices, orthogonalised(matrices, directions, self._dtype()), strict=True):
+            weight = local_rows(matrix)[0]
+            update = update.to(weight.dtype) * scale
+            decay = weight * weight_decay
+            if self.cautious:  # only where the update also shrinks the weight (Chen et al., 2025)
+                decay *= update * weight > 0
+            _write(weight, weight - (update + decay) * lr, withheld)
+
+    def _direction(self, matrix: nn.Parameter, withheld: Tensor | None) -> Tensor:
+        """This rank's rows of Nesterov's momentum, in the dtype of the iteration."""
+        gradient = local_rows(matrix.grad)[0]  # type: ignore[arg-type]
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            gradient = gradient / scale
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        buffer = local_rows(state["momentum_buffer"])[0]
+        # not lerp, which rounds the last elements of a shard differently: products and sums are rounded one by one
+        gradient = gradient * (1 - self.momentum)
+        momentum = buffer * self.momentum + gradient
+        _write(buffer, momentum, withheld)
+        return (momentum * self.momentum + gradient).to(self._dtype())
+
+    def _dtype(self) -> torch.dtype:
+        on_gpu = self.param_groups[0]["params"][0].is_cuda
+        return self.dtype or (torch.bfloat16 if on_gpu else torch.float32)
+
+
+def _write(tensor: Tensor, value: Tensor, withheld: Tensor | None) -> None:
+    tensor.copy_(value if withheld is None else torch.where(withheld, tensor, value))
+
+
+def exchanges(matrices: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Matrices that are exchanged together: of one shape, and at most OWNED_BYTES for each owner."""
+    shapes: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for matrix in matrices:
+        shapes[tuple(matrix.shape)].append(matrix)
+    for same in shapes.values():
+        n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * ranks_of(same[0])[1]
+        yield from (same[i : i + n] for i in range(0, len(same), n))
+
+
+def ranks_of(matrix: Tensor) -> tuple[Any, int, int]:
+    """The process group that shards a matrix, its size, and this rank in it; None, 1, 0 if it is not sharded."""
+    if isinstance(matrix, DTensor):
+        for axis, placement in enumerate(matrix.placements):
+            if placement.is_shard() and matrix.device_mesh.size(axis) > 1:
+                group = matrix.device_mesh.get_group(axis)
+                return group, dist.get_world_size(group), dist.get_rank(group)
+    return None, 1, 0
+
+
+def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """This rank's rows of each orthogonalised matrix.
+
+    Args:
+        matrices: of one shape (M, N), sharded alike.
+        rows: this rank's rows of what to orthogonalise, one tensor for each matrix.
+    """
+    group, n_ranks, rank = ranks_of(matrices[0])
+    if group is None:
+        return [newton_schulz(whole) for whole in rows]
+    m, n = matrices[0].shape
+    per_rank = -(-m // n_ranks)  # as torch.chunk splits dim 0
+    counts = [max(min(per_rank, m - per_rank * r), 0) for r in range(n_ranks)]
+    owned = [range(owner, len(rows), n_ranks) for owner in range(n_ranks)]
+    sent = torch.cat([rows[i].reshape(-1) for indices in owned for i in indices])
+    to_owners = [len(indices) * counts[rank] * n for indices in owned]
+    from_ranks = [len(owned[rank]) * count * n for count in counts]
+    received = sent.new_empty(sum(from_ranks))
+    dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
+    # (owned matrices, rows of the rank, N) from each rank -> (owned matrices, M, N)
+    parts = [part.view(len(owned[rank]), -1, n) for part in received.split(from_ranks) if part.numel()]
+    done = [newton_schulz(whole) for whole in torch.cat(parts, dim=1)] if parts else []
+    back = [whole.split(counts) for whole in done]
+    sent = torch.cat([part[r].reshape(-1) for r in range(n_ranks) for part in back]) if back else sent.new_empty(0)
+    received = sent.new_empty(sum(to_owners))
+    dist.all_to_all_single(received, sent, to_owners, from_ranks, group=group)
+    found = rows[:]
+    for indices, part in zip(owned, received.split(to_owners), strict=True):
+        for i, own in zip(indices, part.view(len(indices), counts[rank], n) if indices else (), strict=True):
+            found[i] = own
+    return found
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """A matrix with the singular vectors of x, (M, N), and singular values near 1."""
+    a, b, c = COEFFICIENTS
+    wide = x.shape[0] <= x.shape[1]
+    x = (x if wide else x.T).contiguous()
+    x = x / (x.float().norm() + 1e-7).to(x.dtype)
+    for _ in range(ITERATIONS):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.T.contiguous()
