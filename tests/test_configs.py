@@ -9,6 +9,7 @@ import pytest
 from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
 from tests.published import PARAMETERS
 from torchtitan_lite.config import load
+from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.monitoring.mfu import Device
 from torchtitan_lite.tools import plan
@@ -39,6 +40,13 @@ def some_of(files: list[Path], quick: set[str]) -> list[Any]:
 def test_small_configs_run_two_steps(file: Path, text: Path, tmp_path: Path) -> None:
     more = {"train__steps": 2, "train__micro_batch_size": 2, "train__global_batch_size": 4, "optim__warmup_steps": 1}
     keep = (*OURS, "train.micro_batch_size", "train.global_batch_size", "optim.warmup_steps", "log.every")
+    if load.load(file, {}).config.data.objective == "pairs":
+        (tmp_path / "pairs.jsonl").write_text(
+            '{"source": "a b", "target": "a"}\n{"source": "b c", "target": "b"}\n' * 9
+        )
+        keys = "--source-key", "source", "--target-key", "target", "--tokenizer", "bytes", "--val-fraction", "0.5"
+        text = tmp_path / "prepared"
+        assert prepare([str(tmp_path / "pairs.jsonl"), *keys, "--out", str(text)]) == 0
     command = [option for option in tiny(text, tmp_path, **more) if option.split("=")[0].removeprefix("--") in keep]
     output = succeeded(ranks(1, "--config", str(file), *command))
     assert f"the run is in {tmp_path / file.stem}" in output

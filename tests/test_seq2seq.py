@@ -1,0 +1,72 @@
+"""Encoder-decoders in runs: the commands of docs/seq2seq.md, exact resume, and batches of any world size."""
+
+import csv
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT, losses, ranks, records, run_python, succeeded, tiny
+from torchtitan_lite.data.prepare.__main__ import main
+
+PAGE = (ROOT / "docs/seq2seq.md").read_text()
+COMMANDS = [shlex.split(line) for line in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)[0].splitlines()]
+
+
+def news(file: Path) -> Path:
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        rows = (
+            (f"In town {i}, {'much ' * (i % 7)}happened on day {i * 7919}.", f"Day {i * 7919}") for i in range(1500)
+        )
+        csv.writer(stream).writerows([("text", "headline"), *rows])
+    return file
+
+
+def of(kind: str, text: Path, tmp_path: Path, **more: Any) -> list[str]:
+    values: dict[str, Any] = {"model__family": "t5", "data__objective": kind, "optim__schedule": "constant"}
+    values["optim__warmup_steps"] = 1
+    if kind == "pairs":
+        text = tmp_path / "pairs"
+        if not text.exists():
+            file = news(tmp_path / "news.csv")
+            keys = "--source-key", "text", "--target-key", "headline"
+            assert main([str(file), *keys, "--tokenizer", "bytes", "--out", str(text)]) == 0
+        values["data__target_len"] = 12
+    return tiny(text, tmp_path, **{**values, **more})
+
+
+@pytest.mark.parametrize("kind", [pytest.param("span_corruption", marks=pytest.mark.extended), "pairs"])
+def test_a_resume_is_bitwise_and_the_world_size_changes_no_batch(kind: str, text: Path, tmp_path: Path) -> None:
+    succeeded(ranks(2, *of(kind, text, tmp_path, run__name="through", train__steps=4, train__z_loss=1e-3)))
+    for steps in (2, 4):
+        succeeded(ranks(2, *of(kind, text, tmp_path, run__name="twice", train__steps=steps, train__z_loss=1e-3)))
+    succeeded(ranks(1, *of(kind, text, tmp_path, run__name="alone", train__steps=4, train__z_loss=1e-3)))
+    through, twice, alone = (losses(tmp_path / name) for name in ("through", "twice", "alone"))
+    assert through == twice
+    for step, values in through.items():
+        assert values == pytest.approx(alone[step], rel=1e-4)
+    tokens = [[r["tokens"] for r in records(tmp_path / name) if "loss" in r] for name in ("through", "alone")]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.extended
+def test_from_a_csv_to_summaries_in_five_commands(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    news(tmp_path / "news.csv")
+    assert len(COMMANDS) == 5
+    names = {"news.csv": tmp_path / "news.csv", "data/news": tmp_path / "data", "runs/news": tmp_path / "news"}
+    for words in COMMANDS:
+        command = [str(names.get(word, word)) for word in words]
+        command = ["600" if word == "4096" else word.replace("=data/news", f"={tmp_path / 'data'}") for word in command]
+        if command[0] == "torchrun":
+            assert command[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
+            ours = ("run.out_dir", "train.micro_batch", "train.global_batch", "optim.warmup", "eval.samples", "run.")
+            more = [o for o in tiny(text, tmp_path, train__steps=4) if o.removeprefix("--").startswith(ours)]
+            said = succeeded(ranks(2, *command[4:], *more, "--train.steps=4", "--log.every=1"))
+            assert "0 sources cut to 256 tokens and 0 targets cut to 32 tokens" in said
+        else:
+            assert command[0] == "python"
+            said = succeeded(run_python(command[1:]))
+    assert len(losses(tmp_path / "news")) == 4
+    assert (tmp_path / "news/report.html").is_file()
