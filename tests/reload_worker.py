@@ -1,7 +1,8 @@
-"""Saves in all four ways on one mesh, or loads what other meshes have saved: `FOLDER save|load MESH`."""
+"""Saves in all four ways on one mesh, or loads what other meshes have saved: `FOLDER save|load MESH FAMILY`."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,15 +23,18 @@ from torchtitan_lite.optim.optimizer import build_optimizer, make_state, set_lea
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
 # mesh -> number of ranks and of copies; no size below divides evenly
 MESHES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (4, 2)}
-MODEL = {"family": "llama", "dim": 36, "n_heads": 6, "n_kv_heads": 2, "hidden_dim": 50, "n_layers": 1}
-MODEL |= {"max_seq_len": 8, "tie_embeddings": True}
+SHAPE = {"dim": 36, "n_heads": 6, "hidden_dim": 50, "n_layers": 1, "max_seq_len": 8, "tie_embeddings": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SHAPE | {"family": "llama", "n_kv_heads": 2},
+    "t5": SHAPE | {"family": "t5", "scale_output": True},
+}
 
 
 class State:
     """A model and its optimizer on this mesh."""
 
-    def __init__(self, mesh: str, seed: int, world: World) -> None:
-        values = {"model": MODEL, "fsdp": {"dp_replicate": MESHES[mesh][1]}, "run": {"device": "cpu"}}
+    def __init__(self, mesh: str, seed: int, family: str, world: World) -> None:
+        values = {"model": MODELS[family], "fsdp": {"dp_replicate": MESHES[mesh][1]}, "run": {"device": "cpu"}}
         config = Config.model_validate(values)
         self.world = world
         self.model = train.sharded_model(config, 517, build_mesh(derive(config, world.world_size), world.device))
@@ -54,8 +58,8 @@ class State:
         return Checkpointer(folder, self.model, self.optimizer, way, self.world)
 
 
-def save(folder: Path, mesh: str, world: World) -> None:
-    state = State(mesh, 1, world)
+def save(folder: Path, mesh: str, family: str, world: World) -> None:
+    state = State(mesh, 1, family, world)
     state.step()
     for kind, api in WAYS:
         checkpointer = state.checkpointer(folder / f"{mesh} {kind} {api}", kind, api)
@@ -64,7 +68,7 @@ def save(folder: Path, mesh: str, world: World) -> None:
         assert saved is not None
         assert not saved.error, saved.error
     for kind, api in WAYS:  # the same state, saved while it is trained on: the same bytes
-        trained = State(mesh, 1, world)
+        trained = State(mesh, 1, family, world)
         trained.step()
         checkpointer = trained.checkpointer(folder / f"{mesh} {kind} {api} beside", kind, api, beside=True)
         checkpointer.save(TrainState(step=1))
@@ -80,12 +84,12 @@ def save(folder: Path, mesh: str, world: World) -> None:
         save_file({name: t.contiguous() for name, t in expected.items()}, folder / f"{mesh}.safetensors")
 
 
-def load(folder: Path, mesh: str, world: World) -> None:
+def load(folder: Path, mesh: str, family: str, world: World) -> None:
     """From every mesh, every way, by the other API than the one that saved it."""
     for source in MESHES:
         expected = load_file(folder / f"{source}.safetensors")
         for kind, api in WAYS:
-            state = State(mesh, 2, world)
+            state = State(mesh, 2, family, world)
             make_state(state.optimizer)
             by = "dcp" if api == "dtensor" else "dtensor"
             assert state.checkpointer(folder / f"{source} {kind} {api}", kind, by).load({}) == TrainState(step=1)
@@ -96,7 +100,7 @@ def load(folder: Path, mesh: str, world: World) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    folder, action, mesh = Path(argv[0]), argv[1], argv[2]
+    folder, action, mesh, family = Path(argv[0]), argv[1], argv[2], argv[3]
     with process_group(Config.model_validate({"run": {"device": "cpu", "threads": 1}}).run) as world:
-        (save if action == "save" else load)(folder, mesh, world)
+        (save if action == "save" else load)(folder, mesh, family, world)
     return 0

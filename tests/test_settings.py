@@ -127,7 +127,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--data.path=no/such/text"], "nothing found at no/such/text"),
         (["--data.path=[]"], "names no text"),
         (["--model.size=9M"], "no such size of llama; known: 1M"),
-        (["--model.family=lstm"], "should be 'gpt' or 'llama'"),
+        (["--model.family=lstm"], "should be 'gpt', 'llama' or 't5'"),
         (
             ["--model.family=gpt", "--model.rope_theta=5e5"],
             'has no effect without model.family = "llama"; leave it out',

@@ -93,6 +93,7 @@ def test_the_printed_plan(capsys: pytest.CaptureFixture[str]) -> None:
 SHAPE: dict[str, Any] = {"model__family": "t5", "data__objective": "span_corruption", "model__n_decoder_layers": 1}
 
 
+@pytest.mark.extended
 def test_inspect_lists_the_groups_of_both_stacks(text: Path, tmp_path: Path) -> None:
     out = succeeded(python(*tiny(text, tmp_path, **SHAPE), "--inspect"))
     table = [line.split("  ")[0] for line in out.splitlines()[-7:]]
@@ -102,6 +103,7 @@ def test_inspect_lists_the_groups_of_both_stacks(text: Path, tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.extended
 def test_a_dry_run_is_as_planned(text: Path, tmp_path: Path) -> None:
     values = {"model__dim": 128, "model__n_heads": 4, "train__seq_len": 128, "model__max_seq_len": 128}
     out = succeeded(ranks(2, *tiny(text, tmp_path, **SHAPE, **values), "--dry-run"))
