@@ -63,9 +63,9 @@ def attention() -> None:
             q, k, v = (leaf(4, length, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads, dtype=dtype) for _ in range(3))
             found = {}
             for block in (64, 128, 256):
-                block_attention.BLOCK = block
+                block_attention.BLOCK = dict.fromkeys((2, 4), block)
                 found[f"blocks of {block}"] = core_ms(
-                    lambda q=q, k=k, v=v: block_attention.block_attention(*(t.transpose(1, 2) for t in (q, k, v)))  # type: ignore[misc]
+                    lambda q=q, k=k, v=v: block_attention.block_attention(q, k, v)  # type: ignore[misc]
                 )
             plain = core_ms(lambda q=q, k=k, v=v: attend(q, k, v))  # type: ignore[misc]
             show(f"attention, {str(dtype)[6:]}, {length} tokens", plain, found)
@@ -176,7 +176,7 @@ def main() -> None:
         part()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     subprocess.run([*launcher, "benchmarks.candidates", "collectives"], check=True)
-    block_attention.BLOCK, head.CHUNK["cpu"] = 128, 256
+    block_attention.BLOCK, head.CHUNK["cpu"] = {2: 128, 4: 64}, 256
     step()
 
 
