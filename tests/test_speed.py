@@ -69,6 +69,20 @@ def test_attention_by_blocks_is_attention(length: int) -> None:
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_kv", [1, 2])
+def test_heads_that_share_keys_are_one_product(n_kv: int, dtype: torch.dtype) -> None:
+    """Six heads share the keys of one or two, which are not copied; the last block is not full."""
+    made, weights = queries(61, dtype, width=40)
+    inputs = [made[0].reshape(2, 61, 6, 20), *(t[:, :, :n_kv, :20] for t in made[1:])]
+    weights = weights.reshape(2, 61, 6, 20)
+    with Operators() as operators:
+        ours = with_gradients(lambda q, k, v: attend(q, k, v, by_blocks=True), inputs, weights)
+    assert not operators.counts["repeat_interleave"]
+    exact = with_gradients(attend, [t.double() for t in inputs], weights)
+    assert all(error(one, truth) < 4 * torch.finfo(dtype).eps for one, truth in zip(ours, exact, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_by_blocks_rounds_about_as_much_as_the_kernel(dtype: torch.dtype) -> None:
     """Scores and probabilities are rounded to the dtype, which the kernel keeps in float32."""

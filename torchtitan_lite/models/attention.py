@@ -22,8 +22,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     shared = q.unflatten(2, (k.shape[2], -1))  # (B, T, K, G, E): G heads share keys, and become rows of one product
     k, v = (t.transpose(1, 2).flatten(0, 1) for t in (k, v))
     out = _BlockAttention.apply(shared.transpose(1, 2).flatten(0, 1).flatten(1, 2), k, v)  # type: ignore[no-untyped-call]
-    by_heads: Tensor = out.unflatten(0, (len(q), -1)).unflatten(2, (q.shape[1], -1))  # (B, K, T, G, E)
-    return by_heads.transpose(1, 2).flatten(2, 3)
+    return out.unflatten(0, (len(q), -1)).unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -31,13 +30,11 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, kept = torch.empty_like(q), []
-        block, group = BLOCK[q.itemsize], q.shape[1] // k.shape[1]
-        future = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1).repeat_interleave(group, 0)
+        out, kept, empty, scale = torch.empty_like(q), [], q.new_empty(()), 1 / math.sqrt(q.shape[2])
+        future = torch.ones(BLOCK[q.itemsize], BLOCK[q.itemsize], dtype=torch.bool).triu(1)
+        future = future.repeat_interleave(q.shape[1] // k.shape[1], 0)
         for start, end, rows in _blocks(q, k):
-            scores = torch.baddbmm(
-                q.new_empty(()), q[:, rows], k[:, :end].transpose(1, 2), beta=0, alpha=1 / math.sqrt(q.shape[2])
-            )  # (N, (end - start) G, end)
+            scores = torch.baddbmm(empty, q[:, rows], k[:, :end].transpose(1, 2), beta=0, alpha=scale)
             scores[:, :, start:].masked_fill_(future[: scores.shape[1], : end - start], -math.inf)
             torch.softmax(scores, -1, out=scores)  # computed in float32, then rounded
             torch.bmm(scores, v[:, :end], out=out[:, rows])
@@ -64,17 +61,14 @@ class _BlockAttention(torch.autograd.Function):
 
 def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, slice]]:
     """The first token of each block, the token after its last, and its rows of queries."""
-    length, block, group = k.shape[1], BLOCK[q.itemsize], q.shape[1] // k.shape[1]
-    ends = [(start, min(start + block, length)) for start in range(0, length, block)]
+    length, group = k.shape[1], q.shape[1] // k.shape[1]
+    ends = [(start, min(start + BLOCK[q.itemsize], length)) for start in range(0, length, BLOCK[q.itemsize])]
     return [(start, end, slice(start * group, end * group)) for start, end in ends]
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     """total += one @ other; in the same dtype, within the product."""
-    if total.dtype == one.dtype:
-        total.baddbmm_(one, other)
-    else:
-        total += torch.bmm(one, other)
+    _ = total.baddbmm_(one, other) if total.dtype == one.dtype else total.add_(torch.bmm(one, other))
 
 
 class KeysValues:
@@ -127,8 +121,7 @@ def attend(
     Args:
         k, v: H / K queries in a row share a head of these.
         mask: from within_documents.
-        by_blocks: use block_attention where it is faster.
-        widened: compute in float32, and round the result.
+        by_blocks, widened: use block_attention where it is faster; compute in float32, and round the result.
     """
     if q.is_cuda or not (mask is None or isinstance(mask, Tensor)):
         from torchtitan_lite.models import cuda_attention
@@ -136,8 +129,7 @@ def attend(
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return cuda_attention.attend(q, k, v, mask, dropout, causal(q, k)).transpose(1, 2)
     dtype = q.dtype
-    if widened:
-        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = (t.float() if widened else t for t in (q, k, v))
     plain = mask is None and dropout == 0 and q.shape[1] == k.shape[1] and q.device.type == "cpu"
     if by_blocks and plain and q.shape[1] <= MAX_SEQ_LEN:
         return block_attention(q, k, v).to(dtype)

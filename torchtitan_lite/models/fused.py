@@ -43,11 +43,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        norm = torch.linalg.vector_norm(_wide(x), dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return torch.mul(wide, scale, out=None if wide is x else wide).mul_(weight.to(wide.dtype)).to(x.dtype)
+        return _scaled(x, scale).mul_(weight.to(scale.dtype)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:

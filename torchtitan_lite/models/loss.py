@@ -33,8 +33,7 @@ def bits_per_byte(nats: float, n_bytes: int) -> float:
     return nats / math.log(2) / n_bytes
 
 
-# Tokens in a chunk: more are faster, but take memory; on a GPU a chunk should occupy the whole device. Twice as many in
-# float32, whose softmax overwrites the logits.
+# Tokens in a chunk; twice as many in float32, whose softmax overwrites the logits. More are faster, but take memory.
 CHUNK = {"cpu": 256, "cuda": 4096}
 KERNEL_ON = {"cuda"}  # devices with a kernel for a chunk's loss and gradient, and chunks of its own size: fused_loss.py
 
@@ -98,10 +97,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_logits = d_logits.to(matrix.dtype)
             if dx is not None:
                 dx[start : start + chunk] = d_logits @ matrix
-            if dw is not None and dw.dtype == d_logits.dtype:
-                dw.addmm_(d_logits.T, part)
-            elif dw is not None:
-                _add(dw, d_logits.T @ part)
+            if dw is not None:
+                _add_product(dw, d_logits.T, part)
         ctx.save_for_backward(dx, dw)
         ctx.dtype = weight.dtype
         return loss
@@ -117,9 +114,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _add(total: Tensor, product: Tensor) -> None:
-    """total += product, (V, D) each, in groups of rows: across dtypes PyTorch would first copy the whole product."""
-    for rows, more in zip(total.split(_rows(total)), product.split(_rows(total)), strict=True):
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other, (V, D); across dtypes in groups of rows: PyTorch would first copy the whole product."""
+    if total.dtype == one.dtype:
+        total.addmm_(one, other)
+        return
+    for rows, more in zip(total.split(_rows(total)), (one @ other).split(_rows(total)), strict=True):
         rows += more
 
 
@@ -137,10 +137,7 @@ def _rows(total: Tensor) -> int:
 
 
 def _softmax_minus_onehot(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each token, (n,) float32, and the gradient of their sum, (n, V) in the logits' dtype.
-
-    Overwrites float32 logits.
-    """
+    """The loss of each token, (n,) float32, and the gradient of their sum, (n, V), in place of float32 logits."""
     counts = targets != IGNORE
     index = torch.where(counts, targets, 0)[:, None]
     largest, own = logits.amax(-1).float(), logits.gather(1, index)[:, 0].float()
