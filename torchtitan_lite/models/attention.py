@@ -37,7 +37,7 @@ class _BlockAttention(torch.autograd.Function):
             scores = torch.baddbmm(empty, q[:, rows], k[:, :end].transpose(1, 2), beta=0, alpha=scale)
             scores[:, :, start:].masked_fill_(future[: scores.shape[1], : end - start], -math.inf)
             torch.softmax(scores, -1, out=scores)  # computed in float32, then rounded
-            torch.bmm(scores, v[:, :end], out=out[:, rows])
+            out[:, rows] = torch.bmm(scores, v[:, :end])  # Dynamo takes no slice for `out=`
             kept.append(scores)
         ctx.save_for_backward(q, k, v, *kept)
         return out
@@ -53,7 +53,7 @@ class _BlockAttention(torch.autograd.Function):
         for (_, end, rows), probabilities in zip(_blocks(q, k), kept, strict=True):
             ds = torch.bmm(d_out[:, rows], v[:, :end].transpose(1, 2))
             torch._softmax_backward_data(ds, probabilities, -1, ds.dtype, grad_input=ds)
-            torch.bmm(ds, k[:, :end], out=dq[:, rows])
+            dq[:, rows] = torch.bmm(ds, k[:, :end])
             _add_product(dk[:, :end], ds.transpose(1, 2), q[:, rows])
             _add_product(dv[:, :end], probabilities.transpose(1, 2), d_out[:, rows])
         return dq.mul_(scale), dk.mul_(scale).to(k.dtype), dv.to(v.dtype)

@@ -145,6 +145,4 @@ def _softmax_minus_onehot(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     # log(sum(exp)) follows from the largest probability (at least 1 / V), without a second pass of exponentials
     losses = torch.where(counts, largest - p.amax(-1).log() - own, 0.0)
     p.scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float32))
-    if p.is_cuda or not counts.all():  # on a GPU the host would wait for the answer
-        p.mul_(counts[:, None])
-    return losses, p.to(logits.dtype)
+    return losses, p.mul_(counts[:, None]).to(logits.dtype)
