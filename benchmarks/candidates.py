@@ -1,4 +1,4 @@
-"""Optimizations that were tried for a CPU step, kept or not: `python -m benchmarks.candidates`.
+"""Optimizations that were tried for a CPU step, kept or not: `python -m benchmarks.candidates [part ...]`.
 
 Prints the least of several CPU times of forward and backward on one core, in milliseconds, and a profile of a step by
 operator on one rank.
@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from benchmarks.contenders import Shape, training_of
+from benchmarks.machine import cpu
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import shared_memory
 from torchtitan_lite.distributed.process_group import exit_process, process_group
@@ -63,9 +64,9 @@ def attention() -> None:
             q, k, v = (leaf(4, length, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads, dtype=dtype) for _ in range(3))
             found = {}
             for block in (64, 128, 256):
-                block_attention.BLOCK = block
+                block_attention.BLOCK = dict.fromkeys((2, 4), block)
                 found[f"blocks of {block}"] = core_ms(
-                    lambda q=q, k=k, v=v: block_attention.block_attention(*(t.transpose(1, 2) for t in (q, k, v)))  # type: ignore[misc]
+                    lambda q=q, k=k, v=v: block_attention.block_attention(q, k, v)  # type: ignore[misc]
                 )
             plain = core_ms(lambda q=q, k=k, v=v: attend(q, k, v))  # type: ignore[misc]
             show(f"attention, {str(dtype)[6:]}, {length} tokens", plain, found)
@@ -73,14 +74,15 @@ def attention() -> None:
 
 def loss() -> None:
     """Full logits and chunks of several sizes."""
-    x, weight = leaf(4, SHAPE.seq_len, SHAPE.dim), leaf(SHAPE.vocab_size, SHAPE.dim)
-    targets = torch.randint(SHAPE.vocab_size, (4, SHAPE.seq_len))
-    found = {}
-    for chunk in (64, 128, 256, 512, 2048):
-        head.CHUNK["cpu"] = chunk
-        found[f"chunks of {chunk}"] = core_ms(lambda: head.chunked_cross_entropy(x, weight, targets))
-    plain = core_ms(lambda: summed_cross_entropy(F.linear(x, weight), targets))
-    show("output matrix and loss", plain, found)
+    for dtype in (BF16, torch.float32):
+        x, weight = leaf(4, SHAPE.seq_len, SHAPE.dim, dtype=dtype), leaf(SHAPE.vocab_size, SHAPE.dim, dtype=dtype)
+        targets = torch.randint(SHAPE.vocab_size, (4, SHAPE.seq_len))
+        found = {}
+        for chunk in (64, 128, 256, 512, 2048):
+            head.CHUNK["cpu"] = chunk // 2 if dtype == torch.float32 else chunk
+            found[f"chunks of {chunk}"] = core_ms(lambda: head.chunked_cross_entropy(x, weight, targets))  # noqa: B023
+        plain = core_ms(lambda: summed_cross_entropy(F.linear(x, weight), targets))  # noqa: B023
+        show(f"output matrix and loss, {str(dtype)[6:]}", plain, found)
 
 
 def fused_matrices() -> None:
@@ -104,15 +106,17 @@ def fused_matrices() -> None:
 
 def small_operators() -> None:
     """Rotary positions and RMSNorm from PyTorch's operators, and fused."""
-    x = leaf(4, SHAPE.seq_len, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads)
     angles = torch.rand(SHAPE.seq_len, SHAPE.dim // SHAPE.n_heads // 2).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
-    few = core_ms(lambda: fused.rotate(x, cos, sin))
-    show("rotary positions of queries", core_ms(lambda: rotate(x, cos, sin)), {"few passes": few})
-    norm, wide = fused.RMSNorm(SHAPE.dim, 1e-5).to(BF16), leaf(4 * SHAPE.seq_len, SHAPE.dim)
-    plain = core_ms(lambda: norm(wide))
-    norm.fused = True
-    show("RMSNorm", plain, {"few passes": core_ms(lambda: norm(wide))})
+    for dtype in (BF16, torch.float32):
+        x = leaf(4, SHAPE.seq_len, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads, dtype=dtype)
+        few = core_ms(lambda: fused.rotate(x, cos, sin))  # noqa: B023
+        plain = core_ms(lambda: rotate(x, cos, sin))  # noqa: B023
+        show(f"rotary positions of queries, {str(dtype)[6:]}", plain, {"few passes": few})
+        norm, wide = fused.RMSNorm(SHAPE.dim, 1e-5).to(dtype), leaf(4 * SHAPE.seq_len, SHAPE.dim, dtype=dtype)
+        plain = core_ms(lambda: norm(wide))  # noqa: B023
+        norm.fused = True
+        show(f"RMSNorm, {str(dtype)[6:]}", plain, {"few passes": core_ms(lambda: norm(wide))})  # noqa: B023
 
 
 def collectives() -> None:
@@ -166,17 +170,22 @@ def step() -> None:
     exit_process()
 
 
+PARTS = {"attention": attention, "loss": loss, "matrices": fused_matrices, "small": small_operators}
+
+
 def main() -> None:
-    """Print all."""
+    """Print all, or the parts that are named."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, one thread, load {os.getloadavg()[0]:.1f}\n")
+    print(f"{cpu()}; torch {torch.__version__}, one thread, load {os.getloadavg()[0]:.1f}\n")
     print("| | plain, ms | others, ms (how many times as fast) |\n|---|---:|---|")
-    for part in (attention, loss, fused_matrices, small_operators):
-        part()
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name]()
+    if sys.argv[1:]:
+        return
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     subprocess.run([*launcher, "benchmarks.candidates", "collectives"], check=True)
-    block_attention.BLOCK, head.CHUNK["cpu"] = 128, 256
+    block_attention.BLOCK, head.CHUNK["cpu"] = {2: 128, 4: 64}, 256
     step()
 
 

@@ -39,16 +39,18 @@ from torchtitan_lite.distributed.process_group import World, build_mesh, exit_pr
 from torchtitan_lite.training.session import Session
 
 Step = Callable[[], None]
+SIZES = "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads"
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What all contenders train: a Llama without shared heads, and one micro-batch per rank and step."""
+    """What all contenders train: a Llama, and one micro-batch per rank and step."""
 
     dim: int = 384
     hidden_dim: int = 1024
     n_layers: int = 6
     n_heads: int = 6
+    n_kv_heads: int = 6
     vocab_size: int = 8192
     seq_len: int = 512
     micro_batch_size: int = 4
@@ -66,9 +68,17 @@ class Shape:
         Args:
             causal: count only the half of attention that a causal model needs.
         """
-        layer = 4 * self.dim**2 + 3 * self.dim * self.hidden_dim + 2 * self.dim
+        shared = 2 * self.dim**2 * (self.n_heads + self.n_kv_heads) // self.n_heads
+        layer = shared + 3 * self.dim * self.hidden_dim + 2 * self.dim
         parameters = self.n_layers * layer + self.dim + self.vocab_size * self.dim
         return 6 * parameters + 12 * self.n_layers * self.dim * self.seq_len // (2 if causal else 1)
+
+
+SHAPES = {
+    "default": Shape(128, 384, 4, 4, 2, vocab_size=4096, seq_len=256, micro_batch_size=8),  # the default experiment
+    "17M": Shape(),
+    "13M": Shape(320, 896, 7, 5, 5, vocab_size=6000, seq_len=768, micro_batch_size=2),
+}
 
 
 class RandomSamples:
@@ -97,12 +107,11 @@ class RandomSamples:
 def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str = "cpu") -> Config:
     """A config of this shape, with more keys on top."""
     values = {
-        **{f"model.{key}": getattr(shape, key) for key in ("dim", "hidden_dim", "n_layers", "n_heads", "vocab_size")},
+        **{f"model.{key}": getattr(shape, key) for key in (*SIZES, "vocab_size")},
         **{"model.max_seq_len": shape.seq_len, "train.seq_len": shape.seq_len, "train.steps": 10**6},
         **{"train.micro_batch_size": shape.micro_batch_size, "run.device": device, "fsdp.param_dtype": shape.dtype},
         "train.global_batch_size": shape.micro_batch_size * world_size,
         "tokenizer.vocab_size": shape.vocab_size,
-        "model.n_kv_heads": shape.n_heads,
     }
     given = {key: load.ConfigValue(value, "benchmark") for key, value in (values | more).items()}
     n_gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -147,7 +156,7 @@ def batch_of(shape: Shape, world: World) -> tuple[Tensor, Tensor]:
 def plain_model(shape: Shape, world: World) -> nn.Module:
     """The Llama of models/llama.py, with PyTorch's attention and unchunked logits."""
     config = ModelConfig(
-        **{key: getattr(shape, key) for key in ("dim", "hidden_dim", "n_layers", "n_heads")},
+        **{key: getattr(shape, key) for key in SIZES},
         max_seq_len=shape.seq_len,
     )
     with torch.device("meta"):
@@ -169,32 +178,31 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def bare_fsdp2(shape: Shape, world: World) -> Step:
     """fully_shard on each block and the root, and a minimal training loop."""
     model: Any = plain_model(shape, world)
-    mesh = init_device_mesh(world.device.type, (world.world_size,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy(shape))
-    fully_shard(model, mesh=mesh, mp_policy=policy(shape))
-    optimizer = adamw(model)
-    tokens, targets = batch_of(shape, world)
-
-    def step() -> None:
-        logits = model(tokens)
-        F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return loop(sharded(model, model.layers, shape, world), shape, world)
 
 
 def ddp(shape: Shape, world: World) -> Step:
     """DistributedDataParallel with autocast: all parameters on each rank."""
-    model = DistributedDataParallel(plain_model(shape, world))
+    return loop(DistributedDataParallel(plain_model(shape, world)), shape, world, autocast=True)
+
+
+def sharded(model: Any, layers: Any, shape: Shape, world: World) -> Any:
+    """fully_shard on each block and the root, in place."""
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy(shape))
+    return model
+
+
+def loop(model: nn.Module, shape: Shape, world: World, *, autocast: bool = False) -> Step:
+    """A minimal training loop. The model returns logits, or an object that has them."""
     optimizer = adamw(model)
     tokens, targets = batch_of(shape, world)
 
     def step() -> None:
-        with torch.autocast(world.device.type, shape.torch_dtype, enabled=shape.dtype != "float32"):
-            logits = model(tokens)
+        with torch.autocast(world.device.type, shape.torch_dtype, enabled=autocast and shape.dtype != "float32"):
+            out = model(tokens)
+        logits = getattr(out, "logits", out)
         F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -215,13 +223,24 @@ def hugging_face_llama(shape: Shape) -> nn.Module:
         "intermediate_size": shape.hidden_dim,
         "num_hidden_layers": shape.n_layers,
         "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.seq_len,
         "attn_implementation": "sdpa",
         "use_cache": False,
     }
     return LlamaForCausalLM(LlamaConfig(**values))
+
+
+def bare_fsdp2_hf(shape: Shape, world: World) -> Step:
+    """What Fabric runs, without Fabric."""
+    model: Any = hugging_face_llama(shape)
+    return loop(sharded(model, model.model.layers, shape, world), shape, world)
+
+
+def ddp_hf(shape: Shape, world: World) -> Step:
+    """What Accelerate runs on a CPU, without Accelerate."""
+    return loop(DistributedDataParallel(hugging_face_llama(shape)), shape, world, autocast=True)
 
 
 def fabric(shape: Shape, world: World) -> Step:
@@ -282,7 +301,7 @@ def accelerate(shape: Shape, world: World) -> Step:
 
 # --- the roof ---------------------------------------------------------------------------------------------------
 
-PRODUCTS = 16  # in a step of the roof, so that a turn takes as long as the others
+PRODUCTS = 2  # in a step of the roof
 
 
 def roof(shape: Shape, world: World) -> Step:
@@ -310,9 +329,16 @@ CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
     "DDP": ddp,
     "Fabric, HF Llama": fabric,
     "Accelerate, HF Llama": accelerate,
+    "bare FSDP2 loop, HF Llama": bare_fsdp2_hf,
+    "DDP, HF Llama": ddp_hf,
     "roof": roof,
 }
+EXTRA = "torchtitan_lite, compiled", "torchtitan_lite, not sharded"  # only on request
+# runs where the other is not installed
+STAND_INS = {"Fabric, HF Llama": "bare FSDP2 loop, HF Llama", "Accelerate, HF Llama": "DDP, HF Llama"}
 NEEDS = {
+    "bare FSDP2 loop, HF Llama": ("transformers",),
+    "DDP, HF Llama": ("transformers",),
     "Fabric, HF Llama": ("lightning-fabric", "transformers"),
     "Accelerate, HF Llama": ("accelerate", "transformers"),
 }

@@ -1,4 +1,6 @@
-"""Tokens per second of several frameworks: `make bench`, or `python -m benchmarks.train [--rounds N] [--smoke]`.
+"""Tokens per second of several frameworks: `make bench`, or `python -m benchmarks.train`.
+
+It measures three shapes in float32 and bfloat16, some minutes each; --shapes, --dtypes and --only choose among them.
 
 Every contender (contenders.py) is built once. Then they take turns of a few steps, in a different order each round,
 together with a matrix product as the practical peak. A ratio thus compares turns within the same half minute, and other
@@ -7,6 +9,7 @@ the ratio by CPU time, which excludes waiting, including that for other ranks.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -16,17 +19,20 @@ import socket
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.contenders import CONTENDERS, PRODUCTS, Shape, missing
+from benchmarks.contenders import CONTENDERS, EXTRA, PRODUCTS, SHAPES, STAND_INS, Shape, missing
+from benchmarks.machine import cpu
 from torchtitan_lite.config.derive import usable_cores
+from torchtitan_lite.distributed.cpu_flags import slow_dtypes
 
 ROOT = Path(__file__).parent.parent
 OURS = "torchtitan_lite"
+DTYPES = "float32", "bfloat16"
 GROUP = 4  # contenders beside ours that are up at the same time: each takes about 2 GB
 # float32: without bfloat16 instructions a product in bfloat16 takes fifty times as long
 SMOKE = Shape(
@@ -34,6 +40,7 @@ SMOKE = Shape(
     hidden_dim=64,
     n_layers=2,
     n_heads=2,
+    n_kv_heads=2,
     vocab_size=300,
     seq_len=40,
     micro_batch_size=2,
@@ -107,22 +114,24 @@ class Measured:
 
 
 def measure(
-    shape: Shape, names: list[str], n: int, device: str, rounds: int, steps: int
+    shape: Shape, names: list[str], n: int, device: str, *, rounds: int, seconds: float
 ) -> tuple[dict[str, Measured], list[float]]:
     """Run all contenders in turns. Also returns the machine's load at each round."""
     ranks = {name: Ranks(name, shape, n, device) for name in names}
-    for waiting in ranks.values():
+    steps = {}
+    for name, waiting in ranks.items():
         waiting.wait()
         waiting.run(2)  # compilation, the allocators, the first collectives
+        steps[name] = max(round(seconds / rounds / waiting.run(1)["cpu_s"]), 1)
     found, loads = {name: Measured() for name in names}, []
     for i in range(rounds):
         order = list(names)
         random.Random(i).shuffle(order)
         for name in order:
-            turn = ranks[name].run(steps)
+            turn = ranks[name].run(steps[name])
             work = 2 * shape.roof**3 * PRODUCTS if name == "roof" else shape.micro_batch_size * shape.seq_len
-            found[name].rates.append(n * steps * work / turn["seconds"])
-            found[name].core_rates.append(n * steps * work / turn["cpu_s"])
+            found[name].rates.append(n * steps[name] * work / turn["seconds"])
+            found[name].core_rates.append(n * steps[name] * work / turn["cpu_s"])
             found[name].peak_mib = turn["peak_mib"] - turn["before_mib"]
         loads.append(os.getloadavg()[0])
         print(f"round {i + 1} of {rounds}, load {loads[-1]:.1f}", file=sys.stderr, flush=True)
@@ -182,51 +191,81 @@ def rows(shape: Shape, found: dict[str, Measured], *, first: bool) -> list[str]:
     return lines
 
 
-def about(shape: Shape, n: int, device: str, rounds: int, loads: list[float]) -> list[str]:
-    """The model, the machine and the versions."""
-    packages = ("torch", "transformers", "lightning-fabric", "accelerate")
-    versions = []
-    for package in packages:
-        try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
+def versions() -> str:
+    """Python and the packages of all contenders."""
+    found = [f"Python {platform.python_version()}"]
+    for package in ("torch", "transformers", "lightning-fabric", "accelerate"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(found)
+
+
+def compare(name: str, shape: Shape, names: list[str], n: int, device: str, *, rounds: int, seconds: float) -> None:
+    """Measure one shape in one dtype, and print its table."""
+    print(
+        f"**{name}, {shape.dtype}**: {shape.flops_per_token() / 1e6:.1f} MFLOP per token (6 (N - N_embedding) + "
+        f"12 L H Q T), {shape.flops_per_token(causal=True) / 1e6:.1f} with causal attention counted once.\n{shape}\n"
+    )
+    others = [other for other in names if other not in (OURS, "roof")]
+    table, loads = list(HEADER), []
+    for i in range(0, max(len(others), 1), GROUP):
+        group = [OURS, *others[i : i + GROUP], "roof"]
+        found, more = measure(shape, group, n, device, rounds=rounds, seconds=seconds)
+        table += rows(shape, found, first=i == 0)
+        loads += more
+    print("\n".join(table))
+    print(f"\nload {min(loads):.1f} to {max(loads):.1f}, {rounds} rounds\n", flush=True)
+
+
+def contenders_for(asked: list[str], *, smoke: bool) -> list[str]:
+    """The contenders to run. Prints which are left out, and why."""
+    wanted = SMOKE_CONTENDERS if smoke else [OURS, *asked, "roof"]
+    if not asked and not smoke:
+        wanted = [name for name in CONTENDERS if name not in (*EXTRA, *STAND_INS.values())]
+    names = []
+    for name in wanted:
+        needed, instead = missing(name), STAND_INS.get(name, "")
+        if not needed:
+            names.append(name)
             continue
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{usable_cores()} cores ({platform.machine()})"
-    return [
-        f"{n} processes on {where}; Python {platform.python_version()}, {', '.join(versions)}; "
-        f"load {min(loads):.1f} to {max(loads):.1f}; {rounds} rounds.",
-        f"{shape}: {shape.flops_per_token() / 1e6:.0f} MFLOP per token (6 (N - N_embedding) + 12 L H Q T), "
-        f"{shape.flops_per_token(causal=True) / 1e6:.0f} with causal attention counted once.",
-        "",
-    ]
+        runs = f"; {instead} runs in its place" if instead and not missing(instead) else ""
+        print(f"left out: {name}, which needs {' and '.join(needed)} (make bench installs them){runs}\n")
+        names += [instead] * bool(runs)
+    return [name for name in CONTENDERS if name in names]
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=2, help="of each turn")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="of processor time of each contender and rank, in all rounds together",
+    )
     parser.add_argument("--ranks", type=int, default=0, help="0: 2, or the number of GPUs")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="instead of all; ours and the roof always")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: does it run?")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     n = given.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
-    shape = SMOKE if given.smoke else Shape(dtype=given.dtype)
-    wanted = SMOKE_CONTENDERS if given.smoke else [OURS, *given.only, "roof"] if given.only else list(CONTENDERS)
-    names = [name for name in CONTENDERS if name in wanted and not missing(name)]
-    for name in wanted:
-        if missing(name):
-            print(f"left out: {name}, which needs {' and '.join(missing(name))} (make bench installs them)\n")
-    rounds, steps = (2, 1) if given.smoke else (given.rounds, given.steps)
-    others = [name for name in names if name not in (OURS, "roof")]
-    table, loads = list(HEADER), []
-    for i in range(0, max(len(others), 1), GROUP):
-        found, more = measure(shape, [OURS, *others[i : i + GROUP], "roof"], n, device, rounds, steps)
-        table += rows(shape, found, first=i == 0)
-        loads += more
-    print("\n".join([*about(shape, n, device, rounds, loads), *table]))
+    where = torch.cuda.get_device_name() if device == "cuda" else cpu()
+    print(f"{n} processes on {where}; {versions()}; load {os.getloadavg()[0]:.1f}\n")
+    names = contenders_for(given.only or [], smoke=given.smoke)
+    if given.smoke:
+        compare("smoke", SMOKE, names, n, device, rounds=2, seconds=0.1)
+        return
+    for name in given.shapes:
+        for dtype in given.dtypes:
+            if device == "cpu" and dtype in slow_dtypes():
+                print(f"left out: {name} in {dtype}. This CPU has no instructions for it: the others take 20 times as")
+                print("long as in float32, and ours computes its products in float32 (benchmarks.products)\n")
+                continue
+            shape = replace(SHAPES[name], dtype=dtype)
+            compare(name, shape, names, n, device, rounds=given.rounds, seconds=given.seconds)
 
 
 if __name__ == "__main__":

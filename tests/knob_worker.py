@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     device: Literal["cpu", "cuda"] = "cuda" if argv[1:] == ["cuda"] else "cpu"
     wanted = set(argv[1:]) or {*CASES, *knob_effects.EFFECTS}  # all
     # a micro-batch of 16 tokens, in several pieces, the last ones not full
-    attention.BLOCK, head.CHUNK = 6, {"cpu": 7, "cuda": 7}
+    attention.BLOCK, head.CHUNK = dict.fromkeys((2, 4, 8), 6), {"cpu": 7, "cuda": 7}
     with process_group(RunConfig(device=device, threads=1)) as world:
         rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size and name in wanted}
         for name, case in (ON_CUDA if device == "cuda" else rows).items():

@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import compatibility
+from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import load, schema
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.monitoring import resumed
@@ -183,3 +184,13 @@ def test_init_from_nothing_is_an_error(text: Path, tmp_path: Path) -> None:
     assert "is not a run with a checkpoint, a checkpoint or a Hugging Face folder" in result.stderr
     result = python("--check-config", *tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "none"))
     assert f"model.init_from: nothing at {tmp_path / 'none'}" in result.stderr
+
+
+def test_a_checkpoint_of_older_fast_paths_is_not_resumed_bit_for_bit() -> None:
+    """They did not record how they sum. The same way again is not mentioned."""
+    world = World(0, 1, torch.device("cpu"), 1)
+    here = TrainState(bitwise_setting=compatibility.bitwise_setting(load.load(None, {}).config, world))
+    older = TrainState(bitwise_setting={k: v for k, v in here.bitwise_setting.items() if k != "fast_paths"})
+    (line,) = resumed.resume_lines(load.load(None, {"eval.every": load.ConfigValue(0, "test")}).config, older, here)
+    assert "not bit for bit: fast_paths 1 -> 2" in line
+    assert not resumed.resume_lines(load.load(None, {"eval.every": load.ConfigValue(0, "test")}).config, here, here)

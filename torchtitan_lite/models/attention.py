@@ -13,33 +13,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128  # queries; 64 and 256 were slower
+BLOCK = {2: 128, 4: 64, 8: 64}  # queries, by bytes of an element: others were slower (benchmarks.candidates)
 MAX_SEQ_LEN = 1024  # beyond this, SDPA is as fast and stores nothing of size (T, T)
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax(q k^T / sqrt(E)) v with softmax in float32; (B, H, T, E) each -> (B, H, T, E), any float dtype."""
-    batched = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))  # (N, T, E), N = B H
-    return _BlockAttention.apply(*batched).view(q.shape)  # type: ignore[no-untyped-call]
+    """Causal softmax(q k^T / sqrt(E)) v, softmax in float32; (B, T, H, E) and twice (B, T, K, E) -> (B, T, H, E)."""
+    shared = q.unflatten(2, (k.shape[2], -1))  # (B, T, K, G, E): G heads share keys, and become rows of one product
+    k, v = (t.transpose(1, 2).flatten(0, 1) for t in (k, v))
+    out = _BlockAttention.apply(shared.transpose(1, 2).flatten(0, 1).flatten(1, 2), k, v)  # type: ignore[no-untyped-call]
+    return out.unflatten(0, (len(q), -1)).unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)
 
 
 class _BlockAttention(torch.autograd.Function):
-    """(N, T, E) queries, keys and values -> (N, T, E)."""
+    """(N, T G, E) queries, (N, T, E) keys and values -> (N, T G, E). N = B K; the G rows of a token are adjacent."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length, width = q.shape[1:]
-        out, kept = torch.empty_like(q), []
-        future = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu(1)
-        for start in range(0, length, BLOCK):
-            end = min(start + BLOCK, length)
-            scores = torch.baddbmm(
-                q.new_empty(()), q[:, start:end], k[:, :end].transpose(1, 2), beta=0, alpha=1 / math.sqrt(width)
-            )  # (N, end - start, end)
-            scores[:, :, start:].masked_fill_(future[: end - start, : end - start], -math.inf)
-            probabilities = torch.softmax(scores, -1)  # computed in float32, then rounded
-            out[:, start:end] = torch.bmm(probabilities, v[:, :end])
-            kept.append(probabilities)
+        out, kept, empty, scale = torch.empty_like(q), [], q.new_empty(()), 1 / math.sqrt(q.shape[2])
+        future = torch.ones(BLOCK[q.itemsize], BLOCK[q.itemsize], dtype=torch.bool).triu(1)
+        future = future.repeat_interleave(q.shape[1] // k.shape[1], 0)
+        for start, end, rows in _blocks(q, k):
+            scores = torch.baddbmm(empty, q[:, rows], k[:, :end].transpose(1, 2), beta=0, alpha=scale)
+            scores[:, :, start:].masked_fill_(future[: scores.shape[1], : end - start], -math.inf)
+            torch.softmax(scores, -1, out=scores)  # computed in float32, then rounded
+            out[:, rows] = torch.bmm(scores, v[:, :end])  # Dynamo takes no slice for `out=`
+            kept.append(scores)
         ctx.save_for_backward(q, k, v, *kept)
         return out
 
@@ -47,19 +46,29 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (d_out,) = grads
         q, k, v, *kept = ctx.saved_tensors
-        length, scale = q.shape[1], 1 / math.sqrt(q.shape[2])
+        scale = 1 / math.sqrt(q.shape[2])
         dq = torch.empty_like(q)
         # every later block adds to a key's gradient: sum in float32
-        dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
-        for start, probabilities in zip(range(0, length, BLOCK), kept, strict=True):
-            end = min(start + BLOCK, length)
-            d_block = d_out[:, start:end]
-            dp = torch.bmm(d_block, v[:, :end].transpose(1, 2))
-            ds = torch._softmax_backward_data(dp, probabilities, -1, dp.dtype)
-            dq[:, start:end] = torch.bmm(ds, k[:, :end])
-            dk[:, :end] += torch.bmm(ds.transpose(1, 2), q[:, start:end])
-            dv[:, :end] += torch.bmm(probabilities.transpose(1, 2), d_block)
+        dk, dv = (torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
+        for (_, end, rows), probabilities in zip(_blocks(q, k), kept, strict=True):
+            ds = torch.bmm(d_out[:, rows], v[:, :end].transpose(1, 2))
+            torch._softmax_backward_data(ds, probabilities, -1, ds.dtype, grad_input=ds)
+            dq[:, rows] = torch.bmm(ds, k[:, :end])
+            _add_product(dk[:, :end], ds.transpose(1, 2), q[:, rows])
+            _add_product(dv[:, :end], probabilities.transpose(1, 2), d_out[:, rows])
         return dq.mul_(scale), dk.mul_(scale).to(k.dtype), dv.to(v.dtype)
+
+
+def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, slice]]:
+    """The first token of each block, the token after its last, and its rows of queries."""
+    length, group = k.shape[1], q.shape[1] // k.shape[1]
+    ends = [(start, min(start + BLOCK[q.itemsize], length)) for start in range(0, length, BLOCK[q.itemsize])]
+    return [(start, end, slice(start * group, end * group)) for start, end in ends]
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other; in the same dtype, within the product."""
+    _ = total.baddbmm_(one, other) if total.dtype == one.dtype else total.add_(torch.bmm(one, other))
 
 
 class KeysValues:
@@ -112,24 +121,23 @@ def attend(
     Args:
         k, v: H / K queries in a row share a head of these.
         mask: from within_documents.
-        by_blocks: use block_attention where it is faster.
-        widened: compute in float32, and round the result.
+        by_blocks, widened: use block_attention where it is faster; compute in float32, and round the result.
     """
     if q.is_cuda or not (mask is None or isinstance(mask, Tensor)):
         from torchtitan_lite.models import cuda_attention
 
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return cuda_attention.attend(q, k, v, mask, dropout, causal(q, k)).transpose(1, 2)
+    dtype = q.dtype
+    q, k, v = (t.float() if widened else t for t in (q, k, v))
+    plain = mask is None and dropout == 0 and q.shape[1] == k.shape[1] and q.device.type == "cpu"
+    if by_blocks and plain and q.shape[1] <= MAX_SEQ_LEN:
+        return block_attention(q, k, v).to(dtype)
     if q.shape[2] != k.shape[2]:  # copying shared heads is faster on the CPU than SDPA's enable_gqa
         k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
-    dtype = q.dtype
-    q, k, v = ((t.float() if widened else t).transpose(1, 2) for t in (q, k, v))
-    plain = mask is None and dropout == 0 and q.shape == k.shape and q.device.type == "cpu"
-    if by_blocks and plain and q.shape[2] <= MAX_SEQ_LEN:
-        mixed = block_attention(q, k, v)
-    else:
-        options = causal(q, k) if mask is None else {"attn_mask": mask}
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    options = causal(q, k) if mask is None else {"attn_mask": mask}
+    mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options)
     return mixed.transpose(1, 2).to(dtype)
 
 

@@ -16,8 +16,14 @@ def use_fused(x: Tensor) -> bool:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A copy in float32 or wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    """In float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """x * scale, in float32 or wider."""
+    wide = _wide(x)
+    return torch.mul(wide, scale, out=None if wide is x else wide)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -37,22 +43,21 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        norm = torch.linalg.vector_norm(_wide(x), dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return wide.mul_(scale).mul_(weight.to(wide.dtype)).to(x.dtype)
+        return _scaled(x, scale).mul_(weight.to(scale.dtype)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         n = x.shape[-1]
         wide = weight.to(scale.dtype)
-        grad, normed = _wide(grads[0]), _wide(x).mul_(scale)
+        grad, normed = _wide(grads[0]), _scaled(x, scale)
         product = grad * normed
         d_weight = product.reshape(-1, n).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         along = torch.mv(product.reshape(-1, n), wide).view(scale.shape).div_(n)
-        d_x = grad.mul_(wide).addcmul_(normed, along, value=-1).mul_(scale)
+        d_x = torch.mul(grad, wide, out=product).addcmul_(normed, along, value=-1).mul_(scale)
         return d_x.to(x.dtype), d_weight, None
 
 
@@ -68,17 +73,18 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return _turned(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, -sin), None, None
+        return _turned(grads[0], cos, sin, -1), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = x.shape[-1] // 2
-    wide = _wide(x)
-    other = torch.cat((wide[..., half:], wide[..., :half]), -1)
-    signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-    return wide.mul_(cos.unsqueeze(-2)).addcmul_(other, signed.unsqueeze(-2)).to(x.dtype)
+    wide, sin = _wide(x), sin.unsqueeze(-2)
+    out = wide * cos.unsqueeze(-2)
+    out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-direction)
+    out[..., half:].addcmul_(wide[..., :half], sin[..., half:], value=direction)
+    return out.to(x.dtype)

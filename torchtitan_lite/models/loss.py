@@ -41,7 +41,7 @@ def bits_per_byte(nats: float, n_bytes: int) -> float:
     return nats / math.log(2) / n_bytes
 
 
-# Tokens in a chunk. On the CPU its logits should fit into the cache; on a GPU it should occupy the whole device.
+# Tokens in a chunk; twice as many in float32, whose softmax overwrites the logits. More are faster, but take memory.
 CHUNK = {"cpu": 256, "cuda": 4096}
 KERNEL_ON = {"cuda"}  # devices with a kernel for a chunk's loss and gradient, and chunks of its own size: fused_loss.py
 
@@ -96,7 +96,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, widened: bool, z: float
     ) -> Tensor:
-        chunk = CHUNK.get(x.device.type, max(CHUNK.values()))
+        chunk = CHUNK.get(x.device.type, max(CHUNK.values())) * (2 if x.dtype == torch.float32 else 1)
         dx = torch.empty_like(x) if wants_dx else None
         dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -109,7 +109,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 dx[start : start + chunk] = d_logits @ matrix
             if dw is not None:
-                _add(dw, d_logits.T @ part)
+                _add_product(dw, d_logits.T, part)
         ctx.save_for_backward(dx, dw)
         ctx.dtype = weight.dtype
         return loss
@@ -125,10 +125,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _add(total: Tensor, product: Tensor) -> None:
-    """total += product, (V, D) each, in groups of rows: across dtypes PyTorch would first copy the whole product."""
-    step = _rows(total) if total.dtype != product.dtype else len(total)
-    for rows, more in zip(total.split(step), product.split(step), strict=True):
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other, (V, D); across dtypes in groups of rows: PyTorch would first copy the whole product."""
+    if total.dtype == one.dtype:
+        total.addmm_(one, other)
+        return
+    for rows, more in zip(total.split(_rows(total)), (one @ other).split(_rows(total)), strict=True):
         rows += more
 
 
@@ -146,13 +148,14 @@ def _rows(total: Tensor) -> int:
 
 
 def _softmax_minus_onehot(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """The loss of each token, (n,) float32, and the gradient of their sum, (n, V) in the logits' dtype."""
+    """The loss of each token, (n,) float32, and the gradient of their sum, (n, V), in place of float32 logits."""
     counts = targets != IGNORE
     index = torch.where(counts, targets, 0)[:, None]
-    p = torch.softmax(logits, -1, dtype=torch.float32)
+    largest, own = logits.amax(-1).float(), logits.gather(1, index)[:, 0].float()
+    p = torch.softmax(logits, -1, dtype=torch.float32, out=logits if logits.dtype == torch.float32 else None)
     # log(sum(exp)) follows from the largest probability (at least 1 / V), without a second pass of exponentials
-    normaliser = logits.amax(-1).float() - p.amax(-1).log()
-    losses = torch.where(counts, normaliser - logits.gather(1, index)[:, 0].float(), 0.0)
+    normaliser = largest - p.amax(-1).log()
+    losses = torch.where(counts, normaliser - own, 0.0)
     if z_loss:
         p *= (1 + 2 * z_loss * normaliser)[:, None]
     p.scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float32))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
@@ -124,7 +125,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 def squared_norm(model: nn.Module, copies: int) -> Tensor:
     """A rank's part of the squared gradient norm, () float64, for a sum over ranks; `copies` ranks have each part."""
-    norm = torch.nn.utils.get_total_norm([local_rows(p.grad)[0] for p in model.parameters() if p.grad is not None])
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
     return norm.double().square() / copies  # the square of a float32 may need a float64
 
 
