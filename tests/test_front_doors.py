@@ -329,7 +329,10 @@ def test_prompts_are_checked_with_an_existing_tokenizer(tmp_path: Path, capsys: 
     ("argv", "expected"),
     [
         (["--optim.momentum=0.8"], 'optim.momentum = 0.8 has no effect without optim.name = "sgd"'),
-        (["--optim.name=sgd", "--optim.eps=1e-6"], 'optim.eps = 1e-06 has no effect without optim.name = "adamw"'),
+        (
+            ["--optim.name=sgd", "--optim.eps=1e-6"],
+            'optim.eps = 1e-06 has no effect without optim.name = "adamw" or "muon"',
+        ),
         (["--optim.decay_ratio=0.3"], 'optim.decay_ratio = 0.3 has no effect without optim.schedule = "wsd"'),
         (
             ["--optim.schedule=constant", "--optim.min_lr_ratio=0"],
