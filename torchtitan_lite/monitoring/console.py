@@ -11,6 +11,7 @@ import torch
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.samples import Mixture
@@ -155,9 +156,10 @@ def what_next(config: Config, step: int) -> str:
     """The commands to use after a finished run."""
     here = os.path.relpath(sys.executable)  # works without activating a virtual environment in this folder
     python = "python" if here.startswith("..") else here
+    ask = '--source "def f(): pass"' if FAMILIES[config.model.family].encoder_decoder else '--prompt "def "'
     return (
         f"the run is in {config.folder}\n"
-        f'next    prompt it:        {python} -m torchtitan_lite.generate {config.folder} --prompt "def "\n'
+        f"next    prompt it:        {python} -m torchtitan_lite.generate {config.folder} {ask}\n"
         f"        plot its curves:  {python} -m torchtitan_lite.report {config.folder}\n"
         f"        train longer:     the same command with --train.steps={2 * step} (the learning rate rises again)\n"
         f"        on your own text: --run.name=NAME --data.path=FOLDER_OF_TXT_FILES\n"
