@@ -50,7 +50,7 @@ def test_a_withheld_update_changes_nothing(tmp_path: Path) -> None:
 
 
 def reference(weight: Tensor, gradients: list[Tensor], config: OptimConfig, scale: float) -> Tensor:
-    """Jordan's algorithm with an exact orthogonalisation's polynomial, in float64."""
+    """Jordan's algorithm in float64, with the polynomial applied to singular values."""
     weight, momentum = weight.double(), torch.zeros_like(weight).double()
     for gradient in gradients:
         momentum = config.muon_momentum * momentum + (1 - config.muon_momentum) * gradient.double()
@@ -65,20 +65,23 @@ def reference(weight: Tensor, gradients: list[Tensor], config: OptimConfig, scal
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)])
 @pytest.mark.parametrize("scale", ["adamw", "original"])
-def test_a_step_is_that_of_the_paper(shape: tuple[int, int], scale: str) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-2)])
+def test_a_step_is_that_of_the_paper(shape: tuple[int, int], scale: str, dtype: str, tolerance: float) -> None:
     torch.manual_seed(0)
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(shape[1], shape[0])])
-    config = OptimConfig.model_validate({"name": "muon", "lr": 0.02, "weight_decay": 0.1, "muon_scale": scale})
+    values = {"name": "muon", "lr": 0.02, "weight_decay": 0.1, "muon_scale": scale, "muon_dtype": dtype}
+    config = OptimConfig.model_validate(values)
     optimizer = build_optimizer(model, config)
     weight = model.get_parameter("layers.0.weight")
     gradients = list(torch.randn(3, *shape))
     size = 0.2 * max(shape) ** 0.5 if scale == "adamw" else max(1, shape[0] / shape[1]) ** 0.5
-    expected = reference(weight.detach(), gradients, config, size)
+    before = weight.detach().clone()
+    expected = reference(before, gradients, config, size)
     for gradient in gradients:
         weight.grad = gradient.clone()
         optimizer.step()
-    torch.testing.assert_close(weight.detach(), expected, rtol=1e-4, atol=1e-5)
+    assert (weight - expected).norm() < tolerance * (expected - before).norm()
     bias = model.get_parameter("layers.0.bias")
     assert "momentum_buffer" not in optimizer.state[bias]
 
@@ -122,10 +125,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "way",
-    [
-        pytest.param(way, marks=[pytest.mark.extended] if way not in ("full, dtensor", "sharded, dcp") else [])
-        for way in WAYS
-    ],
+    [pytest.param(way, marks=[pytest.mark.extended] if way != "sharded, dcp" else []) for way in WAYS],
 )
 def test_resume_is_bitwise(way: str, text: Path, tmp_path: Path) -> None:
     more = {"optim__name": "muon", "train__steps": 6, "checkpoint__every": 3, "eval__every": 0, **WAYS[way]}

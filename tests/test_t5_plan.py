@@ -46,7 +46,10 @@ def test_flops_match_those_counted_by_torch(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"activation_checkpointing__mode": "full", "activation_checkpointing__every": 2}],
+    [
+        pytest.param({}, marks=pytest.mark.extended),
+        {"activation_checkpointing__mode": "full", "activation_checkpointing__every": 2},
+    ],
     ids=["plain", "full"],
 )
 def test_extrapolation_matches_a_simulation_at_full_depth(more: dict[str, Any]) -> None:

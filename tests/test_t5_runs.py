@@ -71,7 +71,9 @@ def test_a_resume_is_bitwise(name: str, runs: Runs, text: Path, tmp_path: Path) 
     assert all(not first[key].equal(theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=extended), pytest.param(4, marks=extended)])
+@pytest.mark.parametrize(
+    "n", [pytest.param(2, marks=extended), pytest.param(3, marks=extended), pytest.param(4, marks=extended)]
+)
 def test_loss_curves_agree_on_other_world_sizes(n: int, runs: Runs) -> None:
     ours, theirs = losses(runs("float32", n)), losses(runs("float32", 1))
     assert ours.keys() == theirs.keys() == set(range(1, 5))

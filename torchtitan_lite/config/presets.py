@@ -8,6 +8,7 @@ within one machine, unless dp_replicate or dp_shard is set.
 
 import functools
 import importlib.util
+import json
 import os
 import shutil
 import sysconfig
@@ -137,7 +138,7 @@ def objective_conflicts(config: Any) -> dict[str, str]:
         value = getattr(data, key)
         if value != off and data.objective != "causal":
             found[f"data.{key} data.objective"] = (
-                f'data.{key} = {str(value).lower()} is for data.objective = "causal", not "{data.objective}"; '
+                f'data.{key} = {json.dumps(value)} is for data.objective = "causal", not "{data.objective}"; '
                 f"leave it out"
             )
     return found
@@ -154,7 +155,12 @@ def _encoder_decoder_conflicts(config: Any) -> dict[str, str]:
     if model.tie_embeddings and not model.scale_output and not model.init_from:
         found["model.tie_embeddings model.scale_output"] = (
             "model.tie_embeddings = true needs model.scale_output = true, or the initial logits are too large by "
-            f"{model.dim**0.5:.0f}; scale_output = true works, and so does tie_embeddings = false"
+            f"a factor of {model.dim**0.5:.0f}; scale_output = true works, and so does tie_embeddings = false"
+        )
+    if config.data.target_len > model.max_seq_len:
+        found["data.target_len model.max_seq_len"] = (
+            f"data.target_len = {config.data.target_len} is longer than model.max_seq_len = {model.max_seq_len}; "
+            f"model.max_seq_len = {config.data.target_len} works"
         )
     return found
 

@@ -179,8 +179,8 @@ def _block_conflicts(config: Config, n_gpus: int) -> dict[str, str]:
     n_blocks = sum(config.model.stacks)
     if checkpointing.mode != "none" and checkpointing.every > max(n_blocks - 1, 1):
         found["activation_checkpointing.every model.n_layers"] = (
-            f"activation_checkpointing.every = {checkpointing.every} applies only to the first of model.n_layers = "
-            f"{n_blocks}; every = {max(n_blocks - 1, 1)} works"
+            f"activation_checkpointing.every = {checkpointing.every} applies only to the first of {n_blocks} "
+            f"blocks; every = {max(n_blocks - 1, 1)} works"
         )
     if not config.compile.enabled or config.compile.backend != "inductor":
         return found

@@ -278,13 +278,13 @@ class ParameterGroup(Section):
 
 class OptimConfig(Section):
     name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """muon: for the matrices of the blocks, with adamw for all others (torch.optim's Adafactor is not for shards)"""
+    """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards)"""
     lr: PositiveFloat = 4e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
-    """adamw, muon's others: decay rates of the two moments"""
+    """adamw, and muon's AdamW part: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
-    """adamw, muon's others: added to the root of the second moment"""
+    """adamw, and muon's AdamW part: added to the root of the second moment"""
     momentum: float = Field(default=0.9, gt=0, lt=1)
     """sgd: momentum"""
     muon_momentum: float = Field(default=0.95, gt=0, lt=1)

@@ -1,13 +1,15 @@
 """What a row holds: `[data] objective` chooses the samples. Each kind is loaded only when it is used.
 
 causal            T tokens, and the targets shifted by one (samples.py)
-span_corruption   T tokens of text with gaps, and what fills them (spans.py)
+span_corruption   T tokens of text without some spans, and these spans (spans.py)
 pairs             a source, and its target (pairs.py)
 """
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.samples import Mixture, Samples
+from torchtitan_lite.data.token_files import PAIRS
+from torchtitan_lite.errors import DataError
 
 
 def open_samples(data: DataSet, split: str, config: Config) -> Mixture:
@@ -19,6 +21,10 @@ def open_samples(data: DataSet, split: str, config: Config) -> Mixture:
     """
     samples: list[Samples] = []
     for source in data.sources:
+        if config.data.objective != "pairs" and PAIRS in source.meta.files:
+            raise DataError(
+                f'{source.folder} holds pairs; use data.objective = "pairs", or prepare the texts with --text-key'
+            )
         if config.data.objective == "span_corruption":
             from torchtitan_lite.data.spans import SpanSamples
 

@@ -61,8 +61,9 @@ def start_lines(
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     model = config.model
     products = ", its products in float32: this CPU has no instructions for them" if widened else ""
+    layers = " + ".join(map(str, model.stacks))
     return (
-        f"model   {model.family} dim {model.dim}, {model.n_layers} layers, {model.n_heads} heads: {parameters}; "
+        f"model   {model.family} dim {model.dim}, {layers} layers, {model.n_heads} heads: {parameters}; "
         f"computes in {config.fsdp.param_dtype}{products}"
     )
 

@@ -2,7 +2,8 @@
 
 The iteration needs whole matrices, and a rank holds rows. So each matrix has an owner: an all-to-all brings the rows of
 many matrices to their owners, each owner orthogonalises its own, and a second all-to-all returns the rows. A rank sends
-about 2 N / R elements for N parameters on R ranks, and does 1 / R of the products. Copies of HSDP do the same work.
+about 2 N / R elements for N parameters on R ranks, and does 1 / R of the products, if there are that many matrices.
+Copies of HSDP do the same work.
 
 An owner computes one matrix at a time, from contiguous copies of the same rows. So an update does not depend on the
 number of ranks, bit for bit.
@@ -23,7 +24,7 @@ from torchtitan_lite.optim.local_adamw import AdamW
 
 ITERATIONS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # singular values end between 0.7 and 1.2 (Jordan)
-OWNED_BYTES = 64 << 20  # an owner's matrices in one exchange, at least one matrix
+OWNED_BYTES = 64 << 20  # an owner's matrices in one exchange, at least one matrix; a step needs some times as much
 
 
 class Muon(AdamW):
@@ -52,20 +53,22 @@ class Muon(AdamW):
             super().step(closure)
         finally:
             self.param_groups = every
+        first = 0  # owner of the next matrix: they take turns over all shapes
         for group in every:
             if group["muon"]:
                 for matrices in exchanges(p for p in group["params"] if p.grad is not None):
-                    self._update(matrices, group["lr"], group["weight_decay"])
+                    self._update(matrices, first, group["lr"], group["weight_decay"])
+                    first += len(matrices)
 
-    def _update(self, matrices: list[nn.Parameter], lr: float, weight_decay: float) -> None:
-        """Update matrices of one shape."""
+    def _update(self, matrices: list[nn.Parameter], first: int, lr: float, weight_decay: float) -> None:
+        """Update matrices of one shape; `first`: see `orthogonalised`."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         withheld = None if found_inf is None else found_inf != 0
         directions = [self._direction(matrix, withheld) for matrix in matrices]
         rows, columns = matrices[0].shape
         # an orthogonal update times 0.2 sqrt(max) has AdamW's size (Moonlight, 2025), or as in Jordan's own code
         scale = 0.2 * max(rows, columns) ** 0.5 if self.matches_adamw else max(1.0, rows / columns) ** 0.5
-        for matrix, update in zip(matrices, orthogonalised(matrices, directions, self._dtype()), strict=True):
+        for matrix, update in zip(matrices, orthogonalised(matrices, directions, first), strict=True):
             weight = local_rows(matrix)[0]
             update = update.to(weight.dtype) * scale
             decay = weight * weight_decay
@@ -117,12 +120,13 @@ def ranks_of(matrix: Tensor) -> tuple[Any, int, int]:
     return None, 1, 0
 
 
-def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
     """This rank's rows of each orthogonalised matrix.
 
     Args:
         matrices: of one shape (M, N), sharded alike.
         rows: this rank's rows of what to orthogonalise, one tensor for each matrix.
+        first: the rank that owns the first matrix, modulo the number of ranks; the next one owns the next.
     """
     group, n_ranks, rank = ranks_of(matrices[0])
     if group is None:
@@ -130,7 +134,7 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], dtype: torc
     m, n = matrices[0].shape
     per_rank = -(-m // n_ranks)  # as torch.chunk splits dim 0
     counts = [max(min(per_rank, m - per_rank * r), 0) for r in range(n_ranks)]
-    owned = [range(owner, len(rows), n_ranks) for owner in range(n_ranks)]
+    owned = [range((owner - first) % n_ranks, len(rows), n_ranks) for owner in range(n_ranks)]
     sent = torch.cat([rows[i].reshape(-1) for indices in owned for i in indices])
     to_owners = [len(indices) * counts[rank] * n for indices in owned]
     from_ranks = [len(owned[rank]) * count * n for count in counts]
@@ -139,8 +143,10 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], dtype: torc
     # (owned matrices, rows of the rank, N) from each rank -> (owned matrices, M, N)
     parts = [part.view(len(owned[rank]), -1, n) for part in received.split(from_ranks) if part.numel()]
     done = [newton_schulz(whole) for whole in torch.cat(parts, dim=1)] if parts else []
+    del received, parts
     back = [whole.split(counts) for whole in done]
     sent = torch.cat([part[r].reshape(-1) for r in range(n_ranks) for part in back]) if back else sent.new_empty(0)
+    del done, back
     received = sent.new_empty(sum(to_owners))
     dist.all_to_all_single(received, sent, to_owners, from_ranks, group=group)
     found = rows[:]

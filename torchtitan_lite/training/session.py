@@ -91,8 +91,8 @@ def closed_on_error(*things: Any) -> Iterator[None]:
 
 
 def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
-    """Tokens per second at the nominal peak of all devices, for MFU; 0 if the peak is unknown."""
-    if world.device.type != "cuda":
+    """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
+    if world.device.type != "cuda" or config.data.objective == "pairs":
         return 0.0
     from torchtitan_lite.monitoring.mfu import flops_per_token, peak_flops
 

@@ -90,6 +90,8 @@ def _verify(folder: Path) -> int:
 def _make(arguments: argparse.Namespace) -> int:
     if arguments.tokenizer and arguments.train_tokenizer is not None:
         raise ConfigError("--tokenizer and --train-tokenizer: leave one of the two out")
+    if arguments.sentinels and arguments.tokenizer not in ("", "bytes"):
+        raise ConfigError("--sentinels is for a tokenizer that is trained here; leave it out with --tokenizer")
     for name, low, high in (
         ("train_tokenizer", bpe.SMALLEST, 2**31 - 1),
         ("max_document_bytes", 1, 2**40),

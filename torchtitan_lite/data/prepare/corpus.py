@@ -170,7 +170,7 @@ def functions(cache: Path) -> Corpus:
     is kept.
     """
     library = _standard_library()
-    key = hashlib.sha256(json.dumps([library.identity(), platform.python_version()]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([2, library.identity(), platform.python_version()]).encode()).hexdigest()[:16]
     file = cache / f"functions-{key}.jsonl"
     with FileLock(cache / f"{file.name}.lock"):
         if not file.is_file():
@@ -191,10 +191,11 @@ def _functions_of(file: Path) -> list[tuple[str, str]]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):  # written for another version of Python
         return []
-    lines, found = text.splitlines(), []
+    lines, found = text.split("\n"), []  # as ast counts them: splitlines() also splits at form feeds
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
-            body = textwrap.dedent("\n".join(lines[node.body[1].lineno - 1 : node.body[-1].end_lineno]))
+            begin = min(one.lineno for one in (node.body[1], *getattr(node.body[1], "decorator_list", ())))
+            body = textwrap.dedent("\n".join(lines[begin - 1 : node.body[-1].end_lineno]))
             paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
             sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
             if sentence:
