@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,22 @@ def test_a_pair_is_a_body_without_its_docstring_and_the_first_sentence(tmp_path:
         'x = 1\n\x0c\ndef f(x):\n    """Add one. More."""\n    @cache\n    def g(): ...\n    return x + 1\n'
     )
     assert corpus._functions_of(file) == [("@cache\ndef g(): ...\nreturn x + 1", "Add one.")]
+
+
+def test_columns_that_do_not_fit_the_header_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unquoted comma would make a piece of the source the target."""
+    file, out = tmp_path / "pairs.csv", str(tmp_path / "out")
+    keys = ["--source-key", "text", "--target-key", "headline", "--tokenizer", "bytes", "--out", out]
+    rows = "".join(f"source {i},target {i}\n" for i in range(40))
+    file.write_text(f"text,headline\nHello, world,Title one\n{rows}")
+    assert main([str(file), *keys]) == 2
+    assert "has 3 columns, its header has 2" in capsys.readouterr().err
+    assert main([str(file), *keys, "--on-error", "skip"]) == 0
+    assert "a row that is too long" in "".join(capsys.readouterr())
+    shutil.rmtree(out)
+    file.write_text("text,text,headline\na,b,c\n")
+    assert main([str(file), *keys]) == 2
+    assert 'has 2 columns "text"; which one holds the text is ambiguous' in capsys.readouterr().err
 
 
 @pytest.mark.extended

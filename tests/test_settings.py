@@ -180,7 +180,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--activation_checkpointing.every=2"], 'has no effect without activation_checkpointing.mode = "full"'),
         (
             ["--activation_checkpointing.mode=full", "--activation_checkpointing.every=9"],
-            "applies only to the first of model.n_layers = 4; every = 3 works",
+            "applies only to the first of 4 blocks; every = 3 works",
         ),
         (["--compile.backend=eager"], "compile.backend = eager has no effect without compile.enabled = true"),
         (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "0.match field required"),

@@ -184,7 +184,7 @@ CONFLICTS = [
     ),
     (
         {"data.objective": "pairs", "data.target_len": 8, "data.packing": "best_fit"},
-        'data.packing = best_fit is for data.objective = "causal"',
+        'data.packing = "best_fit" is for data.objective = "causal"',
     ),
     (
         {"data.objective": "pairs", "data.target_len": 8, "data.document_mask": True},

@@ -150,7 +150,8 @@ def _encoder_decoder_conflicts(config: Any) -> dict[str, str]:
     if config.fsdp.uses_float16:
         found["fsdp.param_dtype model.family"] = (
             f'model.family = "{model.family}" can\'t compute in float16: the outputs of its feed-forward exceed 65504, '
-            'the largest float16 number, in published models; fsdp.param_dtype = "bfloat16" works'
+            'the largest float16 number, in published models; "bfloat16" works in its place as param_dtype, '
+            "reduce_dtype and output_dtype"
         )
     if model.tie_embeddings and not model.scale_output and not model.init_from:
         found["model.tie_embeddings model.scale_output"] = (

@@ -158,12 +158,13 @@ def what_next(config: Config, step: int) -> str:
     here = os.path.relpath(sys.executable)  # works without activating a virtual environment in this folder
     python = "python" if here.startswith("..") else here
     ask = '--source "def f(): pass"' if FAMILIES[config.model.family].encoder_decoder else '--prompt "def "'
+    data = "FOLDER_OF_PREPARED_PAIRS" if config.data.objective == "pairs" else "FOLDER_OF_TXT_FILES"
     return (
         f"the run is in {config.folder}\n"
         f"next    prompt it:        {python} -m torchtitan_lite.generate {config.folder} {ask}\n"
         f"        plot its curves:  {python} -m torchtitan_lite.report {config.folder}\n"
         f"        train longer:     the same command with --train.steps={2 * step} (the learning rate rises again)\n"
-        f"        on your own text: --run.name=NAME --data.path=FOLDER_OF_TXT_FILES\n"
+        f"        on your own text: --run.name=NAME --data.path={data}\n"
         f'        or by make:       make train ARGS="--train.steps={2 * step}"'
     )
 

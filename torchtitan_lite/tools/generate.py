@@ -184,8 +184,8 @@ def _problems(given: argparse.Namespace) -> list[str]:
         found.append("--prompt is for decoders, and --source for encoder-decoders: give one of them")
     if not 1 <= given.beams <= MOST_BEAMS:
         found.append(f"--beams={given.beams} should be 1 to {MOST_BEAMS}, e.g. 4")
-    if not -100 <= given.length_penalty <= 100:
-        found.append(f"--length-penalty={given.length_penalty} should be between -100 and 100, e.g. 1.0")
+    if not -10 <= given.length_penalty <= 10:
+        found.append(f"--length-penalty={given.length_penalty} should be between -10 and 10, e.g. 1.0")
     if given.max_tokens < 1:
         found.append(f"--max-tokens={given.max_tokens} should be at least 1")
     if given.temperature != 0 and not MIN_TEMPERATURE <= given.temperature < float("inf"):

@@ -96,8 +96,10 @@ def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: Wo
 
             tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, (prompts.end,)))
             prompt = prompts.config.prompts[i]
-            known = [] if answers(model) else ids
-            text = prompts.tokenizer.decode([*known, *tokens]).removeprefix(prompt)
+            if answers(model):
+                text = prompts.tokenizer.decode(tokens)
+            else:
+                text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompt)
             seconds = time.perf_counter() - began
             log.record({"step": step, "prompt": prompt, "text": text, "seconds": seconds}, "samples.jsonl")
             log.info(f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}")

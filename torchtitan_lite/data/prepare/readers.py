@@ -251,6 +251,7 @@ def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[I
     csv.field_size_limit(longest)
     reader = csv.reader(_decoded(lines), strict=True)
     at: list[int] = []
+    width = 0  # of the header
     while True:
         place = reader.line_num + 1
         try:
@@ -264,7 +265,11 @@ def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[I
         if not at:
             if missing := [column for column in columns if column not in row]:
                 raise _CutError(_no_column(missing[0], row, columns))
-            at = [row.index(column) for column in columns]
+            if twice := [column for column in columns if row.count(column) > 1]:
+                raise _CutError(_ambiguous(twice[0], row.count(twice[0])))
+            at, width = [row.index(column) for column in columns], len(row)
+        elif len(columns) > 1 and len(row) > width:  # an unquoted comma would make a piece of the source the target
+            yield Problem(f"line {place}", "a row that is too long", f"has {len(row)} columns, its header has {width}")
         elif absent := [column for column, i in zip(columns, at, strict=True) if i >= len(row)]:
             yield Problem(f"line {place}", "a row that is too short", f"has {len(row)} columns, so no {absent[0]}")
         else:
@@ -276,6 +281,10 @@ def _no_column(column: str, found: list[str], wanted: list[str]) -> str:
     if len(wanted) == 2:
         how = "--source-key and --target-key name the columns"
     return f'no column "{column}": its columns are {", ".join(found)[:200]}; {how}'
+
+
+def _ambiguous(column: str, n: int) -> str:
+    return f'has {n} columns "{column}"; which one holds the text is ambiguous'
 
 
 def _decoded(lines: Iterable[Item]) -> Iterator[str]:
@@ -301,9 +310,7 @@ def _parquet(file: Path, columns: list[str], longest: int) -> Iterator[Item]:
                 if column not in names:
                     raise _CutError(_no_column(column, names, columns))
                 if names.count(column) > 1:
-                    raise _CutError(
-                        f'has {names.count(column)} columns "{column}"; which one holds the text is ambiguous'
-                    )
+                    raise _CutError(_ambiguous(column, names.count(column)))
                 wanted = table.schema_arrow.field(column).type
                 if not (pyarrow.types.is_string(wanted) or pyarrow.types.is_large_string(wanted)):
                     raise _CutError(f'column "{column}" has type {wanted}; it should be string')
