@@ -1,8 +1,8 @@
 """Products in each dtype, with and without `speed.widened_products`: `python -m benchmarks.products`.
 
 Prints the least of several CPU times of forward and backward of a linear layer on one core, in milliseconds, at shapes
-of the default model and of the 17 M benchmark. `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2` before the command
-stands in for a CPU without 16-bit instructions.
+of the default model and of the 17 M benchmark. `MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+ATEN_CPU_CAPABILITY=avx2` before the command stands in for a CPU with AVX2 only.
 """
 
 import os
