@@ -1,5 +1,5 @@
-"""What some choices imply, loaded only for them: FSDP1's sharding strategies, objectives other than causal, sizes and
-rules of encoder-decoders, and what torch.compile needs.
+"""Values and rules that only some configs need, loaded for those: FSDP1's sharding strategies, objectives other than
+causal, sizes and rules of encoder-decoders, and what torch.compile needs.
 
 The strategies are [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys
 that are not set explicitly; an explicit key that contradicts it is an error. As in FSDP1, a hybrid strategy shards

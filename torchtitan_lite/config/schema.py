@@ -245,7 +245,7 @@ decoder fills them; pairs: a source and its target"""
     target_len: SizeOrZero = 0
     """pairs: maximum tokens of a target (train.seq_len: of a source); span_corruption derives it from train.seq_len"""
     blind_source: bool = False
-    """pairs: leave every source empty: the loss of a model that only knows what targets look like, a baseline"""
+    """pairs: leave every source empty, as a baseline of a model without its input"""
     cache_dir: PathText = ""
     """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
 

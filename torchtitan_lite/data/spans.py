@@ -1,4 +1,4 @@
-"""Span corruption (T5, arXiv 1910.10683): text with gaps for the encoder, what fills them for the decoder.
+"""Span corruption (T5, arXiv 1910.10683): the encoder reads text without some spans, the decoder predicts these.
 
 Sample j is tokens[1 + j R : 1 + (j + 1) R] of the stream. Spans of it are replaced, and R follows from train.seq_len,
 the density and the mean length of spans, so that the inputs are full:

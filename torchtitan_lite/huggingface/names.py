@@ -251,7 +251,7 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _t5_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys of a T5. Whether the head is tied is for the weights to say: weights.keys_of."""
+    """The [model] keys of a T5. weights.keys_of decides from the weights whether the head is tied."""
     activation = _value(content, "feed_forward_proj", str, "relu")
     if activation not in ("relu", "gated-gelu"):
         raise CheckpointError(f"feed_forward_proj {shortened(activation)} is not supported; relu and gated-gelu are")

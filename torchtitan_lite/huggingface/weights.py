@@ -127,7 +127,7 @@ def keys_of(folder: Path) -> dict[str, Any]:
         CheckpointError: its architecture is not supported, or a value is invalid.
     """
     keys = from_hf_config(storage.read_json(folder / "config.json"))
-    if keys["family"] == "t5":  # its config does not tell
+    if keys["family"] == "t5":  # config.json does not say
         weights = _read_shards(folder)
         head, embeddings = weights.get("lm_head.weight"), weights.get("shared.weight")
         keys["tie_embeddings"] = head is None or (embeddings is not None and head.equal(embeddings))

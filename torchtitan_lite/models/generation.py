@@ -124,7 +124,7 @@ def beam_search(
 ) -> list[int]:
     """The best answer of an encoder-decoder that beam search finds, without its end token.
 
-    The same as that of transformers' `generate`.
+    Gives the same tokens as transformers' `generate`.
 
     Args:
         beams: the number of answers that are kept.
@@ -151,7 +151,7 @@ def beam_search(
                 finished.append((score / length**length_penalty, tokens))
         finished = sorted(finished, key=lambda found: found[0], reverse=True)[:beams]
         going = going[:beams]
-        # stop if none would be better, were it to end here
+        # stop when no running beam can beat the worst finished one
         if not going or (len(finished) == beams and going[0][0] / length**length_penalty <= finished[-1][0]):
             break
         continuation.select([row for _, row, _ in going])

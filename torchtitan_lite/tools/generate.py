@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt", default=None, help="the beginning of the text")
     parser.add_argument("--source", default=None, help="encoder-decoders: the text to answer, e.g. to summarize")
-    parser.add_argument("--beams", type=int, default=1, help="encoder-decoders: beam search with so many, no sampling")
+    parser.add_argument("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
     parser.add_argument(
         "--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers"
     )

@@ -60,10 +60,10 @@ def prepared_in_cache(
     """
     cache = cache_folder(data)
     pairs = data.objective == "pairs"
-    if pairs and (texts_of_user := [path for path in paths if path]):
+    if pairs and (given := " ".join(path if isinstance(path, str) else " ".join(path) for path in paths)):
         raise DataError(
-            f'data.objective = "pairs" needs prepared pairs, and {texts_of_user[0]} is not: run python -m '
-            f"torchtitan_lite.data.prepare {texts_of_user[0]} --source-key NAME --target-key NAME --out data/pairs, "
+            f'data.objective = "pairs" needs prepared pairs, and {given} is not: run python -m '
+            f"torchtitan_lite.data.prepare {given} --source-key NAME --target-key NAME --out data/pairs, "
             "and use data.path = data/pairs"
         )
     texts = [] if pairs else [corpora.find(path, data.text_key) for path in paths]
