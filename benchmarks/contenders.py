@@ -79,6 +79,11 @@ SHAPES = {
     "17M": Shape(),
     "13M": Shape(320, 896, 7, 5, 5, vocab_size=6000, seq_len=768, micro_batch_size=2),
 }
+GROWTH = {  # only on request: deeper, and larger
+    "12 layers": Shape(n_layers=12),
+    "24 layers, 49M": Shape(n_layers=24),
+    "150M": Shape(768, 2048, 14, 12, 12, vocab_size=32000, micro_batch_size=2),
+}
 
 
 class RandomSamples:
@@ -325,6 +330,7 @@ CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
         **{f"speed__{key}": False for key in ("chunked_loss", "block_attention", "fused_functions", "shared_memory")}
     ),
     "torchtitan_lite, not sharded": ours(fsdp__sharding_strategy="NO_SHARD"),
+    "torchtitan_lite, blocks in one group": ours(fsdp__blocks_per_group=1000, fsdp__reshard_after_forward=False),
     "bare FSDP2 loop": bare_fsdp2,
     "DDP": ddp,
     "Fabric, HF Llama": fabric,
@@ -333,7 +339,8 @@ CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
     "DDP, HF Llama": ddp_hf,
     "roof": roof,
 }
-EXTRA = "torchtitan_lite, compiled", "torchtitan_lite, not sharded"  # only on request
+# only on request
+EXTRA = "torchtitan_lite, compiled", "torchtitan_lite, not sharded", "torchtitan_lite, blocks in one group"
 # runs where the other is not installed
 STAND_INS = {"Fabric, HF Llama": "bare FSDP2 loop, HF Llama", "Accelerate, HF Llama": "DDP, HF Llama"}
 NEEDS = {

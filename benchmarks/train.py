@@ -1,6 +1,7 @@
 """Tokens per second of several frameworks: `make bench`, or `python -m benchmarks.train`.
 
-It measures three shapes in float32 and bfloat16, some minutes each; --shapes, --dtypes and --only choose among them.
+It measures three shapes in float32 and bfloat16, some minutes each; --shapes, --dtypes and --only choose among them and
+add deeper and larger models.
 
 Every contender (contenders.py) is built once. Then they take turns of a few steps, in a different order each round,
 together with a matrix product as the practical peak. A ratio thus compares turns within the same half minute, and other
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import CONTENDERS, EXTRA, PRODUCTS, SHAPES, STAND_INS, Shape, missing
+from benchmarks.contenders import CONTENDERS, EXTRA, GROWTH, PRODUCTS, SHAPES, STAND_INS, Shape, missing
 from benchmarks.machine import cpu
 from torchtitan_lite.config.derive import usable_cores
 from torchtitan_lite.distributed.cpu_flags import slow_dtypes
@@ -245,7 +246,7 @@ def main() -> None:
         help="of processor time of each contender and rank, in all rounds together",
     )
     parser.add_argument("--ranks", type=int, default=0, help="0: 2, or the number of GPUs")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=[*SHAPES, *GROWTH])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="instead of all; ours and the roof always")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: does it run?")
@@ -264,7 +265,7 @@ def main() -> None:
                 print(f"left out: {name} in {dtype}. This CPU has no instructions for it: the others take 20 times as")
                 print("long as in float32, and ours computes its products in float32 (benchmarks.products)\n")
                 continue
-            shape = replace(SHAPES[name], dtype=dtype)
+            shape = replace((SHAPES | GROWTH)[name], dtype=dtype)
             compare(name, shape, names, n, device, rounds=given.rounds, seconds=given.seconds)
 
 

@@ -140,6 +140,14 @@ def reshard_after_forward_gathers_twice_or_once(build: Build) -> None:
     assert counted(build(fsdp__sharding_strategy="SHARD_GRAD_OP"), "gather") == per_micro_batch(1, 1)
 
 
+def several_blocks_are_gathered_and_reduced_as_one_group(build: Build) -> None:
+    merged = build(fsdp__blocks_per_group=2, fsdp__reshard_after_forward=True)
+    layers = {"layers.0, layers.1": 2, "layers.2": 2}
+    expected = {"tok_embeddings": 1, **layers, "norm, output": 2}
+    assert counted(merged, "gather") == {name: ACCUMULATION * n for name, n in expected.items()}
+    assert counted(merged, "reduce") == dict.fromkeys(expected, ACCUMULATION)
+
+
 def reshard_after_backward_keeps_what_was_gathered_until_the_step_ends(build: Build) -> None:
     kept = build(fsdp__reshard_after_backward=False, fsdp__reshard_after_forward=False)
     assert counted(kept, "gather") == dict.fromkeys(GROUPS, 1)
@@ -526,6 +534,7 @@ _ON_4 = (
 )
 _ON_2 = (
     reshard_after_forward_gathers_twice_or_once,
+    several_blocks_are_gathered_and_reduced_as_one_group,
     reshard_after_backward_keeps_what_was_gathered_until_the_step_ends,
     gradients_are_summed_with_every_micro_batch_or_the_last,
     all_gathers_are_issued_as_far_ahead_as_promised,

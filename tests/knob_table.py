@@ -79,6 +79,7 @@ CASES = {
     "reshard false": Case(2, {"fsdp.reshard_after_forward": False}, same_as="llama"),
     "SHARD_GRAD_OP": Case(2, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, same_as="llama"),
     "NO_SHARD": Case(2, {"fsdp.sharding_strategy": "NO_SHARD"}),
+    "2 blocks in a group": Case(2, {"fsdp.blocks_per_group": 2}, same_as="llama"),
     "prefetch 1": Case(2, EXPLICIT | {"fsdp.forward_prefetch": 1, "fsdp.backward_prefetch": 1}, same_as="llama"),
     "prefetch 3, kept": Case(
         2,
@@ -152,9 +153,11 @@ CASES = {
     ),
     # an encoder-decoder
     "t5": Case(2, base="t5"),
-    "t5, checkpointing full, prefetch 3": Case(
+    "t5, checkpointing full, prefetch 3, 2 blocks in a group": Case(
         2,
-        EXPLICIT | {"fsdp.forward_prefetch": 3, "fsdp.backward_prefetch": 3, "activation_checkpointing.mode": "full"},
+        EXPLICIT
+        | {"fsdp.forward_prefetch": 3, "fsdp.backward_prefetch": 3, "activation_checkpointing.mode": "full"}
+        | {"fsdp.blocks_per_group": 2},
         base="t5",
         same_as="t5",
     ),

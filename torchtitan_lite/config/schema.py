@@ -333,6 +333,9 @@ class FsdpConfig(Section):
     """number of replicas of the sharded model (HSDP); -1: world size / dp_shard, or 1 if that is -1 too"""
     dp_shard: int = -1
     """ranks per replica; -1: world size / dp_replicate; 1: no sharding"""
+    blocks_per_group: PositiveInt = 1
+    """blocks that are gathered and reduced together: more save calls, which small blocks spend most time in, but take \
+memory"""
     reshard_after_forward: Annotated[bool | int | Literal["default"], PlainValidator(_reshard)] = "default"
     """after forward: free gathered parameters (true), keep them for backward (false), or keep them sharded over this \
 many ranks; default: true for all but the head, which backward needs first"""

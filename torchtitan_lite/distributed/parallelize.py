@@ -4,7 +4,7 @@ Parameters are gathered in groups, in the order of forward:
 
     inputs (token and position embeddings) -> layers.0 -> ... -> layers.L-1 -> head (norm, output)
 
-With tied embeddings, inputs and head are one group, which stays gathered throughout.
+fsdp.blocks_per_group puts several blocks into one. Tied inputs and head are one group, gathered throughout.
 
 The order of application matters: activation checkpointing replaces a block's forward, compilation takes the result,
 and `fully_shard` adds its hooks around both. The root comes last. It owns no parameters, but makes the groups share
@@ -125,7 +125,7 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
     Raises:
         ConfigError: a precision override matches nothing, or only a part of a group.
     """
-    chain = _chain(model)
+    chain = _chain(model, config.blocks_per_group)
     names = {module: name for name, module in model.named_modules()}
     owned = {id(p): name for name, p in model.named_parameters()}
     groups = []
@@ -144,16 +144,18 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
         if model.output in modules and model.output.chunked:
             dtypes = (*dtypes[:2], None)  # its output is the loss, which stays float32
         groups.append(Group(", ".join(names[m] for m in modules), modules, parameters, *dtypes, reshard))
-    patterns = [override.match for override in config.precision_overrides]
-    wrong += unused("fsdp.precision_overrides", list(owned.values()), patterns)
+    wrong += unused("fsdp.precision_overrides", list(owned.values()), [o.match for o in config.precision_overrides])
     if wrong:
         raise ConfigError("\n  ".join(wrong))
     return groups
 
 
-def _chain(model: Transformer) -> list[list[nn.Module]]:
-    """The modules of each group, in the order of forward; tied inputs belong to the head."""
-    layers, head = model.block_groups(), [model.norm, model.output]
+def _chain(model: Transformer, size: int) -> list[list[nn.Module]]:
+    """The modules of each group, in the order of forward: up to `size` blocks of a stack; tied inputs with the head."""
+    blocks, layers, head = model.block_groups(), [], [model.norm, model.output]
+    for n in model.config.stacks:
+        stack, blocks = blocks[:n], blocks[n:]
+        layers += [[module for block in stack[i : i + size] for module in block] for i in range(0, n, size)]
     after_input = {model.layers, *head, *(module for group in layers for module in group)}
     inputs = [m for m in model.children() if m not in after_input and any(True for _ in m.parameters())]
     return [*layers, inputs + head] if model.config.tie_embeddings else [inputs, *layers, head]
@@ -221,26 +223,22 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
 
         cast_inputs((module, group.param_dtype) for group in groups for module in group.modules)
     if config.explicit_prefetching:
-        _set_prefetch(model, config.forward_prefetch, config.backward_prefetch, mesh.device_type)
+        chain = [_fsdp(group.modules[0]) for group in groups]
+        _set_prefetch(chain, config, model.config.tie_embeddings, mesh.device_type)
 
 
-def _set_prefetch(model: Transformer, forward: int, backward: int, device_type: str) -> None:
-    """While a group computes, gather the next `forward` groups, or in backward the `backward` groups before it.
-
-    FSDP's default gathers each group when forward reaches it (on CUDA this still overlaps), and one ahead in backward.
-    """
-    chain = [_fsdp(modules[0]) for modules in _chain(model)]  # the modules of a group share their FSDP state
+def _set_prefetch(chain: list[FSDPModule], config: FsdpConfig, tied: bool, device_type: str) -> None:
+    """While a group computes, gather the next forward_prefetch groups, or in backward the groups before it. FSDP's
+    default gathers each group when forward reaches it (on CUDA this still overlaps), and one ahead in backward."""
     # the tied group is gathered first, and still is when the head needs it
-    forward_chain = [chain[-1], *chain[:-1]] if model.config.tie_embeddings else chain
+    forward_chain = [chain[-1], *chain[:-1]] if tied else chain
     for i, module in enumerate(forward_chain):
-        module.set_modules_to_forward_prefetch(forward_chain[i + 1 : i + 1 + forward])
+        module.set_modules_to_forward_prefetch(forward_chain[i + 1 : i + 1 + config.forward_prefetch])
     for i, module in enumerate(chain):
-        module.set_modules_to_backward_prefetch(chain[max(i - backward, 0) : i][::-1])
-    if device_type == "cpu":
-        # or gloo's all-gather ends before the computation begins that it should overlap with
-        for module in chain:
-            if hasattr(module, "_set_unshard_async_op"):  # private: may go away
-                module._set_unshard_async_op(True)
+        module.set_modules_to_backward_prefetch(chain[max(i - config.backward_prefetch, 0) : i][::-1])
+        if device_type == "cpu" and hasattr(module, "_set_unshard_async_op"):  # private: may go away
+            # or gloo's all-gather ends before the computation begins that it should overlap with
+            module._set_unshard_async_op(True)
 
 
 # --- in the loop ------------------------------------------------------------------------------------------------
