@@ -331,6 +331,7 @@ CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
     ),
     "torchtitan_lite, not sharded": ours(fsdp__sharding_strategy="NO_SHARD"),
     "torchtitan_lite, blocks in one group": ours(fsdp__blocks_per_group=1000, fsdp__reshard_after_forward=False),
+    "torchtitan_lite, bfloat16": ours(fsdp__param_dtype="bfloat16"),
     "bare FSDP2 loop": bare_fsdp2,
     "DDP": ddp,
     "Fabric, HF Llama": fabric,
@@ -339,8 +340,9 @@ CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
     "DDP, HF Llama": ddp_hf,
     "roof": roof,
 }
-# only on request
-EXTRA = "torchtitan_lite, compiled", "torchtitan_lite, not sharded", "torchtitan_lite, blocks in one group"
+# only on request; bfloat16 also in the float32 table of a CPU without its instructions
+WIDENED = "torchtitan_lite, bfloat16"
+EXTRA = "torchtitan_lite, compiled", "torchtitan_lite, not sharded", "torchtitan_lite, blocks in one group", WIDENED
 # runs where the other is not installed
 STAND_INS = {"Fabric, HF Llama": "bare FSDP2 loop, HF Llama", "Accelerate, HF Llama": "DDP, HF Llama"}
 NEEDS = {
