@@ -22,6 +22,7 @@ from benchmarks.contenders import Shape, training_of
 from benchmarks.machine import cpu
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import shared_memory
+from torchtitan_lite.distributed.cpu_flags import slow_dtypes
 from torchtitan_lite.distributed.process_group import exit_process, process_group
 from torchtitan_lite.models import attention as block_attention
 from torchtitan_lite.models import fused
@@ -32,6 +33,8 @@ from torchtitan_lite.models.loss import summed_cross_entropy
 
 SHAPE = Shape()
 BF16, TIMES = torch.bfloat16, 7
+# a CPU without bfloat16 instructions computes in float32 (widened products)
+DTYPES = (torch.float32,) if "bfloat16" in slow_dtypes() else (BF16, torch.float32)
 
 
 def core_ms(compute: Callable[[], Tensor]) -> float:
@@ -59,7 +62,7 @@ def show(name: str, plain: float, others: dict[str, float]) -> None:
 
 def attention() -> None:
     """PyTorch's kernel and block_attention with several block sizes."""
-    for dtype in (BF16, torch.float32):
+    for dtype in DTYPES:
         for length in (256, 512, 1024, 2048):
             q, k, v = (leaf(4, length, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads, dtype=dtype) for _ in range(3))
             found = {}
@@ -74,7 +77,7 @@ def attention() -> None:
 
 def loss() -> None:
     """Full logits and chunks of several sizes."""
-    for dtype in (BF16, torch.float32):
+    for dtype in DTYPES:
         x, weight = leaf(4, SHAPE.seq_len, SHAPE.dim, dtype=dtype), leaf(SHAPE.vocab_size, SHAPE.dim, dtype=dtype)
         targets = torch.randint(SHAPE.vocab_size, (4, SHAPE.seq_len))
         found = {}
@@ -108,7 +111,7 @@ def small_operators() -> None:
     """Rotary positions and RMSNorm from PyTorch's operators, and fused."""
     angles = torch.rand(SHAPE.seq_len, SHAPE.dim // SHAPE.n_heads // 2).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
-    for dtype in (BF16, torch.float32):
+    for dtype in DTYPES:
         x = leaf(4, SHAPE.seq_len, SHAPE.n_heads, SHAPE.dim // SHAPE.n_heads, dtype=dtype)
         few = core_ms(lambda: fused.rotate(x, cos, sin))  # noqa: B023
         plain = core_ms(lambda: rotate(x, cos, sin))  # noqa: B023
