@@ -1,6 +1,7 @@
 """Muon: the same update on any mesh, bit for bit; its formula; resumes."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import checkpoint, losses, ranks, succeeded, tensors, tiny
+from tests.muon_worker import MODEL
 from tests.reload_worker import MESHES
+from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
 from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.tools import plan
+from torchtitan_lite.tools.estimate.muon import muon_step
+from torchtitan_lite.tools.estimate.work import Product
 
 
 def stepped(folder: Path, mesh: str, skipped: str = "") -> dict[str, Tensor]:
@@ -24,6 +32,36 @@ def stepped(folder: Path, mesh: str, skipped: str = "") -> dict[str, Tensor]:
     return load_file(out)
 
 
+def planned_bytes(mesh: str) -> int:
+    """Bytes of the matrices that the busiest owner gets in a step, as `plan` counts them."""
+    n, copies = MESHES[mesh]
+    with torch.device("meta"):
+        model = build(MODEL, 517)
+    layout = Layout(copies, n // copies, 1, 0, 0)
+    _, sent = muon_step(model, OptimConfig(name="muon"), layout, on_gpu=False)
+    assert sent.total() == 2 * 4
+    return sum(n * collective.bytes for collective, n in sent.items()) // 2
+
+
+def test_plan_counts_the_products_of_the_iteration() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(24, 40, bias=False), nn.Linear(24, 40, bias=False)])
+    work, sent = muon_step(model, OptimConfig(name="muon"), Layout(1, 1, 1, 0, 0), on_gpu=False)
+    with FlopCounterMode(display=False) as counter:
+        for layer in model.layers:
+            muon.newton_schulz(layer.get_parameter("weight").detach())
+    products = [(n, product) for product, n in work.items() if isinstance(product, Product)]
+    assert sum(n * 2 * p.m * p.n * p.k for n, p in products) == counter.get_total_flops()
+    assert not sent
+    assert muon_step(model, OptimConfig(), Layout(1, 1, 1, 0, 0), on_gpu=False) == (Counter(), Counter())
+
+
+def test_plan_prints_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("muon", "adamw"):
+        assert plan.main(["--world-size", "4", "--device", "h100", f"--optim.name={name}"]) == 0
+        assert ("all-to-all, muon" in capsys.readouterr().out) == (name == "muon")
+
+
 def test_updates_are_the_same_on_any_mesh_bit_for_bit(tmp_path: Path) -> None:
     """1, 2, 3 and 4 ranks, and 2 copies of 2 shards, with uneven and empty shards."""
     found = {mesh: stepped(tmp_path, mesh) for mesh in MESHES}
@@ -32,6 +70,7 @@ def test_updates_are_the_same_on_any_mesh_bit_for_bit(tmp_path: Path) -> None:
     assert len(momenta) == 5 * 7, "the matrices of the blocks, and no other parameter"
     assert int(one.pop("calls")) == 0
     for mesh, other in found.items():
+        assert planned_bytes(mesh) == int(other["owned"].max()), "plan's figure"
         # two exchanges for each shape and step: the shapes are 30x30, 10x30, 3x30 and 30x3
         assert int(other.pop("calls")) == 2 * 4 * 3, mesh
         weights = [name.replace("momentum.", "weight.") for name in momenta]  # AdamW's may differ in the last bit

@@ -100,13 +100,17 @@ def _write(tensor: Tensor, value: Tensor, withheld: Tensor | None) -> None:
     tensor.copy_(value if withheld is None else torch.where(withheld, tensor, value))
 
 
-def exchanges(matrices: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Matrices that are exchanged together: of one shape, and at most OWNED_BYTES for each owner."""
+def exchanges(matrices: Iterable[nn.Parameter], ranks: int = 0) -> Iterable[list[nn.Parameter]]:
+    """Matrices that are exchanged together: of one shape, and at most OWNED_BYTES for each owner.
+
+    Args:
+        ranks: the number of owners; 0: the ranks that shard the matrices.
+    """
     shapes: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for matrix in matrices:
         shapes[tuple(matrix.shape)].append(matrix)
     for same in shapes.values():
-        n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * ranks_of(same[0])[1]
+        n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * (ranks or ranks_of(same[0])[1])
         yield from (same[i : i + n] for i in range(0, len(same), n))
 
 

@@ -23,6 +23,8 @@ from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, duration, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device, flops_per_token, formula
 from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate.muon import muon_step
+from torchtitan_lite.tools.estimate.work import Product, Work
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 
 GIB = 2**30
@@ -43,6 +45,8 @@ class Plan:
     flops_per_token: int
     simulated: Simulated
     logits_bytes: int  # of one micro-batch, in the dtype of the output matrix plus float32
+    muon_work: Counter[Work]
+    muon_sent: Counter[Collective]
 
     @property
     def computed_tokens(self) -> int:
@@ -58,9 +62,13 @@ class Plan:
         return self.flops_per_token * (1 + again) * self.computed_tokens / peak
 
     def optimizer_s(self, device: Device) -> float:
-        """Time to read and write parameters and state, and to read gradients."""
+        """Time to read and write parameters and state, to read gradients, and of muon's products and exchanges."""
         start = self.simulated.peaks["start"]
-        return (3 * start[PARAMETERS] + 2 * start[OPTIMIZER]) / device.memory_bandwidth
+        moved = (3 * start[PARAMETERS] + 2 * start[OPTIMIZER]) / device.memory_bandwidth
+        flops = sum(n * 2 * w.m * w.n * w.k for w, n in self.muon_work.items() if isinstance(w, Product))
+        wide = any(isinstance(w, Product) and w.width == 4 for w in self.muon_work)
+        links = (n * step_time.link_s(c, device, self.layout, self.world_size) for c, n in self.muon_sent.items())
+        return moved + flops / (device.fp32_flops if wide else device.bf16_flops) + sum(links)
 
     def least_s(self, device: Device) -> float:
         """Lower bound of a step: the longer of computation and communication, plus the optimizer."""
@@ -73,16 +81,17 @@ class Plan:
             power: the device's power limit, as a share of the nominal one.
         """
         machine, fused = step_time.Machine(device, power), self.config.compile.enabled
-        found = step_time.optimizer(machine, self.simulated.optimizer)
+        exchanged = step_time.sent_s(self.muon_sent, device, self.layout, self.world_size)
+        found = step_time.optimizer(machine, self.simulated.optimizer, self.muon_work, exchanged)
         for i, times in self.simulated.micro_batches(self.layout.grad_accum_steps):
             sent = step_time.sent_s(self.simulated.collectives[i], device, self.layout, self.world_size)
             found += step_time.micro_batch(machine, self.simulated.work[i], sent, fused=fused).times(times)
         return found
 
-    def sent_s(self, device: Device) -> dict[str, float]:
-        """Seconds by kind of collective, on otherwise idle links."""
+    def sent_s(self, device: Device, collectives: Counter[Collective] | None = None) -> dict[str, float]:
+        """Seconds by kind of collective, on otherwise idle links. None: those of forward and backward."""
         found: Counter[str] = Counter()
-        for collective, times in self.collectives.items():
+        for collective, times in (self.collectives if collectives is None else collectives).items():
             found[collective.kind] += times * step_time.link_s(collective, device, self.layout, self.world_size)  # type: ignore[assignment]
         return dict(found)
 
@@ -132,16 +141,24 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
         model = models.build(config.model, vocab_size)
     train = config.train
     width = 4 if config.fsdp.param_dtype == "float32" else 2
+    layout, on_gpu = derive(config, world_size), device is not None if on_gpu is None else on_gpu
+    n_parameters, flops = (
+        sum(p.numel() for p in model.parameters()),
+        flops_per_token(model, config.input_len, config.target_len),
+    )
+    muon_work, muon_sent = muon_step(model, config.optim, layout, on_gpu=on_gpu)
     return Plan(
         config=config,
         world_size=world_size,
         device=device,
-        layout=derive(config, world_size),
+        layout=layout,
         vocab_size=vocab_size,
-        n_parameters=sum(p.numel() for p in model.parameters()),
-        flops_per_token=flops_per_token(model, config.input_len, config.target_len),
-        simulated=simulate(config, world_size, vocab_size, on_gpu=device is not None if on_gpu is None else on_gpu),
+        n_parameters=n_parameters,
+        flops_per_token=flops,
+        simulated=simulate(config, world_size, vocab_size, on_gpu=on_gpu),
         logits_bytes=train.micro_batch_size * config.target_len * vocab_size * (4 if width == 4 else width + 4),
+        muon_work=muon_work,
+        muon_sent=muon_sent,
     )
 
 
@@ -199,10 +216,10 @@ def _sent_lines(plan: Plan) -> list[str]:
     lines = ["", "communication of a step: bytes gathered, scattered or summed"]
     kinds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    for collective, times in plan.collectives.items():
+    for collective, times in (plan.collectives + plan.muon_sent).items():
         kinds[collective.kind] += times * collective.bytes
         calls[collective.kind] += times
-    seconds = plan.sent_s(plan.device) if plan.device else {}
+    seconds = plan.sent_s(plan.device, plan.collectives + plan.muon_sent) if plan.device else {}
     for kind in sorted(kinds):
         at_least = f"   at least {seconds[kind]:.3f} s" if kind in seconds else ""
         lines.append(f"  {kind:<24}{size(kinds[kind]):>12}   in {calls[kind]} calls{at_least}")

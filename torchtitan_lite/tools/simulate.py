@@ -13,6 +13,7 @@ the last, the head, ...) is then extrapolated linearly to the full depth.
 
 import contextlib
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -240,13 +241,14 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     Args:
         on_gpu: attention with dropout needs T x T matrices on the CPU only.
     """
-    prefetch, every = 1, 1
+    prefetch, group = 1, config.fsdp.blocks_per_group
+    every = group
     if config.fsdp.explicit_prefetching:
         prefetch = max(config.fsdp.forward_prefetch, config.fsdp.backward_prefetch)
     if config.activation_checkpointing.mode != "none":
-        every = config.activation_checkpointing.every
+        every = math.lcm(group, config.activation_checkpointing.every)
     depths = list(config.model.stacks)
-    few = [-(-(prefetch + 3) // every) * every + depth % every for depth in depths]
+    few = [-(-(prefetch + 3) * group // every) * every + depth % every for depth in depths]
     few = [depth if depth <= least + every else least for depth, least in zip(depths, few, strict=True)]
     with fake_world(world_size):
         one = found = _simulate(config, world_size, vocab_size, few, on_gpu)

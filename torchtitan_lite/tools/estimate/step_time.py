@@ -6,7 +6,7 @@
     other operators bytes, as eager or fused kernels move them; at least the time in which the host can launch them
     communication   what computation cannot hide: the first all-gather, the last reduce-scatter, and what takes longer
                     than the computation beside it; what is hidden slows the computation down
-    optimizer       bytes
+    optimizer       bytes; with muon also its products and exchanges, which nothing hides
 
 SUSTAINED, ATTENTION and CONTENTION were fitted to published runs of 8 GPUs (benchmarks/published.py), the others are
 assumed. docs/plan.md compares with published runs.
@@ -121,9 +121,16 @@ def micro_batch(machine: Machine, work: Counter[Work], sent: dict[str, tuple[flo
     return found
 
 
-def optimizer(machine: Machine, work: Counter[Work]) -> Expected:
-    """The expected time of clipping and of the optimizer."""
-    return Expected(0, 0, 0, 0, machine.others_s(work, "optimizer", fused=False))
+def optimizer(
+    machine: Machine, work: Counter[Work], muon: Counter[Work], exchanged: Mapping[str, tuple[float, int]]
+) -> Expected:
+    """The expected time of clipping and of the optimizer.
+
+    Args:
+        muon, exchanged: its products, and the seconds and number of its all-to-alls.
+    """
+    more = machine.products_s(muon, "optimizer") + sum(seconds for seconds, _ in exchanged.values())
+    return Expected(0, 0, 0, 0, machine.others_s(work, "optimizer", fused=False) + more)
 
 
 def link_s(collective: Collective, device: Device, layout: Layout, world_size: int) -> float:

@@ -1,0 +1,54 @@
+"""What a step of optim.muon computes and sends, of the rank that owns most. It follows the backward pass: nothing hides
+it.
+
+    products     five iterations of three products, for each matrix that the rank owns
+    all-to-all   the rows of its matrices come in, and go back
+"""
+
+from collections import Counter
+
+from torch import nn
+
+from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.optim.muon import ITERATIONS, exchanges
+from torchtitan_lite.optim.optimizer import freeze, parameter_groups
+from torchtitan_lite.tools.estimate.work import Product, Work
+from torchtitan_lite.tools.simulate import Collective
+
+KIND = "all-to-all, muon"
+
+
+def muon_step(
+    model: nn.Module, config: OptimConfig, layout: Layout, *, on_gpu: bool
+) -> tuple[Counter[Work], Counter[Collective]]:
+    """The products and collectives of the rank that owns most elements; both empty with another optimizer.
+
+    Args:
+        model: on the meta device, not sharded.
+    """
+    work: Counter[Work] = Counter()
+    sent: Counter[Collective] = Counter()
+    if config.name != "muon":
+        return work, sent
+    freeze(model, config.freeze)
+    width = {"float32": 4, "bfloat16": 2}.get(config.muon_dtype, 2 if on_gpu else 4)
+    ranks, first = layout.dp_shard, 0
+    owned: list[Counter[tuple[int, int]]] = [Counter() for _ in range(ranks)]
+    received: list[Counter[Collective]] = [Counter() for _ in range(ranks)]
+    for group in parameter_groups(model, config):
+        for matrices in exchanges(group["params"], ranks) if group["muon"] else ():
+            rows, columns = matrices[0].shape
+            for i, rank in enumerate((first + i) % ranks for i in range(ranks)):
+                n = len(range(i, len(matrices), ranks))
+                owned[rank][rows, columns] += n
+                received[rank][Collective(KIND, n * rows * columns * width, ranks)] += 2
+            first += len(matrices)
+    most = max(range(ranks), key=lambda rank: sum(r * c * n for (r, c), n in owned[rank].items()))
+    for (rows, columns), n in owned[most].items():
+        short, long = sorted((rows, columns))
+        times = n * ITERATIONS
+        work[Product("optimizer", 1, short, short, long, width)] += times
+        work[Product("optimizer", 1, short, short, short, width)] += times
+        work[Product("optimizer", 1, short, long, short, width)] += times
+    return work, received[most] if ranks > 1 else sent
