@@ -51,7 +51,7 @@ def with_defaults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[s
     return {key: default_of(key) for key in wanted if key in known} | dict(saved)
 
 
-FAST_PATHS = 2  # the order of their sums on a CPU; it was 1 in older checkpoints, which do not record it
+FAST_PATHS = 3  # the order of their sums on a CPU; it was 1 in old checkpoints, which do not record it
 _REFUSED = (
     *("train.seq_len", "run.seed", "optim.name", "optim.freeze", "data.packing", "data.document_mask"),
     *("data.objective", "data.noise_density", "data.mean_span_length", "data.target_len", "data.blind_source"),
