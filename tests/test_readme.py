@@ -54,16 +54,18 @@ def done(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 def marks(command: str) -> list[pytest.MarkDecorator]:
     """What takes long, or has tests of its own, is run by `make test-all`."""
-    long = re.compile("^make train|\\.plan |--dry-run|gpt_debug|--explicit|--dcp|--mixed|my_text")
+    long = re.compile("^make train|\\.plan |--dry-run|gpt_debug|--explicit|--dcp|--mixed|data.path=my_text")
     return [pytest.mark.extended] if long.search(command) else []
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=marks(c)) for c in COMMANDS if c not in NOT_RUN])
-def test_each_readme_command_runs(command: str, done: Callable[[str], tuple[str, Path]]) -> None:
+def test_each_readme_command_runs(command: str, done: Callable[[str], tuple[str, Path]], text: Path) -> None:
     if "runs/default" in command or ".plan " in command:
-        words = shlex.split(command.replace("runs/default", str(done(PLAIN)[1] / "default")))
-        said = succeeded(run_python(words[1:]))
-        assert any(text in said for text in ("complete ", "def ", "report  ", "a step takes at least"))
+        places = {"runs/default": done(PLAIN)[1] / "default", "--data my_text": f"--data {text}"}
+        for name, place in places.items():
+            command = command.replace(name, str(place))
+        said = succeeded(run_python(shlex.split(command)[1:]))
+        assert any(part in said for part in ("complete ", "def ", "report  ", "a step takes at least", "bits/byte"))
         return
     output, out_dir = done(command)
     if "--print-config" in command or "--help" in command:

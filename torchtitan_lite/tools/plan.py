@@ -2,6 +2,8 @@
 
 Memory and communication come from a simulated step (simulate.py). Two times are printed: a lower bound from nominal
 peaks, and the expected one (estimate/).
+
+The figures, their text and the command line are one file: each line of the output is next to what it shows.
 """
 
 import argparse

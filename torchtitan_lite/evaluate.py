@@ -1,0 +1,8 @@
+"""`python -m torchtitan_lite.evaluate`: see torchtitan_lite.tools.scoring.evaluate."""
+
+import sys
+
+from torchtitan_lite.tools.scoring.evaluate import main
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,298 @@
+"""Score models on any text: `python -m torchtitan_lite.evaluate MODEL [MODEL ...] [--data TEXT ...]`.
+
+A MODEL is a run (its newest complete checkpoint), a checkpoint, or a Hugging Face folder. Each --data is a text, as
+data.path takes it, or a prepared folder; without it, each run is scored on its own held-out text, by source. Several
+models are compared with the first one, document by document. Under torchrun the ranks share the work.
+
+An encoder-decoder is scored on the targets of pairs: those it was trained on, or prepared folders of pairs.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from tokenizers import Tokenizer
+
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.config import paths
+from torchtitan_lite.config.schema import Config, RunConfig, known_keys
+from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.distributed.process_group import World, exit_process, local_rank, print_once, process_group
+from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
+from torchtitan_lite.models.generation import answers
+from torchtitan_lite.terminal import prepare_streams
+from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
+from torchtitan_lite.tools.scoring.documents import Place, place
+from torchtitan_lite.tools.scoring.likelihood import Scores, ratio, score, score_rows
+from torchtitan_lite.training.evaluate import bytes_per_token
+
+_LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
+TOTAL = "total"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to score, and the config of the run that trained it; None: a Hugging Face folder."""
+
+    name: str
+    opened: Opened
+    config: Config | None
+
+
+def open_one(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None) -> Model:
+    """Open a model. Raises CheckpointError or DataError: see `open_model`."""
+    opened = open_model(path, device, dtype, tokenizer)
+    if (paths.expand(path) / "config.json").is_file():
+        return Model(str(path), opened, None)
+    folder, _ = newest_complete(paths.expand(path))
+    return Model(str(path), opened, _config_of(folder))
+
+
+def _config_of(folder: Path) -> Config:
+    """The model, data and lengths in a checkpoint's state. Keys that this version no longer has are ignored."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in storage.read_state(folder, named_by_step=False).config.items():
+        section, name = key.split(".", 1)
+        if key in known_keys() and section in ("model", "data", "tokenizer", "train"):
+            tree.setdefault(section, {})[name] = value
+    try:
+        return Config.model_validate(tree)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: the config that it was trained with can't be read: {error}") from None
+
+
+def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator[tuple[str, Scores]]:
+    """The scores of each text. Collective.
+
+    Raises:
+        UserError: a text is missing or unusable, or does not suit the model.
+    """
+    if answers(model.opened.model):
+        yield from _of_pairs(model, given, world)
+        return
+    limit = model.opened.model.config.max_seq_len
+    length = given.seq_len or (model.config.train.seq_len if model.config else min(limit, _LONGEST))
+    if length > limit:
+        raise ConfigError(f"--seq-len={length}: {model.name} takes at most {limit} tokens (max_seq_len)")
+    for where in _places(model, given):
+        documents, prefix = where.documents(model.opened), _prefix(model.opened)
+        found = score(model.opened.model, documents, prefix, length, world, given.batch_size)
+        if not found.tokens.sum():
+            raise ConfigError(f"{where.name} has no text to score")
+        exact = where.n_bytes()
+        scale = exact / found.n_bytes.sum() if exact and found.n_bytes.sum() else 1.0
+        yield where.name, Scores(found.nats, found.tokens, found.n_bytes * scale)
+
+
+def _places(model: Model, given: argparse.Namespace) -> list[Place]:
+    if given.data:
+        return [place(name, given.text_key, given.split, given.documents) for name in given.data]
+    if model.config is None:
+        raise ConfigError(f"{model.name} is a Hugging Face folder, which has no text of its own: give --data")
+    found = prepare_all(model.config.data, model.config.tokenizer, lambda _: None)
+    return [Place(source.name, source.folder, given.split, most=given.documents) for source in found.sources]
+
+
+def _prefix(opened: Opened) -> list[int]:
+    """What precedes a document: the token that the tokenizer puts first, else the end token, as in training."""
+    with_special, without = (opened.tokenizer.encode("a", add_special_tokens=flag).ids for flag in (True, False))
+    if len(with_special) > len(without) and with_special[-len(without) :] == without:
+        return [int(i) for i in with_special[: -len(without)]]
+    if len(with_special) > len(without) and with_special[1 : 1 + len(without)] == without:
+        return [int(with_special[0])]
+    return list(opened.ends[:1])
+
+
+def _of_pairs(model: Model, given: argparse.Namespace, world: World) -> Iterator[tuple[str, Scores]]:
+    config = model.config or Config.model_validate(
+        {"model": model.opened.model.config.model_dump(), "data": {"objective": "pairs", "target_len": 150}}
+    )
+    lengths = {"seq_len": given.seq_len or (config.train.seq_len if model.config else 512)}
+    config = config.model_copy(update={"train": config.train.model_copy(update=lengths)})
+    if given.split == "all":
+        raise ConfigError("--split=all: pairs are scored on one split; val or train works")
+    if not given.data and model.config is None:
+        raise ConfigError(f"{model.name} is a Hugging Face folder, which has no text of its own: give --data")
+    if given.data:
+        if texts := [name for name in given.data if not paths.is_prepared(name)]:
+            raise ConfigError(
+                f"--data={texts[0]}: an encoder-decoder is scored on prepared pairs; "
+                f"python -m torchtitan_lite.data.prepare {texts[0]} --source-key ... --target-key ... --out FOLDER"
+            )
+        sets = [DataSet.of({name: (1.0, paths.expand(name))}) for name in given.data]
+    else:
+        whole = prepare_all(config.data, config.tokenizer, lambda _: None)
+        sets = [DataSet((source,)) for source in whole.sources]
+    for data in sets:
+        tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
+        if tokenizer.get_vocab() != model.opened.tokenizer.get_vocab():
+            raise ConfigError(f"{data.folder} was prepared with another tokenizer than that of {model.name}")
+        samples = open_samples(data, given.split, config)
+        n_bytes = bytes_per_token(tokenizer, data.end_token)
+        found = score_rows(model.opened.model, samples, n_bytes, world, given.batch_size)
+        most = given.documents
+        yield data.sources[0].name, Scores(found.nats[:most], found.tokens[:most], found.n_bytes[:most])
+
+
+# --- what is printed --------------------------------------------------------------------------------------------
+
+
+def figures(scores: Scores) -> dict[str, float]:
+    """The figures of a row. Undefined ones are NaN."""
+    loss, loss_stderr = ratio(scores.nats, scores.tokens)
+    bits, bits_stderr = ratio(scores.nats / math.log(2), scores.n_bytes)
+    return {
+        "documents": len(scores),
+        "tokens": int(scores.tokens.sum()),
+        "bytes": round(float(scores.n_bytes.sum())),
+        "loss": loss,
+        "loss_stderr": loss_stderr,
+        "bits_per_byte": bits,
+        "bits_per_byte_stderr": bits_stderr,
+        "perplexity": math.exp(min(loss, 700.0)),
+    }
+
+
+def difference(scores: Scores, first: Scores) -> dict[str, float]:
+    """A model minus the first one, on the same documents: the errors of both are correlated, that of this is small."""
+    nats = scores.nats - first.nats
+    found = dict(zip(("bits_per_byte", "bits_per_byte_stderr"), ratio(nats / math.log(2), first.n_bytes), strict=True))
+    if (scores.tokens == first.tokens).all():
+        found |= dict(zip(("loss", "loss_stderr"), ratio(nats, first.tokens), strict=True))
+    return found
+
+
+def _plus_minus(value: float, stderr: float, digits: int = 4) -> str:
+    return f"{value:.{digits}f}" + (f" +- {stderr:.{digits}f}" if math.isfinite(stderr) else "")
+
+
+def table(rows: dict[str, dict[str, float]]) -> list[str]:
+    """One line for each text, under a head."""
+    width = max(len(name) for name in (*rows, "text"))
+    lines = [
+        f"  {'text':<{width}}  {'documents':>9}  {'tokens':>11}  {'nats/token':>20}  {'bits/byte':>20}  perplexity"
+    ]
+    for name, row in rows.items():
+        loss, bits = (_plus_minus(row[key], row[f"{key}_stderr"]) for key in ("loss", "bits_per_byte"))
+        lines.append(
+            f"  {name:<{width}}  {row['documents']:>9,}  {row['tokens']:>11,}  {loss:>20}  {bits:>20}  "
+            f"{row['perplexity']:,.2f}"
+        )
+    return lines
+
+
+def difference_lines(rows: dict[str, dict[str, float]], first: str) -> list[str]:
+    """The comparison with the first model, one line for each text."""
+    lines = []
+    for name, row in rows.items():
+        parts = [
+            f"{_plus_minus(row[key], row[f'{key}_stderr'])} {unit}"
+            for key, unit in (("loss", "nats/token"), ("bits_per_byte", "bits/byte"))
+            if key in row and math.isfinite(row[key])
+        ]
+        lines.append(f"  minus {first}, {name}: {', '.join(parts)}")
+    return lines
+
+
+def _finite(tree: Any) -> Any:
+    """NaN as null: JSON has no NaN."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+# --- the command line -------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.evaluate",
+        description="Loss, bits per byte and perplexity of models on any text, with standard errors over documents.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "models", nargs="+", type=paths.argument, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder"
+    )
+    parser.add_argument("--data", nargs="+", default=[], help="texts or prepared folders; none: the run's own text")
+    parser.add_argument("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
+    parser.add_argument("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
+    parser.add_argument("--documents", type=int, default=None, help="score only the first N documents of each text")
+    parser.add_argument("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows in a batch")
+    parser.add_argument("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    parser.add_argument("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, if a MODEL has none")
+    return parser
+
+
+def _problems(given: argparse.Namespace) -> list[str]:
+    found = [
+        f"--{key}={value} should be at least 1"
+        for key, value in (("documents", given.documents), ("batch-size", given.batch_size))
+        if value is not None and value < 1
+    ]
+    if given.seq_len < 0:
+        found.append(f"--seq-len={given.seq_len} should be 0 (as in training) or more")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        found.append("--device=cuda, but torch sees no GPU here; --device=cpu works")
+    return found
+
+
+def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
+    """Score and print all models. Returns the figures of each. Collective.
+
+    Raises:
+        UserError: an option is wrong, or a model or text is missing, unusable, or does not suit the other.
+    """
+    if problems := _problems(given):
+        raise ConfigError("\n  ".join(problems))
+    results: list[dict[str, Any]] = []
+    first: dict[str, Scores] = {}
+    for path in given.models:
+        model = open_one(path, world.device, getattr(torch, given.dtype), given.tokenizer)
+        found = dict(scores_of(model, given, world))
+        if len(found) > 1:
+            parts = list(found.values())
+            found[TOTAL] = sum(parts[1:], parts[0])
+        rows = {name: figures(scores) for name, scores in found.items()}
+        same = {name: scores for name, scores in found.items() if len(first.get(name, ())) == len(scores)}
+        compared = {name: difference(scores, first[name]) for name, scores in same.items()} if first else {}
+        lines = [*model.opened.notes, model.opened.source, *table(rows)]
+        if compared:
+            lines += difference_lines(compared, str(given.models[0]))
+        if world.rank == 0:
+            print("\n".join(lines), flush=True)
+        results.append({"model": str(path), "texts": rows} | ({"minus_first": compared} if compared else {}))
+        first = first or found
+    return results
+
+
+def _run(given: argparse.Namespace) -> int:
+    with process_group(RunConfig(device=given.device)) as world:
+        results = evaluate(given, world)
+        if given.json and world.rank == 0:
+            text = json.dumps(_finite({"models": results}), indent=2)
+            paths.expand(given.json).write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """The command line. Ends the process: gloo's threads must not outlive the interpreter."""
+    given = _parser().parse_args(argv)
+    prepare_streams()
+    exit_process(run_cli("evaluate", lambda: _run(given), info=lambda text: print_once(text, local_rank())))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

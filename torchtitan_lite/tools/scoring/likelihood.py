@@ -1,0 +1,147 @@
+"""The log-likelihood of documents, computed on all ranks."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchtitan_lite.data.samples import Mixture
+from torchtitan_lite.distributed.process_group import World, sum_over_ranks
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.tools.scoring.documents import Document
+
+_SORTED = 1024  # windows that are sorted by length, so that a batch has little padding
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of a document: inputs, and the targets that are predicted from them, IGNORE where there is none."""
+
+    document: int
+    tokens: list[int]
+    targets: list[int]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """By document: summed negative log-likelihood in nats, scored tokens, and bytes."""
+
+    nats: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    n_bytes: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.nats)
+
+    def __add__(self, other: "Scores") -> "Scores":
+        pairs = ((self.nats, other.nats), (self.tokens, other.tokens), (self.n_bytes, other.n_bytes))
+        return Scores(*(np.concatenate(pair) for pair in pairs))
+
+
+def windows(documents: Iterable[Document], prefix: list[int], length: int) -> Iterator[tuple[Document, list[Window]]]:
+    """Each document, cut into windows of at most `length` tokens. Every token is predicted once: from all tokens of its
+    window before it, and the first of a window from the last of the window before.
+
+    Args:
+        prefix: what precedes a document. Without it, a document's first token has no prediction.
+    """
+    for i, document in enumerate(documents):
+        stream = prefix + document.tokens
+        inputs, targets = stream[:-1], stream[1:]
+        starts = range(0, len(targets), length)
+        yield document, [Window(i, inputs[s : s + length], targets[s : s + length]) for s in starts]
+
+
+@torch.no_grad()
+def score(
+    model: Transformer, documents: Iterable[Document], prefix: list[int], length: int, world: World, batch_size: int
+) -> Scores:
+    """Score documents. Collective: the ranks share the batches, and all get the same result.
+
+    Args:
+        length: of a window, in tokens; at most the model's max_seq_len.
+    """
+    found: list[tuple[int, int]] = []  # tokens and bytes of each document
+    nats: list[Tensor] = []
+    indices: list[int] = []
+    cut = windows(documents, prefix, length)
+    batches = 0
+    pending: list[Window] = []
+    while True:
+        some = list(islice(cut, 64))
+        for document, parts in some:
+            found.append((sum(len(part.targets) for part in parts), document.n_bytes))
+            pending += parts
+        if len(pending) < _SORTED and some:
+            continue
+        pending.sort(key=lambda window: -len(window.tokens))
+        for start in range(0, len(pending), batch_size):
+            batch = pending[start : start + batch_size]
+            if batches % world.world_size == world.rank:
+                nats.append(losses(model, batch, world.device))
+                indices += [window.document for window in batch]
+            batches += 1
+        pending = []
+        if not some:
+            break
+    total = torch.zeros(len(found), dtype=torch.float64)
+    if indices:
+        total.index_add_(0, torch.tensor(indices), torch.cat(nats).double().cpu())
+    total = sum_over_ranks(total.to(world.device)).cpu()
+    counts = np.array(found, dtype=np.float64).reshape(-1, 2)
+    return Scores(total.numpy(), counts[:, 0], counts[:, 1])
+
+
+@torch.no_grad()
+def score_rows(
+    model: Transformer, samples: Mixture, lengths: NDArray[np.int64], world: World, batch_size: int
+) -> Scores:
+    """Score the targets of all rows: pairs, or spans that an encoder-decoder has to fill in. Collective, see `score`.
+
+    Args:
+        lengths: bytes of text of each token.
+    """
+    found = torch.zeros(3, samples.n_samples, dtype=torch.float64)
+    for i, first in enumerate(range(0, samples.n_samples, batch_size)):
+        if i % world.world_size != world.rank:
+            continue
+        which = np.arange(first, min(first + batch_size, samples.n_samples))
+        rows = samples.draw(which, None)
+        tokens, targets = (torch.from_numpy(part).to(world.device) for part in (rows.tokens, rows.targets))
+        known = rows.targets != IGNORE
+        found[0, which] = model(tokens, targets, per_sequence=True).double().cpu()
+        found[1, which] = torch.from_numpy(known.sum(1)).double()
+        found[2, which] = torch.from_numpy((lengths[np.where(known, rows.targets, 0)] * known).sum(1)).double()
+    return Scores(*sum_over_ranks(found.to(world.device)).cpu().numpy())
+
+
+def losses(model: Transformer, batch: list[Window], device: torch.device) -> Tensor:
+    """The summed loss of each window, (B,) float32."""
+    length = max(len(window.tokens) for window in batch)
+    tokens = torch.zeros(len(batch), length, dtype=torch.int64)
+    targets = torch.full((len(batch), length), IGNORE)
+    for row, window in enumerate(batch):
+        tokens[row, : len(window.tokens)] = torch.tensor(window.tokens)
+        targets[row, : len(window.targets)] = torch.tensor(window.targets)
+    return model(tokens.to(device), targets.to(device), per_sequence=True)
+
+
+def ratio(values: NDArray[np.float64], of: NDArray[np.float64]) -> tuple[float, float]:
+    """sum(values) / sum(of), and its standard error over documents; NaN where it is undefined.
+
+    To first order, the error of a ratio R is that of the mean residual values - R of.
+    """
+    n, total = len(values), float(of.sum())
+    if not total:
+        return math.nan, math.nan
+    found = float(values.sum()) / total
+    if n < 2:
+        return found, math.nan
+    squares = float(np.square(values - found * of).sum())
+    return found, math.sqrt(squares * n / (n - 1)) / total
