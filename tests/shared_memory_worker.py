@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.distributed import shared_memory
 from torchtitan_lite.distributed.process_group import World, exit_process, limit_group_timeouts, process_group
 from torchtitan_lite.distributed.shared_memory import (
     AllGather,
@@ -84,6 +85,7 @@ def compare_one(gather: AllGather, reduce: ReduceScatter, n: int, dtype: torch.d
 
 def compare(piece: int) -> None:
     """Sizes below, at and above a piece, in turn, so that both halves are written over and over."""
+    shared_memory.SMALL = piece // 2  # an all-reduce goes both ways
     group: Any = dist.group.WORLD
     shared = SharedMemory(group, slot=piece)
     gather, reduce = AllGather(shared), ReduceScatter(shared)
@@ -136,6 +138,7 @@ def used(shape: str) -> None:
     names_of_gloo = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
     honest: list[tuple[Any, str, Any]] = [(dist, n, getattr(dist, n)) for n in names_of_gloo if hasattr(dist, n)]
     honest.append((dist.ProcessGroup, "allreduce", dist.ProcessGroup.allreduce))
+    honest.append((shared_memory, "_all_gather", shared_memory._all_gather))
     loss = model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
     if "/" in shape:  # the neighbours find each other's memory with gloo once
         loss.backward()

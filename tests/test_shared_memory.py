@@ -21,7 +21,7 @@ def test_shared_memory_gathers_and_sums_as_gloo_does(n: int, piece: int) -> None
 
 @pytest.mark.parametrize("n", [2, 3, pytest.param(5, marks=extended)])
 def test_no_rank_leaves_a_barrier_before_all_have_entered_it(n: int) -> None:
-    succeeded(ranks(n, "in turns", "2000", entry=WORKER))
+    succeeded(ranks(n, "in turns", "500", entry=WORKER))
 
 
 @pytest.mark.parametrize("mesh", ["2", "2x1", "2x2", "4/2", pytest.param("3x1", marks=extended)])
