@@ -1,7 +1,7 @@
 """Collectives on more ranks than cores: `python -m benchmarks.ranks [ranks ...]`, by default 2, 4 and 8.
 
-Prints the median wall time of a collective through gloo and through shared memory, in rounds that alternate. The ranks
-share this machine's cores, so a time covers the work of all of them, and the wake-ups.
+Prints the median wall time of a collective through gloo and through shared memory, in rounds that alternate, and rank
+0's CPU time. The ranks share this machine's cores, so a wall time covers the work of all of them, and the wake-ups.
 """
 
 import multiprocessing
@@ -60,21 +60,22 @@ def pairs(ranks: int) -> dict[str, Pair]:
 
 
 def medians_ms(pair: Pair) -> list[float]:
-    """Of both ways."""
-    spent: tuple[list[float], list[float]] = [], []
+    """Wall times of both ways, and this process's CPU times."""
+    spent: tuple[list[tuple[float, float]], ...] = [], []
     times = 1
     for number in range(ROUNDS + 1):
         for way, found in zip(pair, spent, strict=True):
             dist.barrier()
-            before = time.perf_counter()
+            before = time.perf_counter(), time.process_time()
             for _ in range(times):
                 way()
-            found.append(1000 * (time.perf_counter() - before) / times)
+            after = time.perf_counter(), time.process_time()
+            found.append((1000 * (after[0] - before[0]) / times, 1000 * (after[1] - before[1]) / times))
         if number == 0:  # a warm-up, which also says how often to repeat
-            box = [max(int(1000 * TOGETHER_S / max(found[-1] for found in spent)), 3)]
+            box = [max(int(1000 * TOGETHER_S / max(found[-1][0] for found in spent)), 3)]
             dist.broadcast_object_list(box, src=0)
             times = box[0]
-    return [statistics.median(found[1:]) for found in spent]
+    return [statistics.median(one[kind] for one in found[1:]) for kind in range(2) for found in spent]
 
 
 def rank(local_rank: int, ranks: int, port: int) -> None:
@@ -84,9 +85,11 @@ def rank(local_rank: int, ranks: int, port: int) -> None:
     os.environ |= {name: str(local_rank) for name in ("RANK", "LOCAL_RANK")}
     with process_group(RunConfig(device="cpu", threads=1)):
         for name, pair in pairs(ranks).items():
-            gloo, shared = medians_ms(pair)
+            gloo, shared, gloo_cpu, shared_cpu = medians_ms(pair)
             if local_rank == 0:
-                print(f"| {name} | {ranks} | {gloo:.3f} | {shared:.3f} | {gloo / shared:.2f} |", flush=True)
+                wall = f"{gloo:.3f} | {shared:.3f} | {gloo / shared:.2f}"
+                spent = f"{gloo_cpu:.3f} | {shared_cpu:.3f} | {gloo_cpu / shared_cpu:.2f}"
+                print(f"| {name} | {ranks} | {wall} | {spent} |", flush=True)
     exit_process()
 
 
@@ -95,7 +98,8 @@ def main() -> None:
     torch.set_num_threads(1)
     block = SHAPE.dim * (4 * SHAPE.dim + 3 * SHAPE.hidden_dim)
     print(f"{cpu()}; torch {torch.__version__}, load {os.getloadavg()[0]:.1f}; a block has {block:,} parameters\n")
-    print("| | ranks | gloo, ms | shared memory, ms | ratio |\n|---|---:|---:|---:|---:|", flush=True)
+    print("| | ranks | gloo, ms | shared memory, ms | ratio | CPU of rank 0: gloo, ms | shared memory, ms | ratio |")
+    print("|---" + "|---:" * 7 + "|", flush=True)
     for ranks in map(int, sys.argv[1:] or ("2", "4", "8")):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
