@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.contenders import CONTENDERS, SHAPES
 from benchmarks.machine import cpu
 from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.distributed.barrier import Barrier
 from torchtitan_lite.distributed.process_group import exit_process, process_group
 
 PRODUCTS = "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"
@@ -94,8 +95,8 @@ def _mark_waiting() -> None:
 
         return call
 
-    for name in ("barrier", "all_reduce"):
-        setattr(dist, name, marked(getattr(dist, name)))
+    for owner, name in ((dist, "barrier"), (dist, "all_reduce"), (Barrier, "wait")):
+        setattr(owner, name, marked(getattr(owner, name)))
 
 
 def core_ms(step: Callable[[], None], seconds: float) -> tuple[int, float]:

@@ -1,104 +1,247 @@
-"""Collectives through shared memory against gloo's, on each rank: `[PIECE [BROKEN_RANK]]`."""
+"""Collectives through shared memory against gloo's and against sums in rank order, on each rank: `CASE [VALUE]`."""
 
 import os
+import re
+import signal
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.process_group import World, process_group
-from torchtitan_lite.distributed.shared_memory import AllGather, ReduceScatter, SharedMemory, apply_shared_memory
+from torchtitan_lite.distributed import shared_memory
+from torchtitan_lite.distributed.process_group import World, exit_process, limit_group_timeouts, process_group
+from torchtitan_lite.distributed.shared_memory import (
+    AllGather,
+    ReduceScatter,
+    SharedMemory,
+    all_reduce,
+    apply_shared_memory,
+)
+from torchtitan_lite.monitoring.hang import is_lost
 
 # the names in torch 2.13, and before
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+OPS = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
-def compare(world: World, piece: int) -> None:
+def values_of(rank: int, n: int, dtype: torch.dtype) -> Tensor:
+    """What this rank contributes; every rank can compute it for the others."""
+    return (torch.randn(n, generator=torch.Generator().manual_seed(n + rank)) * 100).to(dtype)
+
+
+def sum_in_order(ranks: int, n: int, dtype: torch.dtype) -> Tensor:
+    total = values_of(0, n, dtype)
+    for rank in range(1, ranks):
+        total += values_of(rank, n, dtype)
+    return total
+
+
+def require_as_gloo(found: Tensor, gloo: Tensor, ranks: int, what: str) -> None:
+    if ranks == 2:
+        assert found.equal(gloo), what
+    else:  # gloo adds in another order
+        torch.testing.assert_close(found, gloo, rtol=2e-2 if found.dtype == torch.bfloat16 else 1e-5, atol=2.0)
+
+
+def compare_one(gather: AllGather, reduce: ReduceScatter, n: int, dtype: torch.dtype) -> None:
+    """Each collective with n elements per rank."""
+    group: Any = dist.group.WORLD
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = values_of(rank, ranks * n, dtype)
+    found, expected = whole.new_zeros(whole.shape), whole.new_zeros(whole.shape)
+    gather(found, whole[:n].clone(), group)
+    all_gather(expected, whole[:n].clone(), group=group)
+    assert found.equal(expected), f"all-gather of {n} {dtype}"
+    inside = found.new_zeros(found.shape)
+    mine = inside[rank * n : (rank + 1) * n]  # as FSDP calls it
+    mine.copy_(whole[:n])
+    gather(inside, mine, group)
+    assert inside.equal(expected), f"all-gather of {n} {dtype} in place"
+    if dtype == torch.uint8:
+        return
+    in_order = sum_in_order(ranks, ranks * n, dtype)
+    for op in OPS:
+        scale = ranks if op == dist.ReduceOp.AVG else 1
+        total, one = whole.new_zeros(n), whole.new_zeros(n)
+        reduce(total, whole.clone(), group, op)
+        assert total.equal(in_order[rank * n : (rank + 1) * n] / scale), f"reduce-scatter of {n} {dtype}"
+        reduce_scatter(one, whole.clone(), op=dist.ReduceOp.SUM, group=group)
+        require_as_gloo(total, one / scale, ranks, f"reduce-scatter of {n} {dtype}")
+        both = whole.clone(), whole.clone()
+        all_reduce(reduce._shared, both[0], op)
+        assert both[0].equal(in_order / scale), f"all-reduce of {n} {dtype}"
+        dist.all_reduce(both[1], op=op)
+        require_as_gloo(*both, ranks, f"all-reduce of {n} {dtype} {op}")
+
+
+def compare(piece: int) -> None:
     """Sizes below, at and above a piece, in turn, so that both halves are written over and over."""
+    shared_memory.SMALL = piece // 2  # an all-reduce goes both ways
     group: Any = dist.group.WORLD
     shared = SharedMemory(group, slot=piece)
     gather, reduce = AllGather(shared), ReduceScatter(shared)
     for n in (1, 5, piece // 4 - 1, piece // 4, piece // 4 + 1, 3 * piece + 7):
-        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-            values = torch.randn(world.world_size * n, generator=torch.Generator().manual_seed(n + world.rank))
-            whole = (values * 100).to(dtype)
-            found, expected = whole.new_zeros(whole.shape), whole.new_zeros(whole.shape)
-            gather(found, whole[:n].clone(), group)
-            all_gather(expected, whole[:n].clone(), group=group)
-            assert found.equal(expected), f"all-gather of {n} {dtype}"
-            inside = found.new_zeros(found.shape)
-            mine = inside[world.rank * n : (world.rank + 1) * n]  # as FSDP calls it
-            mine.copy_(whole[:n])
-            gather(inside, mine, group)
-            assert inside.equal(expected), f"all-gather of {n} {dtype} in place"
-            if dtype == torch.uint8:
-                continue
-            for op, scale in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, world.world_size)):
-                total, one = whole.new_zeros(n), whole.new_zeros(n)
-                reduce(total, whole.clone(), group, op)
-                reduce_scatter(one, whole.clone(), op=dist.ReduceOp.SUM, group=group)
-                one /= scale
-                if world.world_size == 2:
-                    assert total.equal(one), f"reduce-scatter of {n} {dtype}"
-                else:  # gloo adds in another order
-                    torch.testing.assert_close(total, one, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2.0)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8):
+            compare_one(gather, reduce, n, dtype)
 
 
-def used(world: World) -> None:
-    """FSDP's collectives go through it, and nothing else of FSDP's does."""
-    model = sharded(world)
-    apply_shared_memory(model, init_device_mesh("cpu", (world.world_size,)))
+def in_turns(times: int) -> None:
+    """No rank leaves a barrier before all have entered it."""
+    group: Any = dist.group.WORLD
+    shared = SharedMemory(group, slot=64)
+    seen = shared.half(torch.int64)[:, 0]
+    for number in range(1, times):
+        seen[shared.rank] = number
+        shared.barrier()
+        assert seen.tolist() == [number] * shared.size
+        shared.barrier()
+
+
+# --- in FSDP ----------------------------------------------------------------------------------------------------
+
+
+def sharded(mesh: DeviceMesh, *, neighbours: int | bool = True) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 8, bias=False), nn.Linear(8, 5, bias=False))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=neighbours)
+    return fully_shard(model, mesh=mesh)
+
+
+def gradients(model: Any) -> list[Tensor]:
+    model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def used(shape: str) -> None:
+    """All of FSDP's collectives in a mesh, "2x2" or "4", go through it; with "/2", also those of N neighbours."""
+    ranks = [int(n) for n in shape.split("/")[0].split("x")]
+    names = ("dp_replicate", "dp_shard")[-len(ranks) :]
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(*ranks), mesh_dim_names=names)
+    neighbours = int(shape.split("/")[1]) if "/" in shape else True
+    expected = gradients(sharded(mesh, neighbours=neighbours))
+    model = sharded(mesh, neighbours=neighbours)
+    apply_shared_memory(model, mesh)
 
     def sent(*_: Any, **__: Any) -> None:
         raise AssertionError("through gloo")
 
-    names = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
-    honest = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
-    for name in honest:
-        setattr(dist, name, sent)
-    model.unshard(async_op=True)
-    model(torch.full((2, 8), world.rank + 1.0)).sum().backward()
-    for name, function in honest.items():
-        setattr(dist, name, function)
-    grad: Any = model.weight.grad
-    mean = 2 * sum(range(1, world.world_size + 1)) / world.world_size
-    assert grad.full_tensor().equal(torch.full((8, 8), mean)), grad
+    names_of_gloo = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+    honest: list[tuple[Any, str, Any]] = [(dist, n, getattr(dist, n)) for n in names_of_gloo if hasattr(dist, n)]
+    honest.append((dist.ProcessGroup, "allreduce", dist.ProcessGroup.allreduce))
+    honest.append((shared_memory, "_all_gather", shared_memory._all_gather))
+    loss = model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
+    if "/" in shape:  # the neighbours find each other's memory with gloo once
+        loss.backward()
+        model.zero_grad()
+        loss = model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
+    for owner, name, _ in honest:
+        setattr(owner, name, sent)
+    loss.backward()
+    for owner, name, function in honest:
+        setattr(owner, name, function)
+    for parameter, whole in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole)
 
 
-def sharded(world: World) -> Any:
-    model = nn.Linear(8, 8, bias=False)
-    return fully_shard(model, mesh=init_device_mesh("cpu", (world.world_size,)))
-
-
-def without(world: World, broken: int) -> None:
-    """A rank that can't map memory: all go on by gloo, and rank 0 says so."""
-    if world.rank == broken:
+def without(broken: int) -> None:
+    """A rank that can't map memory: all use gloo, and rank 0 warns."""
+    if dist.get_rank() == broken:
 
         def fails(*_: Any) -> int:
             raise OSError("not today")
 
         os.memfd_create, os.open = fails, fails  # type: ignore[assignment]
-    model = sharded(world)
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("dp_shard",))
+    model = sharded(mesh)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        apply_shared_memory(model, init_device_mesh("cpu", (world.world_size,)))
-    assert [("not today" in str(w.message)) for w in said] == [True] * (world.rank == 0)
-    model(torch.ones(2, 8)).sum().backward()
-    assert model.weight.grad is not None
+        apply_shared_memory(model, mesh)
+    assert [("not today" in str(w.message)) for w in said] == [True] * (dist.get_rank() == 0)
+    assert all(gradient.any() for gradient in gradients(model))
+
+
+# --- ranks that do not come -------------------------------------------------------------------------------------
+
+
+def error_of(action: Callable[[], Any]) -> RuntimeError:
+    try:
+        action()
+    except RuntimeError as error:
+        return error
+    raise AssertionError("no error")
+
+
+def lost(world: World) -> None:
+    """The last rank ends. The others wait in each of the collectives, FSDP's all-reduce too."""
+    mesh = DeviceMesh("cpu", torch.arange(world.world_size).view(-1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = sharded(mesh)
+    apply_shared_memory(model, mesh)
+    shared = SharedMemory(mesh.get_group("dp_replicate"))
+    shared.barrier()
+    last = world.world_size - 1
+    if world.rank == last:
+        os._exit(0)
+    for action in (shared.barrier, lambda: gradients(model)):
+        error = error_of(action)
+        assert is_lost(error), error
+        assert re.search(rf"exited: rank (\d, )*{last}$", str(error)), error  # another may have noticed, and ended
+    print(f"rank {world.rank} has noticed", flush=True)
+
+
+def late(world: World) -> None:
+    """The last rank comes after the timeout."""
+    group: Any = dist.group.WORLD
+    shared = SharedMemory(group)
+    limit_group_timeouts(1 / 60)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == world.world_size - 1:
+        store.wait([str(rank) for rank in range(world.rank)], timedelta(minutes=5))
+        store.set("all", "noticed")
+        return
+    began = time.monotonic()
+    error = error_of(shared.barrier)
+    assert time.monotonic() - began >= 0.9
+    assert is_lost(error), error
+    assert "1000ms" in str(error), error
+    print(f"rank {world.rank} has noticed", flush=True)
+    store.set(str(world.rank), "noticed")
+    if world.rank == 0:  # which has the store
+        store.wait(["all"], timedelta(minutes=5))
+
+
+def interrupted(world: World) -> None:
+    """A signal while a rank waits: its handler runs, which under gloo it would not before the end of the collective."""
+    group: Any = dist.group.WORLD
+    shared = SharedMemory(group)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: store.set("handled", "yes"))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+    else:
+        store.wait(["handled"], timedelta(minutes=5))
+    shared.barrier()
 
 
 def main(argv: Sequence[str]) -> int:
+    case, value = (*argv, "")[:2]
     with process_group(RunConfig(device="cpu", threads=1)) as world:
-        if len(argv) > 1:
-            without(world, int(argv[1]))
+        if case in ("lost", "late"):
+            {"lost": lost, "late": late}[case](world)
+            os._exit(0)  # the groups are broken
+        if case == "used":
+            used(value)
+        elif case == "interrupted":
+            interrupted(world)
         else:
-            compare(world, int(argv[0]))
-            used(world)
-    return 0
+            {"compare": compare, "without": without, "in turns": in_turns}[case](int(value))
+    exit_process(0)

@@ -194,3 +194,19 @@ def test_a_checkpoint_of_older_fast_paths_is_not_resumed_bit_for_bit() -> None:
     (line,) = resumed.resume_lines(load.load(None, {"eval.every": load.ConfigValue(0, "test")}).config, older, here)
     assert "not bit for bit: fast_paths 1 -> 3" in line
     assert not resumed.resume_lines(load.load(None, {"eval.every": load.ConfigValue(0, "test")}).config, here, here)
+
+
+def test_a_checkpoint_whose_copies_were_summed_by_gloo_is_not_resumed_bit_for_bit() -> None:
+    """Older ones do not record how more than two copies were summed. The sum of two copies is the same."""
+
+    def line(copies: int) -> list[str]:
+        values = {"fsdp.dp_replicate": load.ConfigValue(copies, "test"), "eval.every": load.ConfigValue(0, "test")}
+        config = load.load(None, values, world_size=4).config
+        setting = compatibility.bitwise_setting(config, World(0, 4, torch.device("cpu"), 1, local_world_size=4))
+        older = TrainState(bitwise_setting={k: v for k, v in setting.items() if k != "shared_memory_copies"})
+        return resumed.resume_lines(config, older, TrainState(bitwise_setting=setting))
+
+    (said,) = line(4)
+    assert "not bit for bit: shared_memory_copies False -> True" in said
+    assert not line(2)
+    assert not line(1)

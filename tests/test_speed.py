@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers import checkpoint, losses, python, ranks, succeeded, tensors, tiny
+from tests.helpers import checkpoint, python, ranks, succeeded, tensors, tiny
 from tests.test_blocks import Operators
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
 from torchtitan_lite.distributed.initialize import materialise
@@ -275,32 +275,6 @@ def test_inputs_are_not_written_to() -> None:
     normed_in_few_passes(x, weight)
     fused.rotate(x, cos, sin)
     assert x.equal(before)
-
-
-# --- shared memory ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("n", "piece"), [
-    (2, 1 << 12), (3, 64), pytest.param(2, 64, marks=extended), pytest.param(3, 1 << 12, marks=extended),
-])  # fmt: skip
-def test_shared_memory_gathers_and_sums_as_gloo_does(n: int, piece: int) -> None:
-    succeeded(ranks(n, str(piece), entry="tests.shared_memory_worker"))
-
-
-@pytest.mark.parametrize("broken", [0, 1])
-def test_without_shared_memory_gloo_is_used(broken: int) -> None:
-    succeeded(ranks(2, "64", str(broken), entry="tests.shared_memory_worker"))
-
-
-@pytest.mark.parametrize("mesh", [{}, pytest.param({"fsdp__dp_replicate": 2}, marks=extended)])
-@pytest.mark.extended
-def test_a_run_through_shared_memory_is_the_run(mesh: dict[str, int], text: Path, tmp_path: Path) -> None:
-    """Two ranks add two numbers: the same bits."""
-    n = 4 if mesh else 2
-    for name, on in (("shared", True), ("sent", False)):
-        more = {"run__name": name, "speed__shared_memory": on, "fsdp__param_dtype": "bfloat16", **mesh}
-        succeeded(ranks(n, *tiny(text, tmp_path, train__steps=4, train__global_batch_size=8, **more)))
-    assert losses(tmp_path / "shared") == losses(tmp_path / "sent")
 
 
 # --- whole models -----------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         and not on_gpu,
         "fast_paths": 1 if on_gpu else FAST_PATHS,
         "widened_products": widens(config, world),
-        "shared_memory": _sums_in_shared_memory(config, world),
+        **_sums_in_shared_memory(config, world),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "deterministic": config.run.deterministic or not on_gpu,
         "threads": world.threads,
@@ -92,7 +92,8 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
     }
 
 
-def _sums_in_shared_memory(config: Config, world: World) -> bool:
+def _sums_in_shared_memory(config: Config, world: World) -> dict[str, bool]:
     """Whether gradients are summed in rank order, and that matters: a sum of two is the same in any order."""
-    one_machine = world.device.type == "cpu" and world.local_world_size == world.world_size
-    return config.speed.shared_memory and one_machine and derive(config, world.world_size).dp_shard > 2
+    layout = derive(config, world.world_size)
+    used = config.speed.shared_memory and world.device.type == "cpu" and world.local_world_size == world.world_size
+    return {"shared_memory": used and layout.dp_shard > 2, "shared_memory_copies": used and layout.dp_replicate > 2}

@@ -12,7 +12,8 @@ def resume_lines(config: Config, saved: TrainState, here: TrainState) -> list[st
     lines = []
     if values := changed(saved, here):
         lines.append(f"run     changed since then: {values}")
-    if values := differences({"fast_paths": 1} | dict(saved.bitwise_setting), here.bitwise_setting):
+    older = {"fast_paths": 1, "shared_memory_copies": False}  # of checkpoints that do not record them
+    if values := differences(older | dict(saved.bitwise_setting), here.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if config.eval.every and (values := validation_change(saved, here)):
         lines.append(f"run     validation covers {values}: do not compare its loss with that of earlier steps")

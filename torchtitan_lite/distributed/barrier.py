@@ -1,0 +1,89 @@
+"""A barrier for processes that share memory, made of POSIX semaphores in that memory (no busy waiting).
+
+    gate of rank 0 | gate of rank 1 | ... | turnstile | number of ranks that have arrived        64 bytes each
+
+A rank that arrives adds one to the number, and waits at its gate. The last one sets it to 0 and opens the gates of the
+others. The turnstile lets one rank at a time change the number. Semaphores also order the accesses to the memory, on
+every architecture: whatever a rank wrote before the barrier, all ranks read after it.
+"""
+
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+_BYTES = 64  # a cache line; Linux's sem_t has 32 bytes at most
+SLICE_S = 0.2  # the time between two checks of the other ranks
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Barrier:
+    """One rank's view.
+
+    Args:
+        address: of `n_bytes(size)` bytes that all ranks have mapped; 64-byte aligned.
+        check: called with the seconds waited so far, about every SLICE_S. It raises an error to give up.
+
+    Raises:
+        OSError, AttributeError: this system has no such semaphores.
+    """
+
+    def __init__(self, address: int, rank: int, size: int, check: Callable[[float], None]) -> None:
+        self._library: Any = ctypes.CDLL(None, use_errno=True)
+        places = [ctypes.c_void_p(address + i * _BYTES) for i in range(size + 2)]
+        *gates, self._turnstile, _ = places
+        self._gate, self._others = gates[rank], [gate for i, gate in enumerate(gates) if i != rank]
+        self._arrived = ctypes.c_int64.from_address(address + (size + 1) * _BYTES)
+        self._size, self._check = size, check
+
+    def initialise(self) -> None:
+        """Called once, by one rank, before any rank waits."""
+        self._arrived.value = 0
+        for place, value in ((self._turnstile, 1), (self._gate, 0), *((gate, 0) for gate in self._others)):
+            if self._library.sem_init(place, 1, value):
+                raise OSError(ctypes.get_errno(), f"sem_init: {os.strerror(ctypes.get_errno())}")
+
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        self._acquire(self._turnstile)
+        self._arrived.value += 1
+        last = self._arrived.value == self._size
+        if last:
+            self._arrived.value = 0
+        self._release(self._turnstile)
+        if last:
+            for gate in self._others:
+                self._release(gate)
+        else:
+            self._acquire(self._gate)
+
+    def _release(self, semaphore: Any) -> None:
+        if self._library.sem_post(semaphore):
+            raise OSError(ctypes.get_errno(), "sem_post")
+
+    def _acquire(self, semaphore: Any) -> None:
+        if not self._library.sem_trywait(semaphore):
+            return
+        waited_s = 0.0  # not by a clock: the time in which this process is stopped does not count
+        while True:
+            until = time.time() + SLICE_S
+            timespec = _Timespec(int(until), int(until % 1 * 1e9))
+            while self._library.sem_timedwait(semaphore, ctypes.byref(timespec)):
+                if ctypes.get_errno() == errno.ETIMEDOUT:
+                    break
+                if ctypes.get_errno() != errno.EINTR:  # Python now runs the handler of a signal
+                    raise OSError(ctypes.get_errno(), "sem_timedwait")
+            else:
+                return
+            waited_s += SLICE_S
+            self._check(waited_s)
+
+
+def n_bytes(size: int) -> int:
+    """The bytes of a barrier of so many ranks."""
+    return (size + 2) * _BYTES
