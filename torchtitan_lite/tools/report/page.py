@@ -210,7 +210,7 @@ def _summary(run: Run, many: bool) -> str:
     losses = [r["loss"] for r in run.steps if r["loss"] is not None]
     rates = sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second"))
     best = min((r for r in run.validations if r["val_loss"] is not None), key=lambda r: r["val_loss"], default=None)
-    of = run.config.get("train.steps", ("", ""))[0]
+    of = run.status.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
     tiles = [
         ("status", run.status.get("status", "unknown"), run.status.get("reason", "")),
         ("step", f"{last['step']:,}", f"of {int(of):,}" if of.isdigit() else ""),

@@ -22,7 +22,7 @@ class Run:
 
     name: str
     folder: Path
-    status: dict[str, str] = field(default_factory=dict)  # the strings of run.json
+    status: dict[str, str] = field(default_factory=dict)  # the strings of run.json, and its number of steps
     config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
     steps: Records = field(default_factory=list)
     validations: Records = field(default_factory=list)
@@ -127,6 +127,8 @@ def _read_status(file: Path, notes: list[str]) -> dict[str, str]:
     if not isinstance(content, dict):
         notes.append(f"{file.name}: not a table of keys and values")
         return {}
+    if type(content.get("steps")) is int:
+        content["steps"] = str(content["steps"])
     return {key: value for key, value in content.items() if isinstance(value, str)}
 
 
