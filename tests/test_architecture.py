@@ -30,7 +30,7 @@ ROOMS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # `python -m torchtitan_lite.NAME`: two lines each, which stand for a module of tools/
-COMMANDS = {"generate", "report", "plan", "migrate"}
+COMMANDS = {"generate", "report", "rouge", "plan", "migrate"}
 RECIPE = [
     "train.py",
     "checkpoint.py",
@@ -161,7 +161,7 @@ NOT_LOADED = (
     "torchtitan_lite.data.prepare.__main__",
     "torchtitan_lite.monitoring.trackers",
     "torchtitan_lite.monitoring.profiler",
-    *("plotly", "pyarrow", "tensorboard", "wandb", "transformers"),
+    *("plotly", "pyarrow", "rouge_score", "tensorboard", "wandb", "transformers"),
 )
 _RUN = """
 import json, sys

@@ -13,6 +13,7 @@ from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.agreement import require_agreement
 from torchtitan_lite.distributed.process_group import World, from_rank0
 from torchtitan_lite.errors import ConfigError, DataError
@@ -68,7 +69,7 @@ def start(
         def take_over() -> list[str]:
             files = {
                 "config.toml": to_toml_with_origins(loaded_config).encode(),
-                "tokenizer.json": (data.folder / "tokenizer.json").read_bytes(),
+                **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
                 "run.json": run_folder.accepted(config.folder, step, resume, facts),
                 **log.without_later(step),
             }
