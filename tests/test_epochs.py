@@ -153,9 +153,9 @@ def test_a_run_can_be_checked_planned_and_tried(
         (["--eval.every=epochs"], '--eval.every=epochs: should be "epoch", or a number of steps of at least 0'),
         (["--optim.schedule=step", "--optim.step_every=0"], 'should be "epoch", or a number of steps of at least 1'),
         (["--optim.step_gamma=0.7"], 'optim.step_gamma = 0.7 has no effect without optim.schedule = "step"'),
-        (["--optim.schedule=step", "--optim.min_lr_ratio=0.2"], "has no effect without an optim.schedule that decays"),
+        (["--optim.schedule=step", "--optim.min_lr_ratio=0.2"], 'has no effect without optim.schedule = "cosine"'),
         (["--optim.schedule=step", "--optim.step_gamma=1.5"], "should be less than or equal to 1"),
-        (["--train.epochs=0.01"], r"train.epochs = 0.01 is 1 steps: an epoch is \d+ samples in batches of"),
+        (["--train.epochs=0.01"], r"train.epochs = 0.01 is 1 step: an epoch is \d+ samples in batches of"),
     ],
 )
 def test_mistakes_are_refused(more: list[str], expected: str, data: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ RULES = (
     _rule(
         "optim.min_lr_ratio",
         "optim.schedule",
-        "an optim.schedule that decays to it",
+        'optim.schedule = "cosine", "linear" or "wsd"',
         lambda c: c.optim.schedule not in ("constant", "step"),
     ),
     _rule(

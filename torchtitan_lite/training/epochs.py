@@ -65,8 +65,9 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
             found.model_copy(update={"train": found.train.model_copy(update={"epochs": 0.0})}),
         )
     ):
+        steps = f"{found.train.steps:,} step{'s' * (found.train.steps > 1)}"
         what = (
-            f"train.epochs = {config.train.epochs:g} is {found.train.steps:,} steps: an epoch is {n_samples:,} samples "
+            f"train.epochs = {config.train.epochs:g} is {steps}: an epoch is {n_samples:,} samples "
             f"in batches of train.global_batch_size = {config.train.global_batch_size}"
         )
         raise ConfigError("\n  ".join([what, *wrong.values()]))
