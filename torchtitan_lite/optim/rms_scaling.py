@@ -21,6 +21,13 @@ from torchtitan_lite.optim.muon import ranks_of
 
 LEAST = 1e-3  # Adafactor's eps2: a parameter that is zero has to leave it
 
+# The fused kernel with a tensor as rate has no shape function (torch 2.11 to 2.13), so `plan`, which simulates a step
+# without memory, would run it on real tensors. It changes its arguments in place and returns nothing.
+_NAME = "_fused_adamw_.tensor_lr"
+_SHAPES = torch.library.Library("aten", "IMPL", "Meta")
+if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_NAME}", "Meta"):
+    _SHAPES.impl(_NAME, lambda *_, **__: None)
+
 
 class ScaledAdamW(AdamW):
     """Fused AdamW at the rate lr * max(LEAST, RMS(p)) for each parameter p.
