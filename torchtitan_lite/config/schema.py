@@ -273,7 +273,7 @@ decoder fills them; pairs: a source and its target"""
 class TrainConfig(Section):
     steps: int = Field(default=250, gt=0, le=10**12)
     """optimizer steps of the whole run"""
-    epochs: NonNegativeFloat = 0.0
+    epochs: float = Field(default=0.0, ge=0, le=10**6)
     """passes over the training data, e.g. 3 or 0.5, instead of steps; an epoch is samples / global_batch_size steps, \
 rounded up; 0: use steps"""
     seq_len: Size = 256
@@ -308,6 +308,8 @@ class OptimConfig(Section):
     """adamw, and muon's AdamW part: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
     """adamw, and muon's AdamW part: added to the root of the second moment"""
+    rms_scaling: bool = False
+    """adamw: multiply each parameter's rate by its root mean square (at least 0.001), as Adafactor does"""
     momentum: float = Field(default=0.9, gt=0, lt=1)
     """sgd: momentum"""
     muon_momentum: float = Field(default=0.95, gt=0, lt=1)
@@ -316,8 +318,6 @@ class OptimConfig(Section):
     """muon: size of updates: adamw's, so that its rate and decay can be kept; original: that of Jordan's code"""
     muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """muon: dtype of the products and of what ranks exchange; auto: float32 on a CPU, bfloat16 on a GPU"""
-    rms_scaling: bool = False
-    """adamw: multiply each parameter's rate by its root mean square (at least 0.001), as Adafactor does"""
     muon_cautious_decay: bool = False
     """muon: decay a weight only where the update also shrinks it"""
     weight_decay: NonNegativeFloat = 0.1
