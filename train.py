@@ -29,7 +29,7 @@ from torchtitan_lite.config import cli
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
-from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed import parallelize
@@ -367,16 +367,12 @@ def start(argv: Sequence[str]) -> int:
 
 def prepare_and_run(command: cli.Command) -> None:
     """Prepare the data, then train, inspect or make a dry run."""
-    config = command.loaded.config
-    data = prepare_all(config.data, config.tokenizer, print_line)
-    if config.data.packing == "best_fit":
-        from torchtitan_lite.data.packing import pack_all
-
-        pack_all(data, config.train.seq_len, print_line)
+    loaded, data = starting.prepared(command.loaded)
+    config = loaded.config
     if command.dry_run:
         from torchtitan_lite.tools import dry_run
 
-        dry_run.run(command.loaded, data, build, train_step)
+        dry_run.run(loaded, data, build, train_step)
         return
     with process_group(config.run) as world:
         if command.inspect:
@@ -388,7 +384,7 @@ def prepare_and_run(command: cli.Command) -> None:
                 print(inspect.describe(model, config.fsdp))
             return
         lock = run_folder.lock(config.folder, world)
-        run(command.loaded, data, world, Log(config.folder, speaks=world.rank == 0))
+        run(loaded, data, world, Log(config.folder, speaks=world.rank == 0))
         lock.release()
 
 

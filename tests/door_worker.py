@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import train
+from torchtitan_lite.training import start
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
             os.environ.pop(name, None)
         pwd.getpwuid = _no_such_user
     elif how == "denied":
-        vars(train)["prepare_all"] = _denied
+        vars(start)["prepare_all"] = _denied
     else:
         vars(train)["build"] = _huge
     return train.main(argv)

@@ -65,7 +65,7 @@ def test_big_configs_are_sharded_over_8_ranks() -> None:
 
 GIB = 2**30
 ROOM = 0.8  # of the device's memory: the rest is for its context, NCCL, gaps, and what a simulation can't know
-PUBLISHED = {"gpt_124m", "gpt_1558m", "llama_150m", "llama_1b", "llama_8b", "llama_70b"}
+PUBLISHED = {"t5_wikihow", "gpt_124m", "gpt_1558m", "llama_150m", "llama_1b", "llama_8b", "llama_70b"}
 
 
 def cluster(file: Path) -> tuple[int, Device | None]:
@@ -109,7 +109,8 @@ def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
             "bound by computing"
         )
         assert found.config.fsdp.param_dtype == "bfloat16"
-        assert found.config.compile.enabled
+        # batches of pairs have many shapes, and compiled blocks would be compiled for them again
+        assert found.config.compile.enabled == (found.config.data.objective != "pairs")
 
 
 MICRO_BATCH, CHECKPOINTING = "train__micro_batch_size", "activation_checkpointing__mode"

@@ -26,7 +26,7 @@ MORE = [
     *("plain", "float32", "float16", "HSDP", "full checkpointing", "selective checkpointing", "tied"),
     *("explicit prefetching", "document mask", "document mask, full checkpointing", "world of one", "accumulation"),
     *("accumulation, gradients synchronised once", "accumulation, kept gathered", "gpt, dropout", "gpt, document mask"),
-    "logits of all tokens",
+    *("logits of all tokens", "RMS scaling, HSDP"),
 ]
 
 

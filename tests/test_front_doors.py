@@ -336,7 +336,7 @@ def test_prompts_are_checked_with_an_existing_tokenizer(tmp_path: Path, capsys: 
         (["--optim.decay_ratio=0.3"], 'optim.decay_ratio = 0.3 has no effect without optim.schedule = "wsd"'),
         (
             ["--optim.schedule=constant", "--optim.min_lr_ratio=0"],
-            "has no effect without an optim.schedule that decays",
+            'has no effect without optim.schedule = "cosine", "linear" or "wsd"',
         ),
         (["--model.rope_high_freq_factor=5"], "has no effect without model.rope_factor above 1"),
         (["--train.max_skipped=3"], 'has no effect without train.on_nonfinite = "skip"'),

@@ -1,8 +1,11 @@
 """Compares the tables of docs/fsdp.md with torch and the code."""
 
+import dataclasses
+import inspect
 import re
 
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule, wrap
 
 from tests.helpers import ROOT
 from torchtitan_lite.config import schema
@@ -50,3 +53,16 @@ def test_what_is_called_used_is_used_outside_of_the_tests() -> None:
     assert len(methods) > 15
     for method, what in methods.items():
         assert bool(re.search(rf"\.{method}\(", code)) != what.startswith(("not ", "in the tests")), f"{method}: {what}"
+
+
+def test_every_argument_and_policy_of_fsdp1_has_a_row() -> None:
+    table = TEXT.split("## From FSDP1")[1].split("## Every public method")[0]
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"^\| (.+?) \| ", table, re.M))))
+    arguments = inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters.keys()
+    same = {"self", "module", "sharding_strategy", "cpu_offload", "backward_prefetch", "mixed_precision"}
+    wanted = (arguments - same) | {"CPUOffload", "MixedPrecision", "FullStateDictConfig", "T5Block"}
+    for kinds in (fsdp.ShardingStrategy, fsdp.BackwardPrefetch, fsdp.StateDictType):
+        wanted |= {kind.name for kind in kinds}
+    wanted |= {name for name in vars(wrap) if name.endswith(("_policy", "Policy")) and not name.startswith("_")}
+    wanted |= {field.name for field in dataclasses.fields(fsdp.MixedPrecision) if not field.name.startswith("_")}
+    assert not wanted - named

@@ -230,6 +230,8 @@ BAD = [
         'line 2: no "headline": its keys are text; --source',
     ),
     ("a.jsonl", '{"text": "", "headline": "b"}\n', 'line 1: "text" should be text, but is ""'),
+    ("a.jsonl", '{"text": "a", "headline": " \\n "}\n', 'line 1: "headline" should be text, but is " \\n "'),
+    ("a.csv", 'text,headline\n" ",b\n', 'line 2: "text" should be text, but is " "'),
     ("a.jsonl", '{"text": "a", "headline": null}\n', 'line 1: "headline" should be text, but is null'),
     ("a.jsonl", b'{"text": "\xff", "headline": "b"}\n', "line 1: not JSON"),
     ("a.jsonl", "[1]\n", 'line 1: no "text": it is not an object'),

@@ -1,6 +1,7 @@
 """Span corruption: every token once, fixed lengths, sentinels in order, and the same rows however a run is cut."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from tests.helpers import python
 from tests.test_data import stream_of
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.load import ConfigValue, load
@@ -19,6 +21,7 @@ from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, T
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.prepare import split
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.spans import SpanSamples, mask, replaced
 from torchtitan_lite.errors import ConfigError, DataError
@@ -214,3 +217,40 @@ def test_a_combination_that_does_not_work_names_one_that_does(
     with pytest.raises(ConfigError) as error:
         load(None, {key: ConfigValue(value, "--x") for key, value in values.items()})
     assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--data.objective=span_corruption"], "the tokenizer has no <pad> with id 0"),
+        (["--data.objective=pairs", "--data.target_len=9"], "the tokenizer has no <pad> with id 0"),
+        (
+            ["--data.objective=span_corruption", "--tokenizer.path=SPANS", "--train.seq_len=2500"],
+            "a sample has 139 spans, but the tokenizer has 100 sentinels",
+        ),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused_before_the_text_is_prepared(
+    more: list[str], expected: str, folder: Path, text: Path, tmp_path: Path
+) -> None:
+    plain = split.byte_level()
+    plain.save(str(tmp_path / "plain.json"))
+    cache = tmp_path / "cache"
+    command = [f"--data.path={text}", f"--tokenizer.path={tmp_path / 'plain.json'}", f"--data.cache_dir={cache}"]
+    command += ["--model.family=t5", f"--run.out_dir={tmp_path}", "--model.max_seq_len=4096", "--sample.every=0"]
+    result = python(*command, *(word.replace("SPANS", str(folder / "tokenizer.json")) for word in more))
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert not cache.exists()
+    assert not (tmp_path / "default").exists(), "nor a folder of the run"
+
+
+def test_a_long_word_does_not_stall_the_training_of_a_tokenizer() -> None:
+    """Without white space: the trainer's time would be quadratic in its length, minutes for this one."""
+    letters = np.random.default_rng(0).integers(97, 123, 200_000).astype(np.uint8).tobytes().decode()
+    began = time.process_time()
+    tokenizer = split.train([letters, "and words " * 100], 600)
+    assert time.process_time() - began < 20, "about 1 s, and 60 s before"
+    assert tokenizer.decode(tokenizer.encode(letters).ids) == letters
+    # texts without such words give the tokenizer that they gave before
+    assert split._LONG_WORD.split("a " * 5000 + "b" * 999) == ["a " * 5000 + "b" * 999]

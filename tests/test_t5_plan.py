@@ -112,3 +112,12 @@ def test_a_dry_run_is_as_planned(text: Path, tmp_path: Path) -> None:
     out = succeeded(ranks(2, *tiny(text, tmp_path, **SHAPE, **values), "--dry-run"))
     (line,) = (line for line in out.splitlines() if line.strip().startswith("total at the peak"))
     assert 0.9 < float(line.split()[-1]) < 1.1, out
+
+
+def test_a_plan_has_the_memory_of_the_z_loss() -> None:
+    """Computed from all logits, it keeps more of them for backward."""
+    for chunked, grows in ((False, True), (True, False)):
+        off, on = (
+            plan.make_plan(config_of(1, train__z_loss=z, speed__chunked_loss=chunked), 1, None) for z in (0, 0.1)
+        )
+        assert (sum(on.device_bytes.values()) > sum(off.device_bytes.values())) == grows

@@ -46,6 +46,7 @@ MORE: dict[str, dict[str, Any]] = {
     "full checkpointing": _FULL,
     "selective checkpointing": _SELECTIVE,
     "tied": _TIED,
+    "RMS scaling, HSDP": {"optim.rms_scaling": True, "fsdp.dp_replicate": 2},
     "explicit prefetching": _PREFETCHING,
     "document mask": _MASK,
     "document mask, full checkpointing": _MASK | _FULL,

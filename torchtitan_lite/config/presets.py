@@ -129,6 +129,7 @@ def objective_conflicts(config: Any) -> dict[str, str]:
             'data.objective = "pairs" needs data.target_len, the maximum tokens of a target, e.g. data.target_len = 32 '
             "(train.seq_len is that of a source)"
         )
+    found |= _pair_key_conflicts(data)
     if data.objective == "pairs" and not encoder_decoder and train.seq_len <= model.max_seq_len < config.input_len:
         found["train.seq_len data.target_len model.max_seq_len"] = (
             f"a source of train.seq_len = {train.seq_len} and a target of data.target_len = {data.target_len} tokens "
@@ -142,6 +143,21 @@ def objective_conflicts(config: Any) -> dict[str, str]:
                 f"leave it out"
             )
     return found
+
+
+def _pair_key_conflicts(data: Any) -> dict[str, str]:
+    """The broken rules between the keys of text with pairs."""
+    if data.objective != "pairs" or not (data.source_key or data.target_key or data.source_prefix):
+        return {}
+    if not data.source_key or not data.target_key:
+        wrong = "name the columns or keys of a source and its target, and are needed both"
+    elif data.source_key == data.target_key:
+        wrong = "are equal, but name two columns or keys"
+    else:
+        return {}
+    keys = f"data.source_key = {data.source_key!r} and data.target_key = {data.target_key!r}"
+    example = 'data.source_key = "text" and data.target_key = "headline"'
+    return {"data.source_key data.target_key": f"{keys} {wrong}, e.g. {example}"}
 
 
 def _encoder_decoder_conflicts(config: Any) -> dict[str, str]:

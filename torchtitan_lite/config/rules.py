@@ -36,7 +36,7 @@ def conflicts(
         found = (
             _run_conflicts(config.run, n_gpus, local_world_size)
             | model_conflicts(config.model)
-            | _length_conflicts(config)
+            | length_conflicts(config)
             | _objective_conflicts(config)
             | _mesh_conflicts(config, world_size)
             | _fsdp_conflicts(config, world_size, n_gpus)
@@ -80,7 +80,8 @@ def _log_conflicts(config: Config) -> dict[str, str]:
     return found
 
 
-def _length_conflicts(config: Config) -> dict[str, str]:
+def length_conflicts(config: Config) -> dict[str, str]:
+    """The broken rules about lengths, in tokens and in steps."""
     found, train, model, optim = {}, config.train, config.model, config.optim
     if train.seq_len > model.max_seq_len:
         found["train.seq_len model.max_seq_len"] = (
@@ -94,7 +95,9 @@ def _length_conflicts(config: Config) -> dict[str, str]:
             f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
             f"{config.tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's"
         )
-    if optim.warmup_steps >= train.steps:
+    if train.epochs:
+        pass  # the number of steps is not known yet: training/epochs.py checks again
+    elif optim.warmup_steps >= train.steps:
         found["optim.warmup_steps train.steps"] = (
             f"optim.warmup_steps = {optim.warmup_steps} takes up all of train.steps = {train.steps}; "
             f"warmup_steps = {train.steps // 10} works"

@@ -92,6 +92,20 @@ def _reshard(value: Any) -> Any:
     raise ValueError('should be "default", true, false, or a number of ranks above 1')
 
 
+def _every(least: int, value: Any) -> Any:
+    if value == "epoch" or (type(value) is int and least <= value <= _LARGEST):
+        return value
+    raise ValueError(f'should be "epoch", or a number of steps of at least {least}')
+
+
+if TYPE_CHECKING:  # training/epochs.py replaces "epoch" before anything counts steps
+    Every = int
+    PositiveEvery = int
+else:
+    Every = Annotated[int | Literal["epoch"], PlainValidator(functools.partial(_every, 0))]
+    PositiveEvery = Annotated[int | Literal["epoch"], PlainValidator(functools.partial(_every, 1))]
+
+
 def _without_nul(value: Any) -> Any:
     if any("\0" in path for path in ([value] if isinstance(value, str) else value)):
         raise ValueError("should have no NUL character: it is a path or part of one")
@@ -246,6 +260,12 @@ decoder fills them; pairs: a source and its target"""
     """pairs: maximum tokens of a target (train.seq_len: of a source); span_corruption derives it from train.seq_len"""
     blind_source: bool = False
     """pairs: leave every source empty, as a baseline of a model without its input"""
+    source_key: str = ""
+    """pairs, if path is a .jsonl, .csv or .parquet file: the key or column of the source"""
+    target_key: str = ""
+    """likewise, of the target"""
+    source_prefix: str = ""
+    """likewise, text to put before each source, e.g. "summarize: \""""
     cache_dir: PathText = ""
     """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
 
@@ -253,6 +273,9 @@ decoder fills them; pairs: a source and its target"""
 class TrainConfig(Section):
     steps: int = Field(default=250, gt=0, le=10**12)
     """optimizer steps of the whole run"""
+    epochs: float = Field(default=0.0, ge=0, le=10**6)
+    """passes over the training data, e.g. 3 or 0.5, instead of steps; an epoch is samples / global_batch_size steps, \
+rounded up; 0: use steps"""
     seq_len: Size = 256
     """tokens per sequence"""
     micro_batch_size: Size = 8
@@ -285,6 +308,8 @@ class OptimConfig(Section):
     """adamw, and muon's AdamW part: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
     """adamw, and muon's AdamW part: added to the root of the second moment"""
+    rms_scaling: bool = False
+    """adamw: multiply each parameter's rate by its root mean square (at least 0.001), as Adafactor does"""
     momentum: float = Field(default=0.9, gt=0, lt=1)
     """sgd: momentum"""
     muon_momentum: float = Field(default=0.95, gt=0, lt=1)
@@ -301,14 +326,19 @@ class OptimConfig(Section):
     """patterns of parameters to freeze, e.g. ["tok_embeddings.*", "layers.0.*"]"""
     groups: list[ParameterGroup] = []
     """per-parameter learning rate or decay: [[optim.groups]] match = "*", lr_factor, weight_decay"""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """shape of the learning rate after warm-up; wsd: constant, then linear over the last decay_ratio of the steps"""
+    schedule: Literal["cosine", "linear", "wsd", "constant", "step"] = "cosine"
+    """shape of the learning rate after warm-up; wsd: constant, then linear over the last decay_ratio of the steps; \
+step: multiplied by step_gamma every step_every steps"""
     warmup_steps: NonNegativeInt = 20
     """steps of linear warm-up"""
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
     """wsd: fraction of the steps with a decaying learning rate"""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """final learning rate as a fraction of lr (not with constant)"""
+    """final learning rate as a fraction of lr (not with constant and step)"""
+    step_gamma: float = Field(default=0.85, gt=0, le=1)
+    """step: the factor"""
+    step_every: PositiveEvery = "epoch"  # type: ignore[assignment]
+    """step: multiply every N steps, counted from the first; "epoch": after each epoch"""
     max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """clip gradients to this global norm; inf: no clipping"""
 
@@ -397,17 +427,17 @@ class GradScalerConfig(Section):
 
 
 class EvalConfig(Section):
-    every: NonNegativeInt = 100
-    """validate every N steps and at the end; 0: never"""
+    every: Every = 100
+    """validate every N steps and at the end; "epoch": after each epoch; 0: never"""
     samples: PositiveInt = 128
     """validation sequences, drawn at random from the held-out text; the same at every step and in every run"""
 
 
 class SampleConfig(Section):
-    every: NonNegativeInt = 100
-    """generate from the prompts every N steps and at the end; 0: never"""
+    every: Every = 100
+    """generate from the prompts every N steps and at the end; "epoch": after each epoch; 0: never"""
     prompts: list[str] = ["def ", "The "]
-    """prompts to continue"""
+    """prompts to continue; of pairs, unless set: three held-out sources, shown with their targets"""
     max_tokens: PositiveInt = 48
     """maximum number of new tokens; each one gathers all parameters once"""
     temperature: Annotated[NonNegativeFloat, AfterValidator(_temperature)] = 0.8
@@ -415,8 +445,8 @@ class SampleConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: NonNegativeInt = 100
-    """save every N steps and at the end; 0: only at the end"""
+    every: Every = 100
+    """save every N steps and at the end; "epoch": after each epoch; 0: only at the end"""
     state_dict: Literal["full", "sharded"] = "full"
     """full: rank 0 writes full tensors; sharded: each rank writes its own shards, to a shared file system"""
     api: Literal["dtensor", "dcp"] = "dtensor"
@@ -469,6 +499,12 @@ class Config(Frozen):
     def folder(self) -> Path:
         """The run's folder."""
         return expand(self.run.out_dir) / self.run.name
+
+    @property
+    def in_epochs(self) -> bool:
+        """Whether something may be in epochs, which training/epochs.py turns into steps."""
+        intervals: set[object] = {self.eval.every, self.sample.every, self.checkpoint.every}
+        return bool(self.train.epochs) or "epoch" in intervals or self.optim.schedule == "step"
 
     @property
     def input_len(self) -> int:

@@ -16,6 +16,7 @@ class Loaded:
     config: Config
     origins: dict[str, str]  # by "section.key"; defaults are absent
     notes: Sequence[str] = ()  # values that nothing reads
+    written: Config | None = None  # as it was given, where `config` has steps in place of epochs
 
 
 def to_toml(config: Config) -> str:
@@ -26,7 +27,7 @@ def to_toml(config: Config) -> str:
 def to_toml_with_origins(loaded: Loaded) -> str:
     """The config as TOML, with each value's origin in a comment. It loads back as the same config."""
     lines = [f"# note: {_in_comment(note)}" for note in loaded.notes]
-    for section, table in _plain(loaded.config.model_dump()).items():
+    for section, table in _plain((loaded.written or loaded.config).model_dump()).items():
         lines.append(f"[{section}]")
         for key, value in table.items():
             assignment = f"{key} = {format_value(value)}"

@@ -64,9 +64,17 @@ RULES = (
     _rule(
         "optim.min_lr_ratio",
         "optim.schedule",
-        "an optim.schedule that decays",
-        lambda c: c.optim.schedule != "constant",
+        'optim.schedule = "cosine", "linear" or "wsd"',
+        lambda c: c.optim.schedule not in ("constant", "step"),
     ),
+    _rule(
+        "optim.step_gamma optim.step_every",
+        "optim.schedule",
+        'optim.schedule = "step"',
+        lambda c: c.optim.schedule == "step",
+    ),
+    _rule("optim.rms_scaling", "optim.name", 'optim.name = "adamw"', lambda c: c.optim.name == "adamw"),
+    _rule("train.steps", "train.epochs", "train.epochs = 0", lambda c: not c.train.epochs),
     _rule(
         "train.max_skipped",
         "train.on_nonfinite",
@@ -98,7 +106,7 @@ RULES = (
         lambda c: c.data.objective == "span_corruption",
     ),
     _rule(
-        "data.target_len data.blind_source",
+        "data.target_len data.blind_source data.source_key data.target_key data.source_prefix",
         "data.objective",
         'data.objective = "pairs"',
         lambda c: c.data.objective == "pairs",
@@ -107,12 +115,12 @@ RULES = (
     _rule("log.wandb_project", "log.trackers", 'log.trackers = ["wandb"]', lambda c: "wandb" in c.log.trackers),
     _rule("profile.memory_snapshot", "profile.steps", "profile.steps, e.g. [10, 12]", lambda c: bool(c.profile.steps)),
     # an interval of 0 may switch a feature off for this command only
-    _rule("eval.samples", "eval.every", "eval.every above 0", lambda c: c.eval.every > 0, refuse=False),
+    _rule("eval.samples", "eval.every", "eval.every above 0", lambda c: c.eval.every != 0, refuse=False),
     _rule(
         "sample.prompts sample.max_tokens sample.temperature",
         "sample.every",
         "sample.every above 0",
-        lambda c: c.sample.every > 0,
+        lambda c: c.sample.every != 0,
         refuse=False,
     ),
     _rule(
@@ -130,7 +138,7 @@ RULES = (
         refuse=False,
     ),
     _rule(
-        "data.text_key data.val_fraction data.cache_dir",
+        "data.text_key data.val_fraction data.cache_dir data.source_key data.target_key data.source_prefix",
         "data.path data.sources",
         "text to prepare",
         lambda c: not _all_prepared(c),

@@ -20,7 +20,7 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.order import Indices, Permutation, sample_indices
-from torchtitan_lite.data.samples import Array, Rows, Samples
+from torchtitan_lite.data.samples import Array, Mixture, Rows, Samples
 from torchtitan_lite.data.spans import require_pad
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
@@ -123,6 +123,16 @@ class PairSamples(Samples):
         first = int(self._ends[document - 1]) if document else 1
         return np.append(self._stream.read(first, first + length - 1).astype(np.int64), self._end)
 
+    def questions(self, run_samples: Indices, seed: int | None) -> list[tuple[list[int], list[int]]]:
+        """For generation: what the model gets before its answer, and the whole target, without its end mark."""
+        found = []
+        pairs = self.indices(run_samples, seed)
+        n_sources, n_targets = self.lengths(pairs)[:, 0], self.lengths(pairs, cut=False)[:, 1]
+        for pair, n_source, n_target in zip(pairs.tolist(), n_sources.tolist(), n_targets.tolist(), strict=True):
+            source = [*[self._end] * self._joined, *self._tokens(2 * pair, n_source).tolist()]
+            found.append((source, self._tokens(2 * pair + 1, n_target).tolist()[:-1]))
+        return found
+
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
         return int(self.lengths(self.indices(run_samples, seed))[:, 1].sum())
 
@@ -131,6 +141,17 @@ class PairSamples(Samples):
         # a decoder's tokens are as long as its targets; an encoder's end with the last that is not pad
         n_tokens = n_targets if self._joined else _columns(rows.tokens != 0)
         return Rows(rows.tokens[:, :n_tokens], rows.targets[:, :n_targets], rows.begins[:, :n_tokens])
+
+
+def questions(samples: Mixture, n: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    """The `questions` of the first n samples of a mixture of pairs, or of as many as there are without repetition."""
+    which, numbers = samples.interleave.locate(np.arange(samples.longest_prefix(n)))
+    found = []
+    for k, number in zip(which.tolist(), numbers.tolist(), strict=True):
+        source = samples.sources[k]
+        assert isinstance(source, PairSamples)
+        found += source.questions(np.array([number]), seed)
+    return found
 
 
 def _columns(used: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> int:

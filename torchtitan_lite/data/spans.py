@@ -18,9 +18,12 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.paths import expand, problem
 from torchtitan_lite.config.presets import SpanLengths, span_lengths
-from torchtitan_lite.config.schema import DataConfig
+from torchtitan_lite.config.schema import Config, DataConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows, Samples
@@ -91,11 +94,14 @@ def replaced(text: Array, cut: np.ndarray[tuple[int], np.dtype[np.bool_]], senti
 def sentinels(folder: Path, n: int) -> Array:
     """The ids of the first n sentinels, (n,), which T5's vocabularies number from their end.
 
+    Args:
+        folder: a prepared one, or a tokenizer.json.
+
     Raises:
         DataError: the tokenizer has no pad with id 0, or fewer sentinels.
     """
     require_pad(folder)
-    tokenizer = bpe.load(folder / "tokenizer.json")
+    tokenizer = _tokenizer(folder)
     found = [tokenizer.token_to_id(bpe.sentinel(i)) for i in range(n)]
     if None in found:
         raise DataError(
@@ -107,6 +113,26 @@ def sentinels(folder: Path, n: int) -> Array:
 
 
 def require_pad(folder: Path) -> None:
-    """Raise DataError if the folder's tokenizer has no pad with id 0, which encoder-decoders mask."""
-    if bpe.load(folder / "tokenizer.json").token_to_id(bpe.PAD) != 0:
+    """Raise DataError if the tokenizer of a folder or file has no pad with id 0, which encoder-decoders mask."""
+    if _tokenizer(folder).token_to_id(bpe.PAD) != 0:
         raise DataError(f"{folder}: the tokenizer has no {bpe.PAD} with id 0, {bpe.NO_SENTINELS}")
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    return bpe.load(folder / "tokenizer.json" if folder.is_dir() else folder)
+
+
+def wrong_tokenizer(config: Config) -> dict[str, str]:
+    """Why `tokenizer.path` does not suit the objective, before any text is prepared; as `rules.conflicts`."""
+    path = config.tokenizer.path
+    if problem(path):
+        return {}  # reported by the rules
+    try:
+        if config.data.objective == "span_corruption":
+            data = config.data
+            sentinels(expand(path), span_lengths(config.train.seq_len, data.noise_density, data.mean_span_length).spans)
+        elif FAMILIES[config.model.family].encoder_decoder:
+            require_pad(expand(path))
+    except DataError as error:
+        return {"tokenizer.path data.objective": str(error)}
+    return {}

@@ -159,13 +159,15 @@ def what_next(config: Config, step: int) -> str:
     python = "python" if here.startswith("..") else here
     ask = '--source "def f(): pass"' if FAMILIES[config.model.family].encoder_decoder else '--prompt "def "'
     data = "FOLDER_OF_PREPARED_PAIRS" if config.data.objective == "pairs" else "FOLDER_OF_TXT_FILES"
+    longer = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
+    rises = "" if config.optim.schedule in ("constant", "step") else " (the learning rate rises again)"
     return (
         f"the run is in {config.folder}\n"
         f"next    prompt it:        {python} -m torchtitan_lite.generate {config.folder} {ask}\n"
         f"        plot its curves:  {python} -m torchtitan_lite.report {config.folder}\n"
-        f"        train longer:     the same command with --train.steps={2 * step} (the learning rate rises again)\n"
+        f"        train longer:     the same command with {longer}{rises}\n"
         f"        on your own text: --run.name=NAME --data.path={data}\n"
-        f'        or by make:       make train ARGS="--train.steps={2 * step}"'
+        f'        or by make:       make train ARGS="{longer}"'
     )
 
 

@@ -122,7 +122,7 @@ class Log:
     def without_later(self, step: int) -> dict[str, bytes]:
         """New contents for files with records of later steps, which a resume will repeat."""
         changed = {}
-        for file in (self._folder / "metrics.jsonl", self._folder / "samples.jsonl"):
+        for file in (self._folder / f"{name}.jsonl" for name in ("metrics", "samples", "rouge")):
             if file.is_file():
                 content = file.read_bytes()
                 complete = (line for line in content.splitlines(keepends=True) if line.endswith(b"\n"))

@@ -53,6 +53,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         from torchtitan_lite.optim.muon import Muon
 
         return Muon(groups, config)
+    if config.rms_scaling:
+        from torchtitan_lite.optim.rms_scaling import ScaledAdamW
+
+        return ScaledAdamW(groups, config)
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
@@ -96,7 +100,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     elif config.schedule == "wsd":
         height = min((steps - step) / max(config.decay_ratio * steps, 1), 1.0)
     else:
-        return config.lr
+        return config.lr * (config.step_gamma ** ((step - 1) // config.step_every) if config.schedule == "step" else 1)
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
 
 

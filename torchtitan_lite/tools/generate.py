@@ -28,7 +28,7 @@ MOST_BEAMS = 1000
 
 
 def encode(opened: Opened, prompt: str) -> list[int]:
-    """The tokens of a prompt. A source gets the end token that the encoder has seen after each text.
+    """The tokens of a prompt. A source gets the prefix and the end token that the encoder has seen with each text.
 
     Raises:
         ConfigError: it is empty, is not valid UTF-8, can't be encoded, or is too long for the model.
@@ -37,6 +37,8 @@ def encode(opened: Opened, prompt: str) -> list[int]:
         prompt.encode()
     except UnicodeEncodeError:  # the command line holds bytes that are not UTF-8
         raise ConfigError(f"the prompt is not valid UTF-8: {prompt[:40]!a}") from None
+    if answers(opened.model) and prompt and not prompt.startswith(opened.prefix):
+        prompt = opened.prefix + prompt
     try:
         ids = [int(i) for i in opened.tokenizer.encode(prompt, add_special_tokens=False).ids]
     except BaseException as error:  # e.g. a word without an entry; the library's panics are no Exception

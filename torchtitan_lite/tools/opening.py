@@ -1,5 +1,7 @@
 """Opens a trained model with its tokenizer, in one process: from a run, a checkpoint, or a Hugging Face folder."""
 
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +15,11 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.config.rules import model_conflicts
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models.generation import answers
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Opened:
     tokenizer: Tokenizer
     ends: tuple[int, ...]  # tokens that end a document
     notes: list[str]  # damaged checkpoints that were skipped
+    prefix: str = ""  # of a source, as in training
 
 
 def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None = None) -> Opened:
@@ -109,7 +114,20 @@ def _ready(
         setattr(model, name, torch.empty_like(buffer, device=device))
     model.reset_buffers()
     source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
-    return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes)
+    prefix = _source_prefix(folder)
+    if prefix and answers(model):
+        notes = [*notes, f"each source begins with {prefix!r}, as in training"]
+    return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes, prefix)
+
+
+def _source_prefix(folder: Path) -> str:
+    """What the run of a checkpoint put before each source; empty for other folders, and for older runs."""
+    if (folder / "config.json").is_file():
+        return ""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        prefix = json.loads((folder.parent.parent / PAIRS).read_bytes()).get("source_prefix")
+        return prefix if isinstance(prefix, str) else ""
+    return ""
 
 
 def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:

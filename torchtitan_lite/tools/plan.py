@@ -28,6 +28,7 @@ from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.work import Product, Work
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
+from torchtitan_lite.training import epochs
 
 GIB = 2**30
 MOST_RANKS = 1_000_000
@@ -236,6 +237,8 @@ def _time_lines(plan: Plan, mfu: float) -> list[str]:
         f"{plan.flops_per_token * tokens:.4g} per step",
         f"run     {train.steps:,} steps, {train.steps * tokens:,} tokens",
     ]
+    if not train.steps:
+        lines[-1] = f"run     train.epochs = {train.epochs:g}; the number of steps needs prepared data in data.path"
     device = plan.device
     if device is None:
         return [*lines, "time    unknown: the peak of this device is not known; give --peak-tflops and bandwidths"]
@@ -246,13 +249,17 @@ def _time_lines(plan: Plan, mfu: float) -> list[str]:
         f"time    a step takes at least {step_s:.3f} s, bound by {bound}: computing {parts['computing']:.3f} s at the "
         f"device's peak, communication {parts['communication']:.3f} s if it overlaps in full, optimizer "
         f"{plan.optimizer_s(device):.3f} s",
-        f"        the run at least {duration(step_s * train.steps)} ({step_s * train.steps / 86400:.2f} days)",
+        *([f"        the run at least {_long(step_s * train.steps)}"] if train.steps else []),
     ]
     peak = device.fp32_flops if plan.config.fsdp.param_dtype == "float32" else device.bf16_flops
     real_s = max(plan.flops_per_token * tokens / plan.world_size / peak / mfu, step_s)
-    days = real_s * train.steps / 86400
-    lines.append(f"        at {mfu:.0%} of the peak (--mfu): {real_s:.3f} s a step, {days:.2f} days")
+    days = f", {real_s * train.steps / 86400:.2f} days" if train.steps else ""
+    lines.append(f"        at {mfu:.0%} of the peak (--mfu): {real_s:.3f} s a step{days}")
     return [*lines, *_expected_lines(plan, device, peak)]
+
+
+def _long(seconds: float) -> str:
+    return f"{duration(seconds)} ({seconds / 86400:.2f} days)"
 
 
 def _expected_lines(plan: Plan, device: Device, peak: float) -> list[str]:
@@ -261,13 +268,13 @@ def _expected_lines(plan: Plan, device: Device, peak: float) -> list[str]:
         return ["expected time unknown: copies to the host are not estimated"]
     found, steps = plan.expected(device), plan.config.train.steps
     tokens_s = plan.layout.tokens_per_step / plan.world_size / found.total
+    run = f"; the run {_long(found.total * steps)}" if steps else ""
     note = "" if device.name in step_time.SUSTAINED else f" (no published run on {device.name} was used)"
     return [
         f"expected a step takes {found.total:.3f} s{note}: products {found.products:.3f}, attention "
         f"{found.attention:.3f}, other operators {found.others:.3f}, communication not hidden {found.exposed:.3f}, "
         f"optimizer {found.optimizer:.3f}",
-        f"        {tokens_s:,.0f} tokens per second and device, {plan.flops_per_token * tokens_s / peak:.0%} MFU; the "
-        f"run {duration(found.total * steps)} ({found.total * steps / 86400:.2f} days)",
+        f"        {tokens_s:,.0f} tokens per second and device, {plan.flops_per_token * tokens_s / peak:.0%} MFU{run}",
     ]
 
 
@@ -399,7 +406,7 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> int:
     sizes = {"world_size": given.world_size, "local_world_size": per_node}
     elsewhere = True
     command = cli.parse(rest, elsewhere, n_gpus=0 if device is None else per_node, **sizes)
-    plan = make_plan(command.loaded.config, given.world_size, device)
+    plan = make_plan(epochs.planned(command.loaded), given.world_size, device)
     print(describe(plan, given.mfu), flush=True)
     print("\n".join(advice(plan)))
     return 0

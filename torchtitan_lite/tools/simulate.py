@@ -288,6 +288,7 @@ def _simulate(config: Config, world_size: int, vocab_size: int, depths: list[int
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
         model = models.build(config.model.model_copy(update=keys), vocab_size)
     freeze(model, config.optim.freeze)
+    model.output.z_loss = config.train.z_loss
     off = {"block_attention": False, "fused_functions": False} if on_gpu else {}
     apply_fast_paths(model, config.speed.model_copy(update=off))
     apply_activation_checkpointing(model, config.activation_checkpointing)

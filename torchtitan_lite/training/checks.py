@@ -30,7 +30,12 @@ def check_patterns(config: Config) -> dict[str, str]:
 
 
 def check_prompts(config: Config) -> dict[str, str]:
-    """Check the prompts with the tokenizer, if it exists already. Returns the broken rules."""
+    """Check a tokenizer that exists already, for the objective and with the prompts. Returns the broken rules."""
+    if config.data.objective != "causal" and config.tokenizer.path:
+        from torchtitan_lite.data.spans import wrong_tokenizer
+
+        if found := wrong_tokenizer(config):
+            return found
     if not config.sample.every:
         return {}
     from torchtitan_lite.training.sampling import known_tokenizer, wrong_prompts

@@ -1,4 +1,5 @@
-"""Samples during training: the model continues the prompts of [sample].
+"""Samples during training: the model continues the prompts of [sample]. Of pairs, it answers some held-out sources,
+unless prompts are set, and the samples are recorded with their targets.
 
 Every rank computes every forward, because each holds shards of the parameters. Rank 0 draws the tokens and logs.
 """
@@ -19,12 +20,17 @@ from torchtitan_lite.config.paths import expand, is_prepared, problem
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.generation import Sampler, answers, new_tokens
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.training.evaluate import SUBSET_SEED
+
+HELD_OUT = 3  # pairs
+SHOWN = 120  # characters of a source on the terminal; samples.jsonl has all of it
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,10 @@ class Prompts:
 
     config: SampleConfig
     tokenizer: Tokenizer
+    texts: list[str]
     ids: list[list[int]]
     end: int  # the token that ends a document
+    references: list[str]  # of held-out sources; else empty
 
     @classmethod
     def of(cls, config: Config, data: DataSet) -> "Prompts":
@@ -44,13 +52,24 @@ class Prompts:
             ConfigError: a prompt is empty or too long for the model.
         """
         tokenizer = bpe.load(data.folder / "tokenizer.json")
+        if _are_held_out(config):
+            from torchtitan_lite.data.pairs import questions
+
+            pairs = questions(open_samples(data, "val", config), HELD_OUT, SUBSET_SEED)
+            sources, targets = ([tokenizer.decode(side) for side in sides] for sides in zip(*pairs, strict=True))
+            return cls(config.sample, tokenizer, sources, [ids for ids, _ in pairs], data.end_token, targets)
         wanted = config.sample.prompts if config.sample.every else []
         if wrong := wrong_prompts(config, tokenizer):
             raise ConfigError("\n  ".join(wrong))
         ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in wanted]
         if FAMILIES[config.model.family].encoder_decoder:  # the prompt is a source, and the sample its answer
             ids = [[*some, data.end_token] for some in ids]
-        return cls(config.sample, tokenizer, ids, data.end_token)
+        return cls(config.sample, tokenizer, wanted, ids, data.end_token, [])
+
+
+def _are_held_out(config: Config) -> bool:
+    """Whether the prompts are sources of held-out pairs: none are set."""
+    return config.data.objective == "pairs" and config.sample.prompts == SampleConfig().prompts
 
 
 def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
@@ -60,7 +79,7 @@ def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
         tokenizer: None if it does not exist yet; then only an empty prompt is a problem.
     """
     found, limit = [], config.model.max_seq_len
-    for prompt in config.sample.prompts if config.sample.every else []:
+    for prompt in config.sample.prompts if config.sample.every and not _are_held_out(config) else []:
         if tokenizer is None:
             n, fits = 0, bool(prompt)
         else:
@@ -95,14 +114,18 @@ def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: Wo
                 return int(token)
 
             tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, (prompts.end,)))
-            prompt = prompts.config.prompts[i]
-            if answers(model):
+            prompt = prompts.texts[i]
+            if answers(model) or prompts.references:
                 text = prompts.tokenizer.decode(tokens)
             else:
                 text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompt)
             seconds = time.perf_counter() - began
-            log.record({"step": step, "prompt": prompt, "text": text, "seconds": seconds}, "samples.jsonl")
-            log.info(f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}")
+            reference = {"reference": prompts.references[i]} if prompts.references else {}
+            record = {"step": step, "prompt": prompt, "text": text, **reference, "seconds": seconds}
+            log.record(record, "samples.jsonl")
+            target = f"  (target: {_quoted(reference['reference'])})" if reference else ""
+            shown = prompt if not reference or len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
+            log.info(f"sample  step {step}  {_quoted(shown)} -> {_quoted(text)}{target}")
     model.train()
     reshard(model)
     seconds = time.perf_counter() - before

@@ -12,14 +12,26 @@ from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
-from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.agreement import require_agreement
 from torchtitan_lite.distributed.process_group import World, from_rank0
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import start_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.terminal import print_line
 from torchtitan_lite.training.session import Session
+
+
+def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
+    """Prepare the data, and turn epochs into steps. Without a process group: collectives of others would time out."""
+    data = prepare_all(loaded.config.data, loaded.config.tokenizer, print_line)
+    if loaded.config.in_epochs or loaded.config.data.packing == "best_fit":
+        from torchtitan_lite.training import epochs
+
+        loaded = epochs.resolved(loaded, data, print_line)
+    return loaded, data
 
 
 def start(
@@ -52,12 +64,12 @@ def start(
             return None
         with s.watchdog.loading("comparing the space on the disk"):
             s.checkpointer.require_space()
-        facts = run_folder.facts(s.layout, world, machines, sys.argv)
+        facts = run_folder.facts(s.layout, world, machines, sys.argv) | {"steps": config.train.steps}
 
         def take_over() -> list[str]:
             files = {
                 "config.toml": to_toml_with_origins(loaded_config).encode(),
-                "tokenizer.json": (data.folder / "tokenizer.json").read_bytes(),
+                **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
                 "run.json": run_folder.accepted(config.folder, step, resume, facts),
                 **log.without_later(step),
             }

@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,23 @@ def prepared_in_cache(
         DataError: a text is missing, unusable or too short.
     """
     cache = cache_folder(data)
-    pairs = data.objective == "pairs"
-    if pairs and (given := " ".join(path if isinstance(path, str) else " ".join(path) for path in paths)):
+    given = " ".join(path if isinstance(path, str) else " ".join(path) for path in paths)
+    pairs, default = data.objective == "pairs", data.objective == "pairs" and not given
+    if pairs and given and not data.target_key:
         raise DataError(
             f'data.objective = "pairs" needs prepared pairs, and {given} is not: run python -m '
             f"torchtitan_lite.data.prepare {given} --source-key NAME --target-key NAME --out data/pairs, "
-            "and use data.path = data/pairs"
+            "and use data.path = data/pairs; or name its columns or keys with data.source_key and data.target_key"
         )
-    texts = [] if pairs else [corpora.find(path, data.text_key) for path in paths]
+    if default and data.source_key:
+        raise DataError(f'data.source_key = "{data.source_key}" names a column, but data.path names no file to read')
+    texts = [] if default else [corpora.find(path, data.source_key if pairs else data.text_key) for path in paths]
+    if pairs:
+        target, prefix = data.target_key, data.source_prefix
+        texts = [replace(corpus, target_key=target, source_prefix=prefix) for corpus in texts]
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if pairs:
+        if default:
             info("data    functions of Python's standard library: the source is a body, the target its docstring")
             texts = [corpora.functions(cache)]
         texts = [content.with_content(corpus, cache) for corpus in texts]

@@ -279,7 +279,7 @@ def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[I
 def _no_column(column: str, found: list[str], wanted: list[str]) -> str:
     how = "data.text_key names the column (or --text-key)"
     if len(wanted) == 2:
-        how = "--source-key and --target-key name the columns"
+        how = "--source-key and --target-key (or data.source_key and data.target_key) name the columns"
     return f'no column "{column}": its columns are {", ".join(found)[:200]}; {how}'
 
 

@@ -1,5 +1,6 @@
 """Selects the validation documents, and the documents to train the tokenizer on."""
 
+import re
 from collections.abc import Iterable, Iterator
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,6 +14,7 @@ from torchtitan_lite.data.prepare.readers import chunks
 from torchtitan_lite.data.tokenizer import END_OF_DOCUMENT, N_SENTINELS, PAD, SMALLEST, sentinel
 from torchtitan_lite.errors import DataError
 
+_LONG_WORD = re.compile(r"(\S{1000})")  # the trainer's time is quadratic in the length of a word
 TRAINED_ON_BYTES = 128 << 20  # approximate; a tokenizer learns little from more text
 
 
@@ -79,7 +81,7 @@ def train(texts: Iterable[str], vocab_size: int, *, sentinels: bool = False) -> 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((piece for text in texts for piece in _LONG_WORD.split(text) if piece), trainer)
     tokenizer.add_special_tokens(last)
     learned = tokenizer.get_vocab_size()
     if learned != vocab_size:

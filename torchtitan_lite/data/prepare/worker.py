@@ -86,7 +86,10 @@ def _plain_text(document: bytes, number: int, unit: str) -> Texts | Problem:
 
 
 def _json_texts(line: bytes, keys: list[str]) -> Texts | Problem:
-    """The texts of a line, which must be a JSON object with a non-empty string under each key."""
+    """The texts of a line, which must be a JSON object with a non-empty string under each key.
+
+    A side of a pair that is only white space is empty too: there is nothing to answer, or to learn.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
@@ -96,10 +99,14 @@ def _json_texts(line: bytes, keys: list[str]) -> Texts | Problem:
             found = (
                 f"its keys are {', '.join(record)[:200] or '-'}" if isinstance(record, dict) else "it is not an object"
             )
-            how = "--source-key and --target-key name the keys" if len(keys) == 2 else _HOW
+            how = (
+                "--source-key and --target-key (or data.source_key and data.target_key) name the keys"
+                if len(keys) == 2
+                else _HOW
+            )
             return Problem("", f'no "{key}"', f'no "{key}": {found}; {how}')
         text = record[key]
-        if not isinstance(text, str) or not text:
+        if not isinstance(text, str) or not text or (len(keys) == 2 and not text.strip()):
             return Problem("", "no text", f'"{key}" should be text, but is {json.dumps(text)[:40]}')
         try:
             text.encode()

@@ -10,7 +10,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from torchtitan_lite.monitoring.console import duration
-from torchtitan_lite.tools.report.runs import Records, Run
+from torchtitan_lite.tools.report.runs import ROUGE, Records, Run
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 POINTS = 2000  # per curve: more would slow the page without being visible
@@ -59,7 +59,7 @@ def lines_figure(
     """A figure over steps; None if no run has values.
 
     Args:
-        parts: records ("steps" or "validations"), key, label and style of each line.
+        parts: records ("steps", "validations" or "rouge"), key, label and style of each line.
     """
     traces = []
     for i, run in enumerate(runs):
@@ -125,6 +125,10 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
                 ("validations", "val_bits_per_byte", "validation", one),
                 ("validations", "unigram_bits_per_byte", "unigram model", dot | unigram),
             ],
+        ),
+        lines_figure(
+            *(runs, "ROUGE of answers to held-out pairs", "F-measure"),
+            [("rouge", key, key.replace("rouge", "ROUGE-"), {"color": COLOURS[i]}) for i, key in enumerate(ROUGE)],
         ),
         lines_figure(runs, "Learning rate", "", [("steps", "lr", "", {})], tickformat="~e"),
         lines_figure(runs, "Gradient norm, before clipping", "", [("steps", "grad_norm", "", {})]),
@@ -210,7 +214,7 @@ def _summary(run: Run, many: bool) -> str:
     losses = [r["loss"] for r in run.steps if r["loss"] is not None]
     rates = sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second"))
     best = min((r for r in run.validations if r["val_loss"] is not None), key=lambda r: r["val_loss"], default=None)
-    of = run.config.get("train.steps", ("", ""))[0]
+    of = run.status.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
     tiles = [
         ("status", run.status.get("status", "unknown"), run.status.get("reason", "")),
         ("step", f"{last['step']:,}", f"of {int(of):,}" if of.isdigit() else ""),
@@ -222,6 +226,10 @@ def _summary(run: Run, many: bool) -> str:
             stderr = best.get("val_bits_per_byte_stderr")
             more = f"+- {stderr:.3f}" if isinstance(stderr, float) else "at that step"
             tiles.append(("bits per byte", f"{best['val_bits_per_byte']:.3f}", more))
+    if run.rouge:
+        newest = run.rouge[-1]
+        values = " / ".join(f"{100 * newest[key]:.1f}" for key in ROUGE)
+        tiles.append(("ROUGE-1 / 2 / Lsum", values, f"step {newest['step']:,}"))
     if last.get("tokens") is not None:
         tiles.append(("tokens", f"{last['tokens']:,}", ""))
     if rates:
@@ -267,16 +275,19 @@ def _samples(run: Run, many: bool) -> str:
         prompts.setdefault(sample["prompt"], []).append(sample)
     blocks = []
     for prompt, samples in prompts.items():
+        targets = [s["reference"] for s in samples if isinstance(s.get("reference"), str)]
+        begin = "" if targets else f"<mark>{html.escape(prompt)}</mark>"  # an answer to it, not its continuation
+        target = f"<p>target: <code>{html.escape(targets[-1])}</code></p>" if targets else ""
         shown = samples
         if len(samples) > SAMPLES:  # evenly spaced, including the first and the last
             shown = [samples[round(i * (len(samples) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
         rows = "".join(
-            f"<tr><th>{s['step']:,}</th><td><pre><mark>{html.escape(prompt)}</mark>{html.escape(s['text'])}</pre></td></tr>"
+            f"<tr><th>{s['step']:,}</th><td><pre>{begin}{html.escape(s['text'])}</pre></td></tr>"
             for s in reversed(shown)
         )
         fewer = f" ({len(shown)} of {len(samples)})" if len(shown) < len(samples) else ""
         blocks.append(
-            f"<h3><code>{html.escape(prompt)}</code>{fewer}</h3><div class=scroll><table>{rows}</table></div>"
+            f"<h3><code>{html.escape(prompt)}</code>{fewer}</h3>{target}<div class=scroll><table>{rows}</table></div>"
         )
     of = f" of {html.escape(run.name)}" if many else ""
     return f"<section><h2>Samples{of}, the latest first</h2>{''.join(blocks)}</section>"

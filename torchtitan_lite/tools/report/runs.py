@@ -22,21 +22,24 @@ class Run:
 
     name: str
     folder: Path
-    status: dict[str, str] = field(default_factory=dict)  # the strings of run.json
+    status: dict[str, str] = field(default_factory=dict)  # the strings of run.json, and its number of steps
     config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
     steps: Records = field(default_factory=list)
     validations: Records = field(default_factory=list)
     saves: Records = field(default_factory=list)
     skipped: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
+    rouge: Records = field(default_factory=list)  # in the order of steps
     notes: list[str] = field(default_factory=list)  # files and lines that could not be read
 
 
+ROUGE = ("rouge1", "rouge2", "rougeLsum")
 # Keys with numbers. A record with anything else there was not written by a run.
 NUMBERS = {
     *("loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
     *("seconds", "data_s", "optimizer_s", "eval_s", "save_s"),
     *("val_loss", "val_bits_per_byte", "unigram_bits_per_byte"),
+    *ROUGE,
 }
 
 
@@ -71,6 +74,9 @@ def _read_run(folder: Path) -> Run:
         damaged = f" ({'; '.join(run.notes)})" if run.notes else ""
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet{damaged}")
     run.samples = _read_lines(folder / "samples.jsonl", run.notes, texts=("prompt", "text"))
+    scores = _read_lines(folder / "rouge.jsonl", run.notes)
+    complete = [r for r in scores if all(r.get(key) is not None for key in ROUGE)]
+    run.rouge = sorted(complete, key=lambda r: r["step"])
     run.status = _read_status(folder / "run.json", run.notes)
     run.config = _read_config(folder / "config.toml", run.notes)
     return run
@@ -127,6 +133,8 @@ def _read_status(file: Path, notes: list[str]) -> dict[str, str]:
     if not isinstance(content, dict):
         notes.append(f"{file.name}: not a table of keys and values")
         return {}
+    if type(content.get("steps")) is int:
+        content["steps"] = str(content["steps"])
     return {key: value for key, value in content.items() if isinstance(value, str)}
 
 

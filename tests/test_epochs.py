@@ -1,0 +1,165 @@
+"""Epochs: as the length of a run, as an interval and as the unit of a step decay; resumes, plans and mistakes."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import Config, OptimConfig, TrainConfig
+from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.prepare.__main__ import main as prepare
+from torchtitan_lite.optim.optimizer import learning_rate
+from torchtitan_lite.tools import plan
+from torchtitan_lite.tools.report import page
+from torchtitan_lite.tools.report.runs import read_run
+from torchtitan_lite.training import epochs
+
+EPOCH = {"eval__every": "epoch", "checkpoint__every": "epoch", "log__every": 1, "optim__schedule": "step"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text of a few dozen sequences."""
+    folder = tmp_path_factory.mktemp("epochs")
+    for name, n in (("one", 20), ("two", 30)):
+        lines = (json.dumps({"text": f"document {i} is about the number {i * 7919 % 101}"}) for i in range(n))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        out = str(folder / name)
+        assert (
+            prepare([str(folder / f"{name}.jsonl"), "--tokenizer", "bytes", "--val-fraction", "0.2", "--out", out]) == 0
+        )
+    return folder / "one"
+
+
+def in_epochs(data: Path, out_dir: Path, **more: Any) -> list[str]:
+    """Options of a tiny run without train.steps."""
+    return [o for o in tiny(data, out_dir, **more) if "train__steps" in more or not o.startswith("--train.steps")]
+
+
+def steps_of(data: Path) -> int:
+    """The steps of an epoch, counted by hand."""
+    config = Config(train=TrainConfig(seq_len=32))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(data)})})
+    n = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).n_samples
+    assert n % 6, "an epoch that does not end with a batch"
+    return n // 6 + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "epoch", "steps"), [(1.0, 7, 7), (3.0, 7, 21), (0.5, 7, 4), (0.1, 30, 3), (0.7, 10, 7), (0.01, 7, 1)]
+)
+def test_a_part_of_a_step_is_a_step(given: float, epoch: int, steps: int) -> None:
+    found = epochs.in_steps(Config(train=TrainConfig(epochs=given)), epoch)
+    assert found.train.steps == steps
+    assert found.eval.every == 100
+
+
+def test_only_intervals_of_an_epoch_change() -> None:
+    config = Config.model_validate(
+        {"eval": {"every": "epoch"}, "checkpoint": {"every": 5}, "optim": {"schedule": "step"}}
+    )
+    assert config.in_epochs
+    found = epochs.in_steps(config, 9)
+    assert (found.eval.every, found.checkpoint.every, found.sample.every, found.optim.step_every) == (9, 5, 100, 9)
+    assert found.train.steps == Config().train.steps
+    assert not Config().in_epochs, "step_every is not read"
+
+
+def test_the_rate_falls_after_every_epoch() -> None:
+    config = OptimConfig(lr=1.0, schedule="step", step_gamma=0.5, step_every=4, warmup_steps=2)
+    assert [learning_rate(config, step, 12) for step in range(1, 13)] == [0.5, *[1.0] * 3, *[0.5] * 4, *[0.25] * 4]
+
+
+def test_a_run_in_epochs_is_the_run_in_steps_and_trains_on(data: Path, tmp_path: Path) -> None:
+    """Bit for bit, with a resume in the middle of an epoch."""
+    n = steps_of(data)
+    decay = {"optim__step_gamma": 0.5, "checkpoint__keep_best": True, "checkpoint__keep_latest": 1}
+    same = dict.fromkeys(("eval__every", "checkpoint__every", "optim__step_every"), n)
+    straight = {**EPOCH, **decay, **same, "train__steps": 3 * n}
+    succeeded(ranks(2, *in_epochs(data, tmp_path, run__name="steps", **straight)))
+    run = tmp_path / "epochs"
+    for given in (1.5, 3):
+        said = succeeded(
+            ranks(2, *in_epochs(data, tmp_path, run__name="epochs", train__epochs=given, **EPOCH, **decay))
+        )
+    assert "the same command with --train.epochs=6\n" in said
+    assert "train.epochs 1.5 -> 3.0" in said
+    assert losses(run) == losses(tmp_path / "steps")
+    ours, theirs = (tensors(checkpoint(folder, 3 * n)) for folder in (run, tmp_path / "steps"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    scores = {r["step"]: r["val_loss"] for r in records(run) if "val_loss" in r}
+    assert {n, 2 * n, 3 * n} <= scores.keys()
+    kept = {int(folder.name[5:]) for folder in (run / "checkpoints").glob("step-*")}
+    saved = {step: scores[step] for step in (n, 2 * n, 3 * n)}
+    assert {3 * n, min(saved, key=lambda step: saved[step])} <= kept
+    rates = {r["step"]: r["lr"] for r in records(run) if "lr" in r}
+    assert [rates[step] for step in (n, n + 1, 2 * n, 2 * n + 1)] == [4e-3, 2e-3, 2e-3, 1e-3]
+    # config.toml holds what was given, and loads again; the report knows the steps
+    written = load.load(run / "config.toml", {}).config
+    assert (written.train.epochs, str(written.eval.every)) == (3.0, "epoch")
+    assert f"<b>{3 * n:,}</b><small>of {3 * n:,}</small>" in page.page([read_run(run)])
+
+
+@pytest.mark.extended
+def test_epochs_do_not_depend_on_the_world_size(data: Path, tmp_path: Path) -> None:
+    for n in (1, 3):
+        succeeded(ranks(n, *in_epochs(data, tmp_path, run__name=str(n), train__epochs=2, **EPOCH)))
+    one, three = losses(tmp_path / "1"), losses(tmp_path / "3")
+    assert one.keys() == three.keys() == set(range(1, 2 * steps_of(data) + 1))
+    for step, values in one.items():
+        assert values == pytest.approx(three[step], rel=1e-3)
+
+
+def test_an_epoch_of_a_mixture_has_as_many_samples_as_all_sources(data: Path) -> None:
+    sources = {str(data): 1.0, str(data.parent / "two"): 3.0}
+    values = {"data.sources": sources, "train.seq_len": 32, "train.epochs": 2, "optim.warmup_steps": 1}
+    loaded = load.load(None, {key: load.ConfigValue(value, "test") for key, value in values.items()})
+    found = prepare_all(loaded.config.data, loaded.config.tokenizer, print)
+    n = open_samples(found, "train", loaded.config).n_samples
+    assert epochs.resolved(loaded, found).config.train.steps == 2 * -(-n // 16)
+
+
+def test_a_run_can_be_checked_planned_and_tried(
+    data: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    n = steps_of(data)
+    command = in_epochs(data, tmp_path, train__epochs=2, **EPOCH)
+    assert "the configuration is fine" in succeeded(python(*command, "--check-config"))
+    said = succeeded(python(*command, "--print-config"))
+    assert re.search(r"^epochs = 2.0 +# command line$", said, re.M)
+    assert re.search(r'^every = "epoch" +# command line$', said, re.M)
+    assert f"{2 * n} steps" in succeeded(python(*command, "--dry-run"))
+    assert plan.main(["--device=cpu", *command]) == 0
+    assert f"run     {2 * n} steps, " in capsys.readouterr().out
+    elsewhere = in_epochs(text, tmp_path, train__epochs=2, **EPOCH)
+    assert plan.main(["--device=h100", *elsewhere]) == 0
+    said = capsys.readouterr().out
+    assert "run     train.epochs = 2; the number of steps needs prepared data in data.path" in said
+    assert "expected a step takes" in said
+    assert "days" not in said
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--train.epochs=2", "--train.steps=9"], "train.steps = 9 has no effect without train.epochs = 0"),
+        (["--train.epochs=-1"], "--train.epochs=-1: should be greater than or equal to 0"),
+        (["--train.epochs=nan"], "should be a finite number"),
+        (["--eval.every=epochs"], '--eval.every=epochs: should be "epoch", or a number of steps of at least 0'),
+        (["--optim.schedule=step", "--optim.step_every=0"], 'should be "epoch", or a number of steps of at least 1'),
+        (["--optim.step_gamma=0.7"], 'optim.step_gamma = 0.7 has no effect without optim.schedule = "step"'),
+        (["--optim.schedule=step", "--optim.min_lr_ratio=0.2"], 'has no effect without optim.schedule = "cosine"'),
+        (["--optim.schedule=step", "--optim.step_gamma=1.5"], "should be less than or equal to 1"),
+        (["--train.epochs=0.01"], r"train.epochs = 0.01 is 1 step: an epoch is \d+ samples in batches of"),
+    ],
+)
+def test_mistakes_are_refused(more: list[str], expected: str, data: Path, tmp_path: Path) -> None:
+    result = python(*in_epochs(data, tmp_path), *more)
+    assert result.returncode == 2
+    assert re.search(expected, result.stderr), result.stderr
+    assert "Traceback" not in result.stderr

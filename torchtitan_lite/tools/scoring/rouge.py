@@ -1,0 +1,240 @@
+"""ROUGE of a run's answers to held-out pairs: `python -m torchtitan_lite.rouge RUN --samples 64`.
+
+The newest complete checkpoint answers sources of the run's own validation split, a fixed random subset. ROUGE-1,
+ROUGE-2 and ROUGE-Lsum are F-measures with Porter's stemmer, by the package rouge-score, averaged over the pairs.
+ROUGE-Lsum compares sentence by sentence, so each sentence is put on a line of its own: texts are cut at line ends, and
+after ".", "!" and "?". References are whole targets, also where training cuts them.
+
+The figures are appended to rouge.jsonl in the run's folder, for the report. They replace those of the same checkpoint
+and options.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config import paths
+from torchtitan_lite.config.schema import Config, known_keys
+from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.pairs import questions
+from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.huggingface import weights as hf
+from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens
+from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
+from torchtitan_lite.tools.report.runs import ROUGE as KINDS
+from torchtitan_lite.training.evaluate import SUBSET_SEED
+
+FILE = "rouge.jsonl"
+MOST_BEAMS = 1000
+SHOWN = 3  # examples that are printed
+
+Score = Callable[[str, str], dict[str, float]]  # the F-measures of a reference and an answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A pair, and the model's answer to its source."""
+
+    source: str
+    reference: str
+    text: str
+
+
+def scorer() -> Score:
+    """ROUGE of one answer.
+
+    Raises:
+        ConfigError: rouge-score is not installed.
+    """
+    try:
+        from rouge_score import rouge_scorer
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("rouge_score", "nltk", "absl", "six"):
+            raise
+        raise ConfigError(
+            f'ROUGE needs the package rouge-score ({error.name} is missing): pip install "torchtitan_lite[seq2seq]" '
+            '(in a clone: pip install -e ".[seq2seq]")'
+        ) from None
+    found: Any = rouge_scorer.RougeScorer(KINDS, use_stemmer=True)
+
+    def score(reference: str, text: str) -> dict[str, float]:
+        parts = found.score(by_sentence(reference), by_sentence(text))
+        return {kind: float(parts[kind].fmeasure) for kind in KINDS}
+
+    return score
+
+
+def by_sentence(text: str) -> str:
+    """The text with each sentence on a line of its own, as ROUGE-Lsum expects.
+
+    >>> by_sentence("Go home. Is it late?  Yes")
+    'Go home.\\nIs it late?\\nYes'
+    """
+    return "\n".join(line.strip() for line in re.split(r"(?<=[.!?])\s+|\n", text) if line.strip())
+
+
+def config_of(checkpoint: Path, state: TrainState) -> Config:
+    """What a checkpoint's run of pairs read: its model, data, tokenizer and lengths. The rest has defaults.
+
+    Raises:
+        ConfigError: it trains on something else.
+    """
+    sections: dict[str, dict[str, Any]] = {"data": {}, "tokenizer": {}, "train": {}}
+    for key in known_keys() & state.config.keys():
+        section, name = key.split(".")
+        if section in sections:
+            sections[section][name] = state.config[key]
+    config = Config.model_validate(sections).model_copy(update={"model": hf.trained_config(checkpoint)})
+    run = checkpoint.parent.parent
+    if config.data.objective != "pairs":
+        raise ConfigError(
+            f'{run} was trained with data.objective = "{config.data.objective}"; ROUGE compares answers with the '
+            'targets of held-out pairs, which need data.objective = "pairs"'
+        )
+    return config
+
+
+def generate(opened: Opened, given: argparse.Namespace, source: list[int]) -> list[int]:
+    """The tokens of the model's answer."""
+    if given.beams > 1:
+        return beam_search(
+            opened.model, source, given.max_tokens, given.beams, opened.ends, length_penalty=given.length_penalty
+        )
+    return list(new_tokens(opened.model, source, given.max_tokens, Sampler(temperature=0.0), opened.ends))
+
+
+def answered(opened: Opened, config: Config, state: TrainState, given: argparse.Namespace) -> list[Answer]:
+    """Answers to the first `--samples` pairs of the validation subset.
+
+    Raises:
+        ConfigError: the data is not that of the run any more.
+    """
+    data = prepare_all(config.data, config.tokenizer, lambda text: print(text, file=sys.stderr))
+    here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
+    if changed := [key for key, value in here.items() if state.identity.get(key) != value]:
+        raise ConfigError(f"the data of the run has changed since ({', '.join(changed)}): its pairs were others")
+    pairs = questions(open_samples(data, "val", config), given.samples, SUBSET_SEED)
+    found = []
+    for number, (source, target) in enumerate(pairs, start=1):
+        decode = opened.tokenizer.decode
+        found.append(Answer(decode(source), decode(target), decode(generate(opened, given, source))))
+        if sys.stderr.isatty():
+            print(f"\r{number} of {len(pairs)} pairs", end="\n" if number == len(pairs) else "", file=sys.stderr)
+    return found
+
+
+def record(run: Path, values: dict[str, Any]) -> None:
+    """Append to rouge.jsonl, in place of an older record of the same checkpoint and options."""
+    file = run / FILE
+    same = ("step", "samples", "beams", "length_penalty", "max_tokens")
+    kept = []
+    try:
+        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+            try:
+                old = json.loads(line)
+            except ValueError:
+                continue  # torn by a kill
+            if not isinstance(old, dict) or any(old.get(key) != values[key] for key in same):
+                kept.append(line)
+        file.write_text("\n".join([*kept, json.dumps(values)]) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} can't be written: {error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.rouge",
+        description="ROUGE-1, ROUGE-2 and ROUGE-Lsum of a run's answers to held-out pairs.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", type=paths.argument, metavar="RUN", help="a run of pairs, or one of its checkpoints")
+    add("--samples", type=int, default=64, help="number of held-out pairs")
+    add("--beams", type=int, default=1, help="encoder-decoders: number of beams; 1: greedy")
+    add("--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers")
+    add("--max-tokens", type=int, default=0, help="of an answer, at most; 0: data.target_len of the run")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
+    add("--out", type=paths.argument, default=None, help="write every source, reference and answer to this .jsonl file")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code."""
+    given = _parser().parse_args(argv)
+    return run_cli("rouge", lambda: _run(given))
+
+
+def _problems(given: argparse.Namespace) -> list[str]:
+    found = []
+    if given.samples < 1:
+        found.append(f"--samples={given.samples} should be at least 1, e.g. 64")
+    if not 1 <= given.beams <= MOST_BEAMS:
+        found.append(f"--beams={given.beams} should be 1 to {MOST_BEAMS}, e.g. 4")
+    if not -10 <= given.length_penalty <= 10:
+        found.append(f"--length-penalty={given.length_penalty} should be between -10 and 10, e.g. 1.0")
+    if given.max_tokens < 0:
+        found.append(f"--max-tokens={given.max_tokens} should be 0 (data.target_len of the run) or more")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        found.append("--device=cuda, but torch sees no GPU here; --device=cpu works")
+    return found
+
+
+def _run(given: argparse.Namespace) -> int:
+    if problems := _problems(given):
+        raise ConfigError("\n  ".join(problems))
+    score = scorer()
+    checkpoint, _ = newest_complete(paths.expand(given.run))
+    state = storage.read_state(checkpoint, named_by_step=False)
+    config = config_of(checkpoint, state)
+    cuda = given.device != "cpu" and torch.cuda.is_available()
+    opened = open_model(given.run, torch.device("cuda" if cuda else "cpu"), getattr(torch, given.dtype))
+    for note in [*opened.notes, opened.source]:
+        print(note, file=sys.stderr)
+    if given.beams > 1 and not answers(opened.model):
+        raise ConfigError(f"--beams is for encoder-decoders, and {given.run} holds a decoder: leave it out")
+    given.max_tokens = given.max_tokens or config.data.target_len
+    began = time.perf_counter()
+    found = answered(opened, config, state, given)
+    scores = [score(answer.reference, answer.text) for answer in found]
+    means = {kind: sum(one[kind] for one in scores) / len(scores) for kind in KINDS}
+    options = {"samples": len(found), **{key: getattr(given, key) for key in ("beams", "length_penalty", "max_tokens")}}
+    seconds = round(time.perf_counter() - began, 3)
+    record(checkpoint.parent.parent, {"step": state.step, **means, **options, "seconds": seconds})
+    if given.out:
+        _write(given.out, [vars(answer) | one for answer, one in zip(found, scores, strict=True)])
+    for answer in found[:SHOWN]:
+        print(f"source     {_short(answer.source)}\nreference  {_short(answer.reference)}")
+        print(f"answer     {_short(answer.text)}\n")
+    figures = "  ".join(f"{kind} {100 * means[kind]:.2f}" for kind in KINDS)
+    print(f"step {state.step}  {figures}  ({len(found)} held-out pairs)")
+    return 0
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else f"{line[:200]}..."
+
+
+def _write(out: Path, rows: list[dict[str, Any]]) -> None:
+    try:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        out.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--out: {out} can't be written: {error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

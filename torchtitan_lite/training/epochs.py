@@ -1,0 +1,85 @@
+"""Epochs become steps, once, as soon as the data is open: `train.epochs`, and "epoch" as an interval.
+
+An epoch is samples / train.global_batch_size steps, rounded up, so every sample is seen at least once. N epochs are N
+times as many steps, rounded up. The order of samples continues over the ends of epochs, so where the division has a
+remainder, the last batch of an epoch has the first samples of the next one. None of this depends on the world size.
+
+In a mixture, an epoch is as many samples as all sources have together. With weights that differ from the sizes, some
+sources are then repeated and others not finished: the lines at the start tell the epochs of each.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+from torchtitan_lite.config.paths import is_prepared
+from torchtitan_lite.config.rules import length_conflicts
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.toml import Loaded
+from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.errors import ConfigError
+
+EPOCH = "epoch"
+INTERVALS = (("eval", "every"), ("sample", "every"), ("checkpoint", "every"), ("optim", "step_every"))
+
+
+def in_steps(config: Config, epoch: int) -> Config:
+    """The config with steps in place of epochs. `train.epochs` stays.
+
+    Args:
+        epoch: the steps of one.
+    """
+    parts = {}
+    for section, key in INTERVALS:
+        if getattr(getattr(config, section), key) == EPOCH:
+            parts[section] = getattr(config, section).model_copy(update={key: epoch})
+    if config.train.epochs:
+        # Fraction: 0.1 is a tenth, not the binary fraction next to it
+        steps = -(-Fraction(repr(config.train.epochs)) * epoch // 1)
+        parts["train"] = config.train.model_copy(update={"steps": int(steps)})
+    return config.model_copy(update=parts)
+
+
+def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print) -> Loaded:
+    """The loaded config in steps, for this data. The config as it was given stays the one that is written.
+
+    With data.packing = "best_fit", this builds the index of sequences, which all later uses of the data need too.
+
+    Raises:
+        ConfigError: the steps do not suit another key.
+        DataError: see `open_samples`.
+    """
+    config = loaded.config
+    if config.data.packing == "best_fit":
+        from torchtitan_lite.data.packing import pack_all
+
+        pack_all(data, config.train.seq_len, info)
+    if not config.in_epochs:
+        return loaded
+    n_samples = open_samples(data, "train", config).n_samples
+    epoch = -(-n_samples // config.train.global_batch_size)
+    found = in_steps(config, epoch)
+    if config.train.epochs and (
+        wrong := length_conflicts(
+            found.model_copy(update={"train": found.train.model_copy(update={"epochs": 0.0})}),
+        )
+    ):
+        steps = f"{found.train.steps:,} step{'s' * (found.train.steps > 1)}"
+        what = (
+            f"train.epochs = {config.train.epochs:g} is {steps}: an epoch is {n_samples:,} samples "
+            f"in batches of train.global_batch_size = {config.train.global_batch_size}"
+        )
+        raise ConfigError("\n  ".join([what, *wrong.values()]))
+    return replace(loaded, config=found, written=config)
+
+
+def planned(loaded: Loaded) -> Config:
+    """The config for a plan: in steps, or with 0 steps if their number needs data that is not prepared here."""
+    config = loaded.config
+    if not config.train.epochs:
+        return config
+    paths = list(config.data.sources) if config.data.sources else [config.data.path]
+    if all(isinstance(path, str) and path and is_prepared(path) for path in paths):
+        return resolved(loaded, prepare_all(config.data, config.tokenizer, print)).config
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": 0})})
