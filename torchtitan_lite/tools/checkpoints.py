@@ -19,6 +19,7 @@ from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_ten
 from torchtitan_lite.config import paths
 from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
+from torchtitan_lite.terminal import counted
 
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # name prefix in shards, file of the full state
 
@@ -56,9 +57,11 @@ def inspect(folder: Path) -> None:
     """Print a checkpoint's state, files and tensors."""
     manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
     print(
-        f"step {state.step}, {state.tokens:,} tokens, {state.samples_consumed:,} samples; {manifest.state_dict} state"
+        f"step {state.step}, {counted(state.tokens, 'token')}, {counted(state.samples_consumed, 'sample')}; "
+        f"{manifest.state_dict} state"
     )
-    print(f"saved by {manifest.world_size} ranks; {manifest.bytes / 2**20:.1f} MiB in {len(manifest.files)} files")
+    files = counted(len(manifest.files), "file")
+    print(f"saved by {counted(manifest.world_size, 'rank')}; {manifest.bytes / 2**20:.1f} MiB in {files}")
     for name, record in manifest.files.items():
         print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
     if manifest.state_dict == "sharded":

@@ -10,6 +10,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from torchtitan_lite.monitoring.console import duration
+from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools.report.runs import Records, Run
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
@@ -198,9 +199,11 @@ def _notes(runs: list[Run]) -> list[str]:
         bad = [r["step"] for r in run.steps if r["loss"] is None]
         if bad:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-            notes.append(f"{run.name}: the loss was not finite at {len(bad)} recorded steps: {some}.")
+            notes.append(f"{run.name}: the loss was not finite at {counted(len(bad), 'recorded step')}: {some}.")
         if run.skipped:
-            notes.append(f"{run.name}: {len(run.skipped)} steps were skipped, the first is {run.skipped[0]['step']}.")
+            notes.append(
+                f"{run.name}: {counted(len(run.skipped), 'step')} skipped, the first is {run.skipped[0]['step']}."
+            )
     return notes
 
 
