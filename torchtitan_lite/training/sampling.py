@@ -65,21 +65,22 @@ def held_out_prompts(config: Config, data: DataSet, tokenizer: Tokenizer) -> lis
     """
     if not config.data.path and not config.data.sources:
         return ["def ", "The "]
-    limit, found = config.model.max_seq_len - 2, []
-    sources = [(source, 1) for source in data.sources[:2]] if len(data.sources) > 1 else [(data.sources[0], 2)]
-    for source, wanted in sources:
+    limit, pairs, good = config.model.max_seq_len - 2, config.data.objective == "pairs", []
+    for source in data.sources[:2]:
         ends = document_ends(source.folder, source.meta, "val")
         stream = TokenFiles(source.folder, source.meta, "val")
-        pairs = config.data.objective == "pairs"
-        n = len(ends) // 2 if pairs else len(ends)
-        for i in {n * (2 * k + 1) // (2 * wanted) * (2 if pairs else 1): None for k in range(wanted)}:
+        n = len(ends) // (1 + pairs)
+        found: dict[str, None] = {}
+        for i in dict.fromkeys((1 + pairs) * (n * k // 9) for k in (3, 6, 1, 2, 4, 5, 7, 8)):
             first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - 1  # without its end token
-            text = tokenizer.decode(stream.read(first, min(end, first + (limit if pairs else 24))).tolist())
+            text = tokenizer.decode(stream.read(first, min(end, first + (limit if pairs else 48))).tolist()).lstrip()
             if not pairs:
-                words = re.match(r"\s*\S+(\s+\S+){0,4}(?=\s)", text[:48])
+                words = re.match(r"\S+(\s+\S+){0,4}(?=\s)", text[:48])
                 text = words[0] if words else text[:12]
-            found.append(text.rstrip("\ufffd"))  # half a character
-    good = [text for text in dict.fromkeys(found) if text and not wrong_prompt(text, tokenizer, limit)]
+            text = text.rstrip("\ufffd")  # half a character
+            if text and not wrong_prompt(text, tokenizer, limit):
+                found[text] = None
+        good += list(found)[: 2 if len(data.sources) == 1 else 1]
     return good or ["The "]
 
 

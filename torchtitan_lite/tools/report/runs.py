@@ -14,6 +14,7 @@ from torchtitan_lite.config import toml
 from torchtitan_lite.errors import DataError
 
 Records = list[dict[str, Any]]
+Changed = dict[str, tuple[Any, Any]]  # by "section.key": the value before and now
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Run:
     saves: Records = field(default_factory=list)
     skipped: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
+    changes: list[tuple[int, Changed]] = field(default_factory=list)  # what resumes have changed, and after which step
     notes: list[str] = field(default_factory=list)  # files and lines that could not be read
 
 
@@ -36,7 +38,7 @@ class Run:
 NUMBERS = {
     *("loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
     *("seconds", "data_s", "optimizer_s", "eval_s", "save_s"),
-    *("val_loss", "val_bits_per_byte", "unigram_bits_per_byte"),
+    *("val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"),
 }
 
 
@@ -71,6 +73,8 @@ def _read_run(folder: Path) -> Run:
         damaged = f" ({'; '.join(run.notes)})" if run.notes else ""
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet{damaged}")
     run.samples = _read_lines(folder / "samples.jsonl", run.notes, texts=("prompt", "text"))
+    for record in _read_lines(folder / "changes.jsonl", run.notes):
+        run.changes.append((record["step"], _changed(record.get("changed"))))
     run.status = _read_status(folder / "run.json", run.notes)
     run.config = _read_config(folder / "config.toml", run.notes)
     return run
@@ -114,6 +118,17 @@ def _record(line: str) -> dict[str, Any] | None:
                 return None
             record[key] = None
     return record
+
+
+def _changed(content: Any) -> Changed:
+    """The changed values of a record; those that TOML can't write are left out."""
+    found: Changed = {}
+    for key, pair in content.items() if isinstance(content, dict) else ():
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            before, now = pair
+            toml.format_value([before, now])
+            found[key] = before, now
+    return found
 
 
 def _read_status(file: Path, notes: list[str]) -> dict[str, str]:
