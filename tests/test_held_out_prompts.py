@@ -55,9 +55,7 @@ def test_the_prompts_are_the_first_words_of_held_out_documents(tmp_path: Path) -
     assert [tokenizer.decode(ids) for ids in prompts.ids] == found
 
 
-@pytest.mark.parametrize(
-    "texts", [["\u4f60\u597d\u4e16\u754c" * 30] * 9, ["a"] * 9, [" b\n" * 40] * 9]
-)
+@pytest.mark.parametrize("texts", [["\u4f60\u597d\u4e16\u754c" * 30] * 9, ["a"] * 9, [" b\n" * 40] * 9])
 def test_text_without_words_or_of_one_kind(texts: list[str], tmp_path: Path) -> None:
     data, tokenizer = prepared(tmp_path / "a", [f"{text}{'' if text.isspace() else n}" for n, text in enumerate(texts)])
     for size in (8, 1024):

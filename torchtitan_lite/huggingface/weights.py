@@ -114,6 +114,12 @@ def config_of(folder: Path) -> ModelConfig:
     return ModelConfig.model_validate(keys_of(folder))
 
 
+def folder_of_tokenizer(checkpoint: Path) -> Path:
+    """Where a checkpoint's tokenizer.json should be: in its run, or next to it, where `convert` puts it."""
+    beside = checkpoint.parent
+    return beside if (beside / "tokenizer.json").is_file() else beside.parent
+
+
 def trained_config(folder: Path) -> ModelConfig:
     """The [model] section that a checkpoint was trained with.
 
@@ -200,7 +206,7 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
     if not (found := storage.checkpoints_of(source)):
         raise CheckpointError(f"{source} is neither a checkpoint nor a run with one")
     folder = found[-1]
-    run = folder.parent.parent
+    run = folder_of_tokenizer(folder)
     state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} exists already; name a new folder")
