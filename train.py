@@ -52,12 +52,12 @@ from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.terminal import print_error, print_line
+from torchtitan_lite.terminal import counted, print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory
 from torchtitan_lite.training import start as starting
 from torchtitan_lite.training.evaluate import Validation
 from torchtitan_lite.training.garbage import on_schedule
-from torchtitan_lite.training.preemption import Preemption, prepare_process
+from torchtitan_lite.training.preemption import Preemption, launcher_note, prepare_process
 from torchtitan_lite.training.session import (
     Session,
     check_previous_step,
@@ -261,14 +261,15 @@ def report_end(s: Session, first: int) -> None:
     config, step = s.config, s.state.step
     if step < config.train.steps:
         why = s.preemption.reason or "another rank was asked to"
-        s.log.info(f"left    after step {step} of {config.train.steps} ({why}); the same command resumes from there")
+        then = f"the same command resumes from there{launcher_note(why)}"
+        s.log.info(f"left    after step {step} of {config.train.steps} ({why}); {then}")
         run_folder.write_status(config.folder, s.world, "preempted", step, why)
         return
     run_folder.write_status(config.folder, s.world, "complete", step)
     for line in source_lines(s):
         s.log.info(line)
     seconds = time.perf_counter() - s.clock.started
-    s.log.info(f"done    {step - first} steps in {duration(seconds)}; {what_next(config, step)}")
+    s.log.info(f"done    {counted(step - first, 'step')} in {duration(seconds)}; {what_next(config, step)}")
 
 
 def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -343,7 +344,7 @@ def start(argv: Sequence[str]) -> int:
     prints = local_rank() == 0
     try:
         sizes = {"world_size": env_int("WORLD_SIZE", 1), "local_world_size": env_int("LOCAL_WORLD_SIZE", 1)}
-        model_checks = [checks.check_patterns, checks.check_prompts]
+        model_checks = [checks.check_patterns, checks.check_prompts, checks.check_init_from]
         command = cli.parse(argv, n_gpus=torch.cuda.device_count(), checks=model_checks, **sizes)
         config = command.loaded.config
         if command.print_config or command.check_config:
@@ -354,13 +355,11 @@ def start(argv: Sequence[str]) -> int:
             return 0
         for note in command.loaded.notes if prints else ():
             print_line(f"note    {note}")
-        if not command.inspect and not command.dry_run:
-            run_folder.make(config.folder)
-        with out_of_memory.explained(config):
+        with out_of_memory.explained(config), run_folder.made(config.folder, not (command.inspect or command.dry_run)):
             prepare_and_run(command)
     except KeyboardInterrupt:
         if prints:
-            print_error("train.py: stopped; the same command resumes from the newest checkpoint")
+            print_error(f"train.py: stopped; the same command resumes from the newest checkpoint{launcher_note()}")
         return 130
     return 0
 

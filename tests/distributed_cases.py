@@ -379,7 +379,7 @@ def case_parameters_that_are_not_finite_are_not_saved() -> None:
     require_finite(model, 1)
     if dist.get_rank() == 2:
         local_rows(model.get_parameter("layers.1.attention.wo.weight").detach())[0][0, 0] = math.inf
-    with pytest.raises(NonFiniteError, match="step 5: 1 parameters are not finite, the first is layers.1.attention.wo"):
+    with pytest.raises(NonFiniteError, match="step 5: not finite: 1 parameter, the first is layers.1.attention.wo"):
         require_finite(model, 5)
 
 

@@ -16,7 +16,7 @@ from tests.helpers import ROOT, TINY, options, python, start, succeeded
 PACKAGE = ROOT / "torchtitan_lite"
 # Each room imports only from rooms above it, and from itself. Rooms on one line do not import from each other.
 ROOMS = [
-    ["terminal", "files", "explain"],
+    ["terminal", "files", "explain", "hints"],
     ["errors"],
     ["config"],
     ["models"],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.tools import plan
@@ -49,5 +49,6 @@ def test_plan_names_a_user_who_is_not_there(key: str, capsys: pytest.CaptureFixt
 
 def test_a_prompt_that_the_tokenizer_can_t_encode_is_named() -> None:
     tokenizer = Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>"))
-    (wrong, _) = wrong_prompts(Config(), tokenizer)
+    config = Config(sample=SampleConfig(prompts=["def "]))
+    (wrong,) = wrong_prompts(config, tokenizer)
     assert "sample.prompts: the tokenizer can't encode 'def '" in wrong

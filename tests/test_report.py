@@ -122,7 +122,7 @@ def test_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:
         None,
     ]
     assert "the loss was not finite at" in page
-    assert "1 steps were skipped, the first is 2" in page
+    assert "1 step skipped, the first is 2" in page
     assert "metrics.jsonl: 1 damaged line skipped" in page
 
 

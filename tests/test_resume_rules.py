@@ -20,7 +20,7 @@ from torchtitan_lite.monitoring import resumed
 ROWS = [
     (re.findall(r"`([^`]+)`", keys), verdict.split(",")[0].split(":")[0].strip())
     for keys, verdict in re.findall(
-        r"^\| (`.+?) \| ((?:allowed|refused).*?) \|$", (ROOT / "docs/resume.md").read_text(), re.M
+        r"^\| (`.+?) \| ((?:allowed|refused|asks).*?) \|$", (ROOT / "docs/resume.md").read_text(), re.M
     )
 ]
 
@@ -36,6 +36,7 @@ def test_the_table_covers_every_key_as_the_code_does() -> None:
         if key.startswith(("tokenizer.", "data.")) and not compatibility.is_refused(key):
             continue  # by their hashes, below
         assert (verdict_of(key) == "refused") == compatibility.is_refused(key), key
+        assert (verdict_of(key) == "asks") == (compatibility.is_learned_with(key) and verdict_of(key) != "refused"), key
 
 
 @pytest.fixture(scope="module")
@@ -142,20 +143,23 @@ def test_values_that_mean_the_same_are_the_same(first: Path, text: Path, tmp_pat
     state_file = checkpoint(tmp_path / "run", 3) / "state.json"
     state = json.loads(state_file.read_text())
     del state["identity"]["model.rope_factor"]
+    state["config"]["model.init_from"] = str(tmp_path / "gone")
     state_file.write_text(json.dumps(state))
+    config_file = tmp_path / "run/config.toml"
+    config_file.write_text(config_file.read_text().replace('init_from = ""', f'init_from = "{tmp_path / "gone"}"'))
     more = {"model__vocab_size": 517, "model__init_from": tmp_path / "gone", "optim__schedule": "wsd"}
     more["checkpoint__verify"] = "off"  # the file was edited
     output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=4, **more)))
     assert "resumed after step 3" in output
-    assert "init_from" not in output
+    assert "init_from" not in output.split("\ndone ")[0]
 
 
 @pytest.mark.extended
 def test_allowed_changes_are_logged(first: Path, text: Path, tmp_path: Path) -> None:
-    assert all(verdict_of(key) == "allowed" for key in ALLOWED)
+    assert all(verdict_of(key) == ("asks" if compatibility.is_learned_with(key) else "allowed") for key in ALLOWED)
     shutil.copytree(first, tmp_path / "run")
     more = {key.replace(".", "__"): value for key, value in ALLOWED.items()}
-    output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **more)))
+    output = succeeded(ranks(1, "--resume-with-changes", *tiny(text, tmp_path, run__name="run", **more)))
     said = next(line for line in output.splitlines() if "changed since then" in line)
     for key in ALLOWED:
         assert f"{key} " in said

@@ -17,7 +17,7 @@ from torchtitan_lite.data.loader import Batch
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Mixture, Samples
 from torchtitan_lite.monitoring.resumed import validation_change
-from torchtitan_lite.training.evaluate import Score, Validation, eval_line, unigram_bits_per_byte
+from torchtitan_lite.training.evaluate import UNIGRAM, Score, Validation, eval_line, unigram_bits_per_byte
 
 NAN = math.nan
 
@@ -107,6 +107,10 @@ def test_the_line_leaves_out_what_is_undefined(folder: Path) -> None:
     def line(*score: float) -> str:
         return eval_line(7, Score(*score), validation, 1.0)
 
+    assert line(4.0, 0.1, math.nan, math.nan, math.nan).count("\n") == 0
+    first = line(4.0, 0.1, 2.0, 0.05, 2.5)
+    assert first.endswith(f"{of}\n        ({UNIGRAM})")
+    assert UNIGRAM not in line(4.0, 0.1, 2.0, 0.05, 2.5), "once"
     assert line(4.0, 0.1, 2.0, 0.05, 2.5) == (
         f"eval    step 7  loss 4.0000 +- 0.1000  bits/byte 2.000 +- 0.050  (20 % below unigram 2.500; {of}"
     )

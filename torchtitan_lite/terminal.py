@@ -35,6 +35,11 @@ def encodable(text: str, stream: TextIO) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
+def counted(n: int, what: str) -> str:
+    """1 file, 1,234 files."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def print_line(text: str) -> None:
     """Print a line. A full or closed stdout is reported once, on stderr."""
     try:

@@ -65,6 +65,11 @@ def is_refused(key: str) -> bool:
     return key in _REFUSED
 
 
+def is_learned_with(key: str) -> bool:
+    """Whether a resume with another value learns in another way, which `--resume-with-changes` has to ask for."""
+    return key.startswith("optim.") or key in ("train.global_batch_size", "train.z_loss", "model.init_from")
+
+
 def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
     """What must be the same for a bitwise resume. All of it changes the order of summation."""
     on_gpu = world.device.type == "cuda"

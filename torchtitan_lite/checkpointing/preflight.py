@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.distributed.sharding import local_rows, optimizer_tensors, own_tensors
 from torchtitan_lite.errors import DivergedError, NonFiniteError
+from torchtitan_lite.terminal import counted
 
 
 def require_finite(model: nn.Module, step: int) -> None:
@@ -17,7 +18,7 @@ def require_finite(model: nn.Module, step: int) -> None:
     if sum_over_ranks(bad).any():
         names = [name for (name, _), flag in zip(model.named_parameters(), bad.tolist(), strict=True) if flag]
         raise NonFiniteError(
-            f"step {step}: {len(names)} parameters are not finite, the first is {names[0]}. They were not saved. "
+            f"step {step}: not finite: {counted(len(names), 'parameter')}, the first is {names[0]}. Nothing was saved. "
             "Older checkpoints are untouched; a lower optim.lr may help"
         )
 
@@ -47,8 +48,8 @@ def require_equal_copies(model: nn.Module, optimizer: torch.optim.Optimizer, ste
         names = [name for name, bad in zip(tensors, differs.tolist(), strict=True) if bad]
         raise DivergedError(
             f"step {step}: copies of the model differ: rank {', '.join(str(r) for r, bad in enumerate(ranks) if bad)} "
-            f"against the first copy, in {len(names)} tensors, the first is {names[0]}. A bit flipped in memory, or "
-            "the ranks diverged. Nothing was saved; the same command resumes from the newest checkpoint"
+            f"against the first copy, in {counted(len(names), 'tensor')}, the first is {names[0]}. A bit flipped in "
+            "memory, or the ranks diverged. Nothing was saved; the same command resumes from the newest checkpoint"
         )
 
 

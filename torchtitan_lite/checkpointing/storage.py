@@ -79,10 +79,10 @@ class Manifest:
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first. A checkpoint's folder gives itself, any other path nothing."""
+    """The checkpoints of a run, or in a folder, oldest first. A checkpoint gives itself, any other path nothing."""
     if (path / MANIFEST).is_file():
         return [path]
-    inside = path / "checkpoints"
+    inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     return [step_folder(inside, step) for step in find_steps(inside)]
 
 

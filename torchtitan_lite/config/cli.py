@@ -3,11 +3,10 @@
 import argparse
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_lite.config import load, paths, schema, toml
-from torchtitan_lite.errors import shortened
 
 _BARE = "\0"  # an option without a value
 
@@ -32,6 +31,7 @@ class Command:
 def parse(
     argv: Sequence[str],
     elsewhere: bool = False,
+    own: Sequence[str] = (),
     /,
     *,
     world_size: int,
@@ -43,6 +43,7 @@ def parse(
 
     Args:
         elsewhere: the run is for another machine, so this one's files and packages are not checked.
+        own: options of the command itself, for hints.
         checks: further checks, see `load.build`.
 
     Raises:
@@ -56,34 +57,29 @@ def parse(
     for flag, keys in SHORTHANDS.items():
         if given[flag]:
             overrides |= {key: load.ConfigValue(value, flag) for key, value in keys.items()}
-    problems = []
+    problems: list[str] = []
     known = schema.known_keys()
-    for text in rest:
-        key, equals, value = text.removeprefix("--").partition("=")
-        if text.startswith("--") and "." in key:
-            overrides[key] = load.ConfigValue(load.parse_value(key, value) if equals else "", "command line")
-        elif text.startswith("--"):
-            near = load.nearest(key, [flag.removeprefix("--") for flag in (*SHORTHANDS, "--config", *known)])
-            problems.append(f"command line: {shortened(text)}: unknown option; the nearest known one is --{near}")
-        else:
-            problems.append(f"command line: {shortened(text)}: not understood; options look like --train.steps=400")
+    if rest:
+        from torchtitan_lite import hints
+
+        flags = [flag.removeprefix("--") for flag in (*known, *parser._option_string_actions, *own)]
+        problems += [f"command line: {text}" for text in hints.not_options(rest, flags)]
+        for key, value in hints.unknown_keys(rest):
+            overrides[key] = load.ConfigValue(load.parse_value(key, value), "command line")
     for key in known:
         if given[key] is not None:
             if given[key] == _BARE and known[key].annotation is not bool:
                 problems.append(f"command line: --{key} needs a value, {load.example(key)}")
                 continue
             parsed = True if given[key] == _BARE else load.parse_value(key, given[key])
+            if key in overrides:
+                from torchtitan_lite.config.presets import against
+
+                problems += against(key, known[key].annotation, overrides[key], given[key], parsed)
             overrides[key] = load.ConfigValue(parsed, "command line")
-    loaded = load.load(
-        given["config"],
-        overrides,
-        world_size=world_size,
-        n_gpus=n_gpus,
-        local_world_size=local_world_size,
-        elsewhere=elsewhere,
-        problems=problems,
-        checks=checks,
-    )
+    sizes = {"world_size": world_size, "n_gpus": n_gpus, "local_world_size": local_world_size}
+    loaded = load.load(given["config"], overrides, elsewhere=elsewhere, problems=problems, checks=checks, **sizes)
+    loaded = replace(loaded, with_changes=given["resume_with_changes"])
     return Command(loaded, given["print_config"], given["check_config"], given["inspect"], given["dry_run"])
 
 
@@ -103,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flag("--check-config", help="check the config for this world size, and exit")
     add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
     add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
+    add_flag("--resume-with-changes", help="resume although this changes what the run learns with (docs/resume.md)")
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())

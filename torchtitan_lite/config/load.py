@@ -3,18 +3,18 @@
 Later layers override earlier ones; `--print-config` shows the origin of each value:
 
   1. the defaults in schema.py,
-  2. the [model] keys of `[model] size`, and the [fsdp] keys of a sharding strategy (presets.py),
-  3. the files: first `base = "other.toml"` (relative to the file that names it), then the file itself,
-  4. the command line: `--section.key=value`, and shorthands such as `--mixed-precision`.
+  2. the files: first `base = "other.toml"`, then the file itself,
+  3. the command line: `--section.key=value`, and shorthands such as `--mixed-precision`.
+
+`[model] size` sets [model] keys in its layer: numbers of a lower one are dropped, with a note. A sharding strategy sets
+[fsdp] keys. Paths are relative to the working directory; `base` is looked for next to its file first.
 
 This needs neither torch nor a process group.
 """
 
-import difflib
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -28,6 +28,7 @@ from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.config.unread import unread
 from torchtitan_lite.errors import ConfigError, shortened
+from torchtitan_lite.terminal import counted
 
 # --- where values come from -------------------------------------------------------------------------------------
 
@@ -47,8 +48,8 @@ _DEFAULT = -(10**6)  # a level below any file
 _LONGEST = 16 << 20  # bytes of a config file; /dev/zero is endless
 
 
-def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> ConfigValues:
-    """The values of a TOML file over those of its `base`. Errors are added to `problems`."""
+def read_file(path: Path, problems: list[str], files: list[str], chain: tuple[Path, ...] = ()) -> ConfigValues:
+    """The values of a TOML file over those of its `base`. Errors are added to `problems`, and paths to `files`."""
     try:
         path = expand(path)
         where = path.resolve()
@@ -59,6 +60,7 @@ def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> 
         loop = " -> ".join(str(p.name) for p in (*chain[chain.index(where) :], where))
         problems.append(f"{path}: base files form a cycle: {loop}; remove one of the `base` lines")
         return {}
+    content = b""
     try:
         with path.open("rb") as stream:
             content = stream.read(_LONGEST + 1)
@@ -66,22 +68,27 @@ def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> 
             raise ValueError(f"it has more than {_LONGEST:,} bytes")
         tree = tomli.loads(content.decode())
     except FileNotFoundError:
-        siblings = path.parent.glob("*.toml") if os.access(path.parent, os.R_OK | os.X_OK) else ()
-        near = difflib.get_close_matches(path.name, [p.name for p in siblings], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        from torchtitan_lite.hints import sibling
+
         referrer = f" (named as base by {chain[-1].name})" if chain else ""
-        problems.append(f"{path}: no such file{referrer}{hint}")
+        problems.append(f"{path}: no such file{referrer}{sibling(path)}")
         return {}
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, too many digits
-        problems.append(f"{shortened(path)}: can't be read as TOML: {shortened(error)}")
+        from torchtitan_lite.hints import in_quotes
+
+        fix = in_quotes(content.decode(errors="replace"), str(error))
+        problems.append(f"{shortened(path)}: can't be read as TOML: {shortened(error)}{fix}")
         return {}
+    files.append(str(path))
     base = tree.pop("base", None)
     if base is not None and not isinstance(base, str):
         problems.append(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
         base = None
     inherited: ConfigValues = {}
     if base:
-        inherited = read_file(Path(base) if base[0] == "~" else path.parent / base, problems, (*chain, where))
+        beside = Path(base) if base[0] == "~" else path.parent / base
+        found = beside if beside.exists() or not Path(base).is_file() else Path(base)
+        inherited = read_file(found, problems, files, (*chain, where))
     return inherited | {key: ConfigValue(value, str(path), level=-len(chain)) for key, value in _leaves(tree)}
 
 
@@ -130,19 +137,20 @@ def build(
     Args:
         checks: the first accepts any values (see `conflicts`); the others build the model, and run only if [model] is
             valid.
-        notes: gets a sentence for each value that nothing reads (unread.py).
+        notes: gets a sentence for each value that nothing reads (unread.py), or that contradicts the size.
         left_out: gets the keys that were reset to their default.
 
     Returns:
         the config, valid only if `problems` is still empty.
     """
     refused: set[str] = set()
+    notes = [] if notes is None else notes
     known = known_keys()
     for key, value in values.items():
         if key not in known:
             problems.append(_describe(key, value, _unknown(key, known)))
             refused.add(key)
-    layers = _size_layer(values, problems, refused) | values
+    layers = _with_size(values, problems, refused, notes)
     try:
         config = _validate(layers, refused)
     except ValidationError as error:
@@ -152,7 +160,7 @@ def build(
                 problems.append(_describe(key, layers[key], f"{_sentence(item)}; {example(key)}"))
             refused.add(key)
         config = _validate(layers, refused)
-    for key in _unread(config, layers, refused, problems, [] if notes is None else notes):
+    for key in _unread(config, layers, refused, problems, notes):
         refused.add(key)
         if left_out is not None:
             left_out.add(key)
@@ -194,7 +202,7 @@ def _validate(values: ConfigValues, refused: set[str]) -> Config:
             if isinstance(value, list) and isinstance(default_of(key), tuple):  # TOML has no tuples
                 value = tuple(value)
             tree.setdefault(section, {})[name] = value
-    return Config.model_validate(tree)
+    return Config.model_validate(tree, context="layers")
 
 
 def _conflicting(broken: Mapping[str, str], values: ConfigValues, refused: set[str]) -> dict[str, str]:
@@ -208,11 +216,21 @@ def _conflicting(broken: Mapping[str, str], values: ConfigValues, refused: set[s
     return found
 
 
+def _with_size(values: ConfigValues, problems: list[str], refused: set[str], notes: list[str]) -> ConfigValues:
+    """The values over the [model] keys of `[model] size`, which replace values of lower layers."""
+    layer = _size_layer(values, problems, refused)
+    if "model.size" in values:  # the default contradicts nothing
+        from torchtitan_lite.config.presets import size_notes
+
+        notes += size_notes(values, layer)
+    return layer | {key: value for key, value in values.items() if key not in layer or value.level >= layer[key].level}
+
+
 def _size_layer(values: ConfigValues, problems: list[str], refused: set[str]) -> ConfigValues:
     """The [model] keys of `[model] size`."""
     family = values.get("model.family", ConfigValue(default_of("model.family"), "default", _DEFAULT))
     size = values.get("model.size", ConfigValue(default_of("model.size"), "default", _DEFAULT))
-    known = FAMILIES.get(family.value) if isinstance(family.value, str) else None
+    known = FAMILIES.get(family.value.lower()) if isinstance(family.value, str) else None
     if known is None or not isinstance(size.value, str):
         return {}  # an unknown family or a wrong type is reported elsewhere
     sizes = known.named_sizes()
@@ -229,23 +247,13 @@ def _size_layer(values: ConfigValues, problems: list[str], refused: set[str]) ->
 
 def _strategy_layer(values: ConfigValues, local_world_size: int, problems: list[str]) -> ConfigValues:
     """The [fsdp] keys of `[fsdp] sharding_strategy` that are not set, or are set to -1 or "default"."""
-    strategy = values.get("fsdp.sharding_strategy", ConfigValue("", "default")).value
-    if not isinstance(strategy, str) or not strategy:
-        return {}  # another type is reported elsewhere
-    from torchtitan_lite.config.presets import contradiction, strategy_keys
+    if not values.get("fsdp.sharding_strategy", ConfigValue("", "default")).value:
+        return {}
+    from torchtitan_lite.config.presets import strategy_layer
 
-    explicit = {key.removeprefix("fsdp."): value.value for key, value in values.items() if key[:5] == "fsdp."}
-    for key, value in explicit.items():
-        if key == "dp_shard" and value == local_world_size:
-            continue  # the default of a hybrid strategy, even if it is 1
-        if wrong := contradiction(strategy, key, value):
-            problems.append(_describe(f"fsdp.{key}", values[f"fsdp.{key}"], f"{wrong}; leave one of the two out"))
-    origin = f'sharding_strategy "{strategy}"'
-    return {
-        f"fsdp.{key}": ConfigValue(value, origin, values["fsdp.sharding_strategy"].level)
-        for key, value in strategy_keys(strategy, explicit, local_world_size).items()
-        if explicit.get(key, -1) in (-1, "default")
-    }
+    found, wrong = strategy_layer(values, local_world_size)
+    problems += [_describe(key, values[key], why) for key, why in wrong.items()]
+    return {key: replace(values["fsdp.sharding_strategy"], **changes) for key, changes in found.items()}
 
 
 def _describe(key: str, value: ConfigValue, message: str) -> str:
@@ -264,23 +272,18 @@ def _shown(value: Any, write: Callable[[Any], str]) -> str:
         return "..."
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """The known key closest to a misspelled one: by the full key, else by its last part."""
-    known = list(known)
-    by_name = {known_key.split(".")[-1]: known_key for known_key in known}
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    near = near or [by_name[match] for match in difflib.get_close_matches(key.split(".")[-1], by_name, n=1)]
-    return (near or difflib.get_close_matches(key, known, n=1, cutoff=0.0))[0]
-
-
 def _unknown(key: str, known: dict[str, Any]) -> str:
+    from torchtitan_lite.hints import nearest
+
     near = nearest(key, known)
     return f"unknown key; the nearest known one is {near}, {example(near)}"
 
 
 def example(key: str) -> str:
     """A valid assignment to a key."""
-    return f"e.g. {key} = {format_value(default_of(key))}"
+    from torchtitan_lite import hints
+
+    return hints.example(key, format_value(default_of(key)))
 
 
 def _sentence(item: Any) -> str:
@@ -313,7 +316,8 @@ def load(
         ConfigError: lists every problem on its own line, with file, value, nearest key and what works.
     """
     problems = list(problems)
-    values = (read_file(file, problems) if file else {}) | overrides
+    files: list[str] = []
+    values = (read_file(file, problems, files) if file else {}) | overrides
     if file and "run.name" not in values:
         values["run.name"] = ConfigValue(file.stem, "name of the file", level=0)
     values |= _strategy_layer(values, local_world_size, problems)
@@ -322,7 +326,6 @@ def load(
     fixed = conflicts(world_size, n_gpus, local_world_size, elsewhere=elsewhere)
     config = build(values, [fixed, *checks], problems, notes, left_out)
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n  ".join([f"the configuration has {count}:", *problems]))
-    origins = {key: value.origin for key, value in (_size_layer(values, [], set()) | values).items()}
-    return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes)
+        raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
+    origins = {key: value.origin for key, value in _with_size(values, [], set(), []).items()}
+    return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes, files)

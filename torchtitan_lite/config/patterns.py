@@ -21,7 +21,9 @@ def unused(key: str, names: Sequence[str], patterns: Sequence[str]) -> Iterator[
     used = {first_match(name, patterns) for name in names}
     for i, pattern in enumerate(patterns):
         if i not in used:
-            why = f"names look like {names[0]}, {names[-1]}" if names else "everything is frozen"
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                why = "earlier patterns match all of its parameters"
+            from torchtitan_lite import hints
+
+            why = "earlier patterns match all of its parameters"
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                why = hints.pattern(pattern, names)
             yield f'{key}: match = "{shortened(pattern)}" matches no parameter: {why}'

@@ -1,5 +1,5 @@
 """Values and rules that only some configs need, loaded for those: FSDP1's sharding strategies, objectives other than
-causal, sizes and rules of encoder-decoders, and what torch.compile needs.
+causal, sizes and rules of encoder-decoders, other spellings, `init_from`, and what torch.compile and offloading need.
 
 The strategies are [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys
 that are not set explicitly; an explicit key that contradicts it is an error. As in FSDP1, a hybrid strategy shards
@@ -12,11 +12,15 @@ import json
 import os
 import shutil
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import tomli
 
 from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.paths import is_prepared, problem
+from torchtitan_lite.errors import ConfigError
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"reshard_after_forward": True, "dp_replicate": 1},
@@ -178,6 +182,149 @@ def _encoder_decoder_conflicts(config: Any) -> dict[str, str]:
         found["data.target_len model.max_seq_len"] = (
             f"data.target_len = {config.data.target_len} is longer than model.max_seq_len = {model.max_seq_len}; "
             f"model.max_seq_len = {config.data.target_len} works"
+        )
+    return found
+
+
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def strategy_layer(
+    values: Mapping[str, Any], local_world_size: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """What a strategy sets: value and origin by "section.key"; and why explicit keys contradict it.
+
+    Args:
+        values: load.ConfigValue by "section.key".
+    """
+    strategy = values["fsdp.sharding_strategy"].value
+    if not isinstance(strategy, str):
+        return {}, {}  # reported elsewhere
+    strategy = strategy.upper()
+    explicit = {key.removeprefix("fsdp."): value.value for key, value in values.items() if key[:5] == "fsdp."}
+    wrong = {
+        f"fsdp.{key}": f"{why}; leave one of the two out"
+        for key, value in explicit.items()
+        # the default of a hybrid strategy, even if it is 1
+        if not (key == "dp_shard" and value == local_world_size) and (why := contradiction(strategy, key, value))
+    }
+    origin = f'sharding_strategy "{strategy}"'
+    found = {
+        f"fsdp.{key}": {"value": value, "origin": origin}
+        for key, value in strategy_keys(strategy, explicit, local_world_size).items()
+        if explicit.get(key, -1) in (-1, "default")
+    }
+    return found, wrong
+
+
+def spelled(annotation: Any, value: Any) -> Any:
+    """The choice that a text means: case does not matter, and dtypes have short names. A single text makes a list."""
+    if get_origin(annotation) is list:
+        values = [value] if isinstance(value, str) else value
+        return [spelled(get_args(annotation)[0], item) for item in values] if isinstance(values, list) else value
+    if not isinstance(value, str):
+        return value
+    kinds = [annotation, *get_args(annotation)]  # of a Literal, or of a union with one
+    choices = {c.lower(): c for k in kinds if get_origin(k) is Literal for c in get_args(k) if isinstance(c, str)}
+    return choices.get(value.lower(), choices.get(_SHORT_NAMES.get(value.lower(), value), value))
+
+
+def against(key: str, annotation: Any, shorthand: Any, given: str, value: Any) -> list[str]:
+    """The problem of an option with another value than a shorthand gives to the same key; [] if it is the same."""
+    if spelled(annotation, value) == shorthand.value:
+        return []
+    means = f"{shorthand.origin} means {key} = {json.dumps(shorthand.value)}"
+    return [f"command line: --{key}={given}: {means}; leave one of the two out"]
+
+
+def with_size(values: dict[str, Any], default: str) -> dict[str, Any]:
+    """The keys of a size, and over them those that are given. `default` is the default family."""
+    size, family = values["size"], str(values.get("family", default)).lower()
+    sizes = FAMILIES[family].named_sizes() if family in FAMILIES else {}
+    if sizes and size not in sizes and "dim" not in values:
+        raise ValueError(f"no size {size!r} of {family}; known: {', '.join(sizes)}")
+    return {**sizes.get(size, {}), **values}
+
+
+def size_notes(numbers: Mapping[str, Any], size: Mapping[str, Any]) -> Iterator[str]:
+    """Which numbers of [model] contradict a size, and which of the two applies: that of the higher layer."""
+    others = [key for key in size if key in numbers and numbers[key].value != size[key].value]
+    for dropped in (False, True):
+        if keys := [key for key in others if (numbers[key].level < size[key].level) == dropped]:
+            wins, loses = (size, numbers) if dropped else (numbers, size)
+            yield f"{', '.join(keys)}: {wins[keys[0]].origin} applies, not {loses[keys[0]].origin}"
+
+
+def init_from_conflicts(config: Any) -> dict[str, str]:
+    """The broken rule of `model.init_from`: nothing is there. It may be gone once the run has started from it."""
+    wrong = "" if started_from(config) else problem(config.model.init_from)
+    return {"model.init_from": f"model.init_from: {wrong}"} if wrong else {}
+
+
+def started_from(config: Any) -> bool:
+    """Whether the run has a checkpoint, and has started from `model.init_from`, which may be gone since."""
+    try:
+        before = tomli.loads((config.folder / "config.toml").read_text(encoding="utf-8")).get("model", {})
+        resumes = any(config.folder.glob("checkpoints/step-*"))
+        return resumes and bool(before.get("init_from") == config.model.init_from)
+    except (ConfigError, OSError, ValueError, AttributeError):
+        return False
+
+
+def offload_conflicts(config: Any, layout: Any, n_gpus: int) -> dict[str, str]:
+    """The broken rules of `fsdp.cpu_offload` and `fsdp.grad_sync = "all_reduce_last"`."""
+    found, fsdp = {}, config.fsdp
+    if fsdp.grad_sync == "all_reduce_last" and (layout.dp_replicate == 1 or layout.dp_shard == 1):
+        found["fsdp.grad_sync fsdp.dp_replicate fsdp.dp_shard"] = (
+            f'fsdp.grad_sync = "all_reduce_last" needs replicas of a sharded model, but dp_replicate = '
+            f'{layout.dp_replicate} and dp_shard = {layout.dp_shard}; "every" or "last" works'
+        )
+    if fsdp.cpu_offload and (config.run.device == "cpu" or n_gpus == 0):
+        found["fsdp.cpu_offload run.device"] = (
+            "fsdp.cpu_offload = true moves parameters between a GPU and the host, but this run uses no GPU; "
+            "fsdp.cpu_offload = false works"
+        )
+    if fsdp.cpu_offload and config.optim.name == "muon":
+        found["fsdp.cpu_offload optim.name"] = (
+            'optim.name = "muon" exchanges gradients between GPUs, which fsdp.cpu_offload = true keeps on the host; '
+            "fsdp.cpu_offload = false works"
+        )
+    return found
+
+
+def block_conflicts(config: Any, n_gpus: int) -> dict[str, str]:
+    """The broken rules of activation checkpointing and torch.compile."""
+    found: dict[str, str] = {}
+    checkpointing = config.activation_checkpointing
+    n_blocks = sum(config.model.stacks)
+    if checkpointing.mode != "none" and checkpointing.every > max(n_blocks - 1, 1):
+        found["activation_checkpointing.every model.n_layers"] = (
+            f"activation_checkpointing.every = {checkpointing.every} applies only to the first of {n_blocks} "
+            f"blocks; every = {max(n_blocks - 1, 1)} works"
+        )
+    if not config.compile.enabled or config.compile.backend != "inductor":
+        return found
+    if missing := missing_for_inductor(config.run.device, n_gpus):
+        found["compile.enabled compile.backend run.device"] = (
+            f"compile.enabled = true needs {missing}, which is missing; install it, or set compile.enabled = false"
+        )
+    return found
+
+
+def several_texts_conflicts(data: Any) -> dict[str, str]:
+    """The broken rules of a list of texts, and of a mixture."""
+    found = {}
+    if not data.path and isinstance(data.path, list):
+        found["data.path"] = 'data.path = [] names no text; data.path = "" is Python\'s standard library'
+    prepared = [p for p in data.path if not problem(p) and is_prepared(p)] if isinstance(data.path, list) else []
+    if prepared:
+        found["data.path"] = (
+            f"data.path: {prepared[0]} is a prepared folder, which can't be in a list; use "
+            f'path = "{prepared[0]}", or mix it with [data.sources] "{prepared[0]}" = 1.0'
+        )
+    if data.sources and data.path:
+        found["data.path data.sources"] = (
+            "data.path and data.sources are both set; leave data.path out, or name it in data.sources with a weight"
         )
     return found
 

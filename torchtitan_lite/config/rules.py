@@ -108,11 +108,6 @@ def length_conflicts(config: Config) -> dict[str, str]:
             f"{optim.decay_ratio} of train.steps = {train.steps}; "
             f"warmup_steps = {int((1 - optim.decay_ratio) * train.steps)} works"
         )
-    if config.sample.every and not config.sample.prompts:
-        found["sample.every sample.prompts"] = (
-            f"sample.every = {config.sample.every} has no sample.prompts to continue; "
-            'prompts = ["def "] works, and so does every = 0'
-        )
     if any(not 0 <= beta < 1 for beta in optim.betas):
         found["optim.betas"] = f"optim.betas = {list(optim.betas)} should be in [0, 1), e.g. [0.9, 0.95]"
     return found
@@ -153,21 +148,10 @@ def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, s
             f"fsdp.reshard_after_forward = {ranks} should divide dp_shard = {layout.dp_shard} and be less than it; "
             f"{' or '.join([*divisors, 'true'])} works"
         )
-    if fsdp.grad_sync == "all_reduce_last" and (layout.dp_replicate == 1 or layout.dp_shard == 1):
-        found["fsdp.grad_sync fsdp.dp_replicate fsdp.dp_shard"] = (
-            f'fsdp.grad_sync = "all_reduce_last" needs replicas of a sharded model, but dp_replicate = '
-            f'{layout.dp_replicate} and dp_shard = {layout.dp_shard}; "every" or "last" works'
-        )
-    if fsdp.cpu_offload and (config.run.device == "cpu" or n_gpus == 0):
-        found["fsdp.cpu_offload run.device"] = (
-            "fsdp.cpu_offload = true moves parameters between a GPU and the host, but this run uses no GPU; "
-            "fsdp.cpu_offload = false works"
-        )
-    if fsdp.cpu_offload and config.optim.name == "muon":
-        found["fsdp.cpu_offload optim.name"] = (
-            'optim.name = "muon" exchanges gradients between GPUs, which fsdp.cpu_offload = true keeps on the host; '
-            "fsdp.cpu_offload = false works"
-        )
+    if fsdp.grad_sync == "all_reduce_last" or fsdp.cpu_offload:
+        from torchtitan_lite.config.presets import offload_conflicts
+
+        found |= offload_conflicts(config, layout, n_gpus)
     if config.grad_scaler.min_scale > config.grad_scaler.init_scale:
         found["grad_scaler.min_scale grad_scaler.init_scale"] = (
             f"grad_scaler.min_scale = {config.grad_scaler.min_scale} is above grad_scaler.init_scale = "
@@ -177,23 +161,11 @@ def _fsdp_conflicts(config: Config, world_size: int, n_gpus: int) -> dict[str, s
 
 
 def _block_conflicts(config: Config, n_gpus: int) -> dict[str, str]:
-    found: dict[str, str] = {}
-    checkpointing = config.activation_checkpointing
-    n_blocks = sum(config.model.stacks)
-    if checkpointing.mode != "none" and checkpointing.every > max(n_blocks - 1, 1):
-        found["activation_checkpointing.every model.n_layers"] = (
-            f"activation_checkpointing.every = {checkpointing.every} applies only to the first of {n_blocks} "
-            f"blocks; every = {max(n_blocks - 1, 1)} works"
-        )
-    if not config.compile.enabled or config.compile.backend != "inductor":
-        return found
-    from torchtitan_lite.config.presets import missing_for_inductor
+    if config.activation_checkpointing.mode == "none" and not config.compile.enabled:
+        return {}
+    from torchtitan_lite.config.presets import block_conflicts
 
-    if missing := missing_for_inductor(config.run.device, n_gpus):
-        found["compile.enabled compile.backend run.device"] = (
-            f"compile.enabled = true needs {missing}, which is missing; install it, or set compile.enabled = false"
-        )
-    return found
+    return block_conflicts(config, n_gpus)
 
 
 def _path_conflicts(config: Config) -> dict[str, str]:
@@ -205,29 +177,22 @@ def _path_conflicts(config: Config) -> dict[str, str]:
             f'checkpoint.resume = "{shortened(resume)}" should be auto, never, step-N, or the path of a run or '
             f"checkpoint: {wrong}"
         )
-    # init_from may be gone once the run has a checkpoint of its own
-    init_from = "" if _has_checkpoint(config) else config.model.init_from
-    for key, path in (("tokenizer.path", config.tokenizer.path), ("model.init_from", init_from)):
-        if path and (wrong := problem(path)):
-            found[key] = f"{key}: {wrong}"
+    if config.model.init_from:
+        from torchtitan_lite.config.presets import init_from_conflicts
+
+        found |= init_from_conflicts(config)
+    if config.tokenizer.path and (wrong := problem(config.tokenizer.path)):
+        found["tokenizer.path"] = f"tokenizer.path: {wrong}"
     if data.cache_dir and (wrong := _not_a_folder(data.cache_dir)):
         found["data.cache_dir"] = f"data.cache_dir: {wrong}"
     paths = [data.path] if isinstance(data.path, str) else data.path
     for key, named in (("data.path", paths), ("data.sources", data.sources)):
         if missing := [why for p in named if p and (why := _missing_text(p))]:
             found[key] = f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
-    if not paths:
-        found["data.path"] = 'data.path = [] names no text; data.path = "" is Python\'s standard library'
-    prepared = [p for p in data.path if not problem(p) and is_prepared(p)] if isinstance(data.path, list) else []
-    if prepared:
-        found["data.path"] = (
-            f"data.path: {prepared[0]} is a prepared folder, which can't be in a list; use "
-            f'path = "{prepared[0]}", or mix it with [data.sources] "{prepared[0]}" = 1.0'
-        )
-    if data.sources and data.path:
-        found["data.path data.sources"] = (
-            "data.path and data.sources are both set; leave data.path out, or name it in data.sources with a weight"
-        )
+    if isinstance(data.path, list) or data.sources:
+        from torchtitan_lite.config.presets import several_texts_conflicts
+
+        found |= several_texts_conflicts(data)
     return found
 
 
@@ -250,13 +215,6 @@ def _not_a_folder(path: str) -> str:
         return str(error)
     except OSError as error:
         return f"{shortened(path)}: {error.strerror or error}"
-
-
-def _has_checkpoint(config: Config) -> bool:
-    try:
-        return bool(list(config.folder.glob("checkpoints/step-*")))
-    except (ConfigError, OSError):
-        return False
 
 
 def model_conflicts(model: ModelConfig) -> dict[str, str]:

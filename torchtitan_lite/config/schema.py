@@ -18,7 +18,11 @@ from pydantic import (
     PlainValidator,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
     field_validator,
+    model_validator,
 )
 
 from torchtitan_lite.config.families import FAMILIES
@@ -38,11 +42,17 @@ class Frozen(BaseModel):
 class Section(Frozen):
     """A table of the TOML file."""
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _can_be_written(cls, value: Any) -> Any:
+    def _checked(cls, value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        """A value that TOML can represent. Choices may be in upper or lower case, and bf16 is bfloat16."""
         _require_toml(value)
-        return value
+        try:
+            return check(value)
+        except ValidationError:
+            from torchtitan_lite.config.presets import spelled
+
+            return check(spelled(cls.model_fields[info.field_name or ""].annotation, value))
 
 
 def _require_toml(value: Any) -> None:
@@ -151,7 +161,7 @@ class ModelConfig(Section):
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
 t5: encoder and decoder"""
     size: str = "1M"
-    """a preset of the sizes below (families.py); each can also be set by itself"""
+    """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
     init_from: PathText = ""
     """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
     vocab_size: SizeOrZero = 0
@@ -196,6 +206,16 @@ t5: encoder and decoder"""
     """llama: wavelengths below rope_original_max_seq_len / this are not stretched"""
     rope_original_max_seq_len: Size = 8192
     """llama: the context length before stretching"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_size(cls, values: Any, info: ValidationInfo) -> Any:
+        """Add the keys of a size that is given in Python. load.py, which has layers, adds them itself."""
+        if info.context == "layers" or not isinstance(values, dict) or not isinstance(values.get("size"), str):
+            return values
+        from torchtitan_lite.config.presets import with_size
+
+        return with_size(values, cls.model_fields["family"].default)
 
     def resolved(self) -> dict[str, Any]:
         """Every key, with derived values in place of 0, except vocab_size."""
@@ -436,8 +456,9 @@ class EvalConfig(Section):
 class SampleConfig(Section):
     every: Every = 100
     """generate from the prompts every N steps and at the end; "epoch": after each epoch; 0: never"""
-    prompts: list[str] = ["def ", "The "]
-    """prompts to continue; of pairs, unless set: three held-out sources, shown with their targets"""
+    prompts: list[str] = []
+    """prompts to continue; none: the beginnings of two held-out documents ("def " and "The " for the default text); \
+of pairs: three held-out sources, shown with their targets"""
     max_tokens: PositiveInt = 48
     """maximum number of new tokens; each one gathers all parameters once"""
     temperature: Annotated[NonNegativeFloat, AfterValidator(_temperature)] = 0.8

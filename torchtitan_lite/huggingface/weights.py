@@ -23,7 +23,8 @@ from torch import Tensor
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
 from torchtitan_lite.config import paths, toml
-from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.config.presets import started_from
+from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
@@ -43,6 +44,18 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
     Raises:
         CheckpointError: it is none of those, is damaged, or holds a different model.
     """
+    folder = find_weights(path, config)
+    if (folder / "config.json").is_file():
+        return drop_tied(from_hf(_read_shards(folder), config.family), config)
+    return whole_weights(folder) if verify else read_weights(folder)
+
+
+def find_weights(path: Path, config: ModelConfig) -> Path:
+    """The checkpoint or Hugging Face folder that `open_weights` reads, which holds a model of this config.
+
+    Raises:
+        CheckpointError: as `open_weights`; damaged weights are not noticed.
+    """
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         theirs = keys_of(folder)
@@ -50,7 +63,7 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
         if config.family == "t5" or (config.family == "llama" and config.max_seq_len < theirs["max_seq_len"]):
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine; T5's are relative
         _compare(folder, theirs, config)
-        return drop_tied(from_hf(_read_shards(folder), config.family), config)
+        return folder
     if not (found := storage.checkpoints_of(folder)):
         raise CheckpointError(
             f"model.init_from: {path} is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
@@ -61,7 +74,18 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
     for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
         saved.pop(key, None)
     _compare(folder, saved, config)
-    return whole_weights(folder) if verify else read_weights(folder)
+    return folder
+
+
+def check_source(config: Config) -> dict[str, str]:
+    """The broken rule of `model.init_from`: it holds no such model. Nothing, if the run has started from it before."""
+    if started_from(config):
+        return {}
+    try:
+        find_weights(Path(config.model.init_from), config.model)
+    except CheckpointError as error:
+        return {"model.init_from": str(error)}
+    return {}
 
 
 def whole_weights(folder: Path) -> Mapping[str, Tensor]:
@@ -88,6 +112,12 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
 def config_of(folder: Path) -> ModelConfig:
     """The [model] section for a Hugging Face folder. Raises CheckpointError: see keys_of."""
     return ModelConfig.model_validate(keys_of(folder))
+
+
+def folder_of_tokenizer(checkpoint: Path) -> Path:
+    """Where a checkpoint's tokenizer.json should be: in its run, or next to it, where `convert` puts it."""
+    beside = checkpoint.parent
+    return beside if (beside / "tokenizer.json").is_file() else beside.parent
 
 
 def trained_config(folder: Path) -> ModelConfig:
@@ -176,7 +206,7 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
     if not (found := storage.checkpoints_of(source)):
         raise CheckpointError(f"{source} is neither a checkpoint nor a run with one")
     folder = found[-1]
-    run = folder.parent.parent
+    run = folder_of_tokenizer(folder)
     state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} exists already; name a new folder")

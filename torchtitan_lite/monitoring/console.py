@@ -2,8 +2,10 @@
 
 import os
 import re
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.terminal import counted
 
 
 def start_lines(
@@ -35,7 +38,7 @@ def start_lines(
     mine = sum(local_rows(p)[0].numel() for p in model.parameters())
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
-        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {world.threads} threads per rank",
+        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {counted(world.threads, 'thread')} per rank",
         model_line(
             config,
             f"{n_parameters:,} parameters, {mine:,} on rank 0",
@@ -61,9 +64,9 @@ def start_lines(
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     model = config.model
     products = ", its products in float32: this CPU has no instructions for them" if widened else ""
-    layers = " + ".join(map(str, model.stacks))
+    layers = f"{' + '.join(map(str, model.stacks))} layer{'' if model.stacks == (1,) else 's'}"
     return (
-        f"model   {model.family} dim {model.dim}, {layers} layers, {model.n_heads} heads: {parameters}; "
+        f"model   {model.family} dim {model.dim}, {layers}, {counted(model.n_heads, 'head')}: {parameters}; "
         f"computes in {config.fsdp.param_dtype}{products}"
     )
 
@@ -73,10 +76,8 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
     of = f"{config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
     if config.data.objective != "causal":
         of = f"at most {config.input_len} tokens and {config.target_len} targets"
-    return (
-        f"batch   {config.train.micro_batch_size} sequences x {world_size} ranks x {layout.grad_accum_steps} "
-        f"accumulation{masked}, of {of}"
-    )
+    rows, ranks = counted(config.train.micro_batch_size, "sequence"), counted(world_size, "rank")
+    return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {of}"
 
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
@@ -91,13 +92,13 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     if len(data.sources) == 1:
         epochs = n / samples.n_samples
         amount = f"{data.tokens('train'):,} tokens to train on"
-        return [f"data    {amount}, {epochs:.2f} epochs in {config.train.steps} steps; {held_out}", *notes]
+        return [f"data    {amount}, {epochs:.2f} epochs in {counted(config.train.steps, 'step')}; {held_out}", *notes]
     lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
     for source, seen in zip(data.sources, samples.seen(n).values(), strict=True):
         share = source.weight / sum(s.weight for s in data.sources)
         lines.append(
             f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, {seen['epochs']:.2f} "
-            f"epochs in {config.train.steps} steps"
+            f"epochs in {counted(config.train.steps, 'step')}"
         )
     return lines + notes
 
@@ -107,7 +108,9 @@ def fsdp_line(config: Config) -> str:
     fsdp, checkpointing = config.fsdp, config.activation_checkpointing
     parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"sums in {fsdp.reduce_dtype}"]
     if fsdp.explicit_prefetching:
-        parts.append(f"prefetches {fsdp.forward_prefetch} groups in forward, {fsdp.backward_prefetch} in backward")
+        parts.append(
+            f"prefetches {counted(fsdp.forward_prefetch, 'group')} in forward, {fsdp.backward_prefetch} in backward"
+        )
     if not fsdp.reshard_after_backward:
         parts.append("stays gathered between micro-batches")
     if fsdp.output_dtype:
@@ -154,21 +157,35 @@ def fitted(line: str, columns: int) -> str:
 
 
 def what_next(config: Config, step: int) -> str:
-    """The commands to use after a finished run."""
+    """The commands to use after a finished run. They repeat the options of its own command."""
     here = os.path.relpath(sys.executable)  # works without activating a virtual environment in this folder
     python = "python" if here.startswith("..") else here
-    ask = '--source "def f(): pass"' if FAMILIES[config.model.family].encoder_decoder else '--prompt "def "'
-    data = "FOLDER_OF_PREPARED_PAIRS" if config.data.objective == "pairs" else "FOLDER_OF_TXT_FILES"
-    longer = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
+    prompts = config.sample.prompts or ([] if config.data.path or config.data.sources else ["def "])
+    kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
+    n, data = os.environ.get("WORLD_SIZE", "1"), "PREPARED_PAIRS" if config.data.objective == "pairs" else "TXT_FILES"
+    command = f"{os.path.dirname(python)}/torchrun --nproc-per-node {n}".lstrip("/") if "RANK" in os.environ else python
+    if n != os.environ.get("LOCAL_WORLD_SIZE", n):
+        command = "..."  # the launcher of several machines
+    more = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
     rises = "" if config.optim.schedule in ("constant", "step") else " (the learning rate rises again)"
+    longer = shlex.join([*lasting_options(sys.argv[1:]), more])
+    plain = re.fullmatch(r"[\w./=,:+ -]+", longer)  # no character that a shell or make would read
     return (
         f"the run is in {config.folder}\n"
-        f"next    prompt it:        {python} -m torchtitan_lite.generate {config.folder} {ask}\n"
-        f"        plot its curves:  {python} -m torchtitan_lite.report {config.folder}\n"
-        f"        train longer:     the same command with {longer}{rises}\n"
-        f"        on your own text: --run.name=NAME --data.path={data}\n"
-        f'        or by make:       make train ARGS="{longer}"'
+        f"next    prompt it:        {python} -m torchtitan_lite.generate {config.folder} "
+        + (f"--{kind} {shlex.quote(prompts[0])}\n" if prompts else "--interactive\n")
+        + f"        plot its curves:  {python} -m torchtitan_lite.report {config.folder}\n"
+        f"        train longer:     {command} train.py {longer}{rises}\n"
+        + (f'        or by make:       make train ARGS="{longer}"\n' if plain else "")
+        + f"        on your own text: {command} train.py --run.name=NAME --data.path=FOLDER_OF_{data}"
     )
+
+
+def lasting_options(argv: Sequence[str]) -> list[str]:
+    """The words of a command, without the options that are for one time only, and without the number of steps."""
+    once = ("--train.steps", "--checkpoint.resume", "--resume-with-changes")
+    pairs = zip(["", *argv], argv, strict=False)
+    return [w for before, w in pairs if w.split("=")[0] not in once and (before not in once or w.startswith("--"))]
 
 
 def duration(seconds: float) -> str:

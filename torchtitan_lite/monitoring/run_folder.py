@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,21 @@ def make(folder: Path) -> None:
         (folder / "train.log").touch()
     except OSError as error:
         raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None
+
+
+@contextlib.contextmanager
+def made(folder: Path, wanted: bool = True) -> Iterator[None]:
+    """`make` the folder, if wanted. It is removed again if the block fails before anything is in it."""
+    if wanted:
+        make(folder)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # it is not empty
+            if wanted and not (folder / "train.log").stat().st_size:
+                (folder / "train.log").unlink()
+                folder.rmdir()
+        raise
 
 
 def lock(folder: Path, world: World) -> FileLock:

@@ -27,9 +27,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
         if not matched:
-            wrong.append(
-                f'optim.freeze: "{shortened(pattern)}" matches no parameter: names look like {names[0]}, {names[-1]}'
-            )
+            from torchtitan_lite import hints
+
+            meant = hints.pattern(pattern, names)
+            wrong.append(f'optim.freeze: "{shortened(pattern)}" matches no parameter: {meant}')
         for name in matched:
             model.get_parameter(name).requires_grad_(False)
     if wrong:

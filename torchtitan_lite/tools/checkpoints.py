@@ -1,6 +1,6 @@
 """Commands on checkpoints, in one process: `python checkpoint.py COMMAND`.
 
-verify RUN...        hash every file of every checkpoint and report problems
+verify RUN...        hash every file of every checkpoint and report problems; also a folder of runs
 inspect FOLDER       list a checkpoint's files and tensors, and the step of its run
 convert FOLDER OUT   turn a sharded checkpoint into a full one, or the reverse (runs load both)
 export RUN OUT       write a Hugging Face folder
@@ -8,6 +8,7 @@ import FOLDER [OUT]  print, or write to OUT, a config that starts from a Hugging
 """
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_ten
 from torchtitan_lite.config import paths
 from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
+from torchtitan_lite.terminal import counted
 
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # name prefix in shards, file of the full state
 
@@ -31,13 +33,20 @@ def named_checkpoints(path: Path) -> list[Path]:
     """
     if found := storage.checkpoints_of(path):
         return found
-    raise CheckpointError(f"{path} is neither a checkpoint nor a run with one")
+    raise CheckpointError(f"{path} is neither a checkpoint nor a run or a folder with one")
+
+
+def runs_of(path: Path) -> list[Path]:
+    """The runs in a folder of runs; any other path as it is."""
+    if storage.checkpoints_of(path) or not path.is_dir():
+        return [path]
+    return sorted(run.parent for run in path.glob("*/checkpoints") if storage.checkpoints_of(run.parent)) or [path]
 
 
 def verify(folders: Sequence[Path]) -> bool:
     """Print the problems of each checkpoint. Returns whether all are complete."""
     good = True
-    for path in folders:
+    for path in (run for folder in folders for run in runs_of(folder)):
         for folder in named_checkpoints(path):
             try:
                 problems = storage.verify(folder)
@@ -56,9 +65,11 @@ def inspect(folder: Path) -> None:
     """Print a checkpoint's state, files and tensors."""
     manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
     print(
-        f"step {state.step}, {state.tokens:,} tokens, {state.samples_consumed:,} samples; {manifest.state_dict} state"
+        f"step {state.step}, {counted(state.tokens, 'token')}, {counted(state.samples_consumed, 'sample')}; "
+        f"{manifest.state_dict} state"
     )
-    print(f"saved by {manifest.world_size} ranks; {manifest.bytes / 2**20:.1f} MiB in {len(manifest.files)} files")
+    files = counted(len(manifest.files), "file")
+    print(f"saved by {counted(manifest.world_size, 'rank')}; {manifest.bytes / 2**20:.1f} MiB in {files}")
     for name, record in manifest.files.items():
         print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
     if manifest.state_dict == "sharded":
@@ -76,7 +87,8 @@ def inspect(folder: Path) -> None:
 def convert(folder: Path, out: Path) -> Path:
     """Convert a sharded checkpoint to a full one, or the reverse, into a folder of checkpoints.
 
-    From sharded to full, it holds one tensor at a time. `out` may belong to a run that is training.
+    From sharded to full, it holds one tensor at a time. `out` may belong to a run that is training; otherwise it gets
+    the run's tokenizer.json, so that generate, export and verify take it.
 
     Raises:
         CheckpointError: it is damaged, or `out` has a checkpoint of this step.
@@ -91,12 +103,17 @@ def convert(folder: Path, out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         temporary = storage.begin(out, state.step, locked=False)
         if manifest.state_dict == "full":
-            return storage.commit(temporary, state, "sharded", 1, _one_shard(folder, temporary), replace=False)
-        records = {}
-        for prefix, file in PARTS:
-            tensors = dcp_storage.WholeTensors(folder, prefix)
-            records[file] = write_tensors(temporary / file, tensors.specs(), tensors.__getitem__)
-        return storage.commit(temporary, state, "full", manifest.world_size, records, replace=False)
+            made = storage.commit(temporary, state, "sharded", 1, _one_shard(folder, temporary), replace=False)
+        else:
+            records = {}
+            for prefix, file in PARTS:
+                tensors = dcp_storage.WholeTensors(folder, prefix)
+                records[file] = write_tensors(temporary / file, tensors.specs(), tensors.__getitem__)
+            made = storage.commit(temporary, state, "full", manifest.world_size, records, replace=False)
+        tokenizer = weights.folder_of_tokenizer(folder) / "tokenizer.json"
+        if tokenizer.is_file() and not (weights.folder_of_tokenizer(made) / "tokenizer.json").is_file():
+            shutil.copyfile(tokenizer, out / "tokenizer.json")  # so that `out` can be used as a run is
+        return made
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:

@@ -7,8 +7,11 @@ _HEAD = """# Every key of the config
 
 Made by `python -m torchtitan_lite.tools.config_reference` from [schema.py](../torchtitan_lite/config/schema.py); a test
 compares. A key is `key = value` under its `[section]` in a TOML file, or `--section.key=value` on the command line,
-which wins. A file can build on another by `base = "other.toml"`. `train.py --print-config` prints every value with
-its origin.
+which wins. `train.py --print-config` prints every value with its origin.
+
+A file can build on another by `base = "other.toml"`. All paths in a file are relative to the working directory, as on
+the command line; `base` is looked for next to the file that names it first. Choices may be in upper or lower case, and
+`bf16`, `fp16` and `fp32` are dtypes too. Where a list is expected, a single text makes a list of one.
 """
 
 
@@ -21,7 +24,8 @@ def lines() -> list[str]:
         for key, field in known.items():
             if key.startswith(f"{section}."):
                 default = toml.format_value(schema.default_of(key))
-                kind = schema.type_name(key).replace("|", ", ").lower()
+                kind = schema.type_name(key).removeprefix("|").replace("|", ", ")
+                kind = kind.lower() if kind in ("INT", "STR", "FLOAT", "BOOL", "VALUE") else kind
                 text = str(field.description).replace("<", "&lt;").replace("|", "\\|")
                 page.append(f"| `{key.split('.', 1)[1]}` | {kind} | `{default}` | {text} |")
     page += ["", "## Shorthands", "", "| flag | stands for |", "|---|---|"]

@@ -21,7 +21,7 @@ from torchtitan_lite.config.schema import MIN_TEMPERATURE
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
-from torchtitan_lite.terminal import encodable, prepare_streams
+from torchtitan_lite.terminal import counted, encodable, prepare_streams
 from torchtitan_lite.tools.opening import Opened, open_model
 
 MOST_BEAMS = 1000
@@ -97,9 +97,9 @@ def answer(opened: Opened, prompt: str, options: Options) -> str:
     _write("\n")
     if not times:
         return "the model ended the text at once"
-    first = f"{len(ids)} tokens of {'prompt' if continues else 'source'} in {times[0] - started:.2f} s"
+    first = f"{counted(len(ids), 'token')} of {'prompt' if continues else 'source'} in {times[0] - started:.2f} s"
     if options.beams > 1:  # no token is known before the last
-        return f"{len(times)} tokens by {options.beams} beams; {first}"
+        return f"{counted(len(times), 'token')} by {options.beams} beams; {first}"
     if len(times) == 1:
         return f"1 token; {first}"
     return f"{len(times)} tokens, {(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s; {first}"

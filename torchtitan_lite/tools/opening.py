@@ -50,7 +50,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: 
         config = hf.config_of(folder)
         return _ready(folder, config, hf.open_weights(folder, config), device, dtype, tokenizer or folder, [])
     folder, notes = newest_complete(folder)
-    run = folder.parent.parent
+    run = hf.folder_of_tokenizer(folder)
     config = hf.trained_config(folder)
     return _ready(folder, config, hf.read_weights(folder), device, dtype, tokenizer or run, notes)
 
@@ -68,6 +68,8 @@ def newest_complete(path: Path) -> tuple[Path, list[str]]:
     if not candidates:
         others = sorted(p.parent for p in path.parent.glob("*/checkpoints")) if path.parent.is_dir() else []
         known = f"; other runs there: {', '.join(map(str, others[:8]))}" if others else ""
+        if inside := sorted(p.parent for p in path.glob("*/checkpoints")):
+            known = f", but of runs: {', '.join(map(str, inside[:8]))}"
         what = (
             "is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
             if path.exists()

@@ -24,6 +24,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, duration, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device, flops_per_token, formula
+from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.work import Product, Work
@@ -225,7 +226,7 @@ def _sent_lines(plan: Plan) -> list[str]:
     seconds = plan.sent_s(plan.device, plan.collectives + plan.muon_sent) if plan.device else {}
     for kind in sorted(kinds):
         at_least = f"   at least {seconds[kind]:.3f} s" if kind in seconds else ""
-        lines.append(f"  {kind:<24}{size(kinds[kind]):>12}   in {calls[kind]} calls{at_least}")
+        lines.append(f"  {kind:<24}{size(kinds[kind]):>12}   in {counted(calls[kind], 'call')}{at_least}")
     return lines if kinds else []
 
 
@@ -361,10 +362,11 @@ def device_of(given: argparse.Namespace) -> Device | None:
         values["per_node"] = int(values["per_node"])
         if values["per_node"] < 1:
             raise ConfigError(f"--per-node={given.per_node} should be 1 or more")
-    if given.device == "cpu" and not values:
+    name = given.device.lower()
+    if name == "cpu" and not values:
         return None
-    if given.device in DEVICES:
-        return replace(DEVICES[given.device], **values)
+    if name in DEVICES:
+        return replace(DEVICES[name], **values)
     missing = [flag for flag, (field, _, _) in OWN.items() if field not in values and field != "per_node"]
     if missing:
         raise ConfigError(
@@ -405,7 +407,8 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> int:
     per_node = min(device.per_node if device else given.world_size, given.world_size)
     sizes = {"world_size": given.world_size, "local_world_size": per_node}
     elsewhere = True
-    command = cli.parse(rest, elsewhere, n_gpus=0 if device is None else per_node, **sizes)
+    flags = [action.dest.replace("_", "-") for action in _parser()._actions]
+    command = cli.parse(rest, elsewhere, flags, n_gpus=0 if device is None else per_node, **sizes)
     plan = make_plan(epochs.planned(command.loaded), given.world_size, device)
     print(describe(plan, given.mfu), flush=True)
     print("\n".join(advice(plan)))

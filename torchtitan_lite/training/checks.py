@@ -45,3 +45,12 @@ def check_prompts(config: Config) -> dict[str, str]:
     except DataError as error:
         return {"tokenizer.path": str(error)}
     return {f"sample.prompts {n}": wrong for n, wrong in enumerate(wrong_prompts(config, tokenizer))}
+
+
+def check_init_from(config: Config) -> dict[str, str]:
+    """Check that model.init_from holds this model, without reading weights. Returns the broken rules."""
+    if not config.model.init_from:
+        return {}
+    from torchtitan_lite.huggingface.weights import check_source
+
+    return check_source(config)

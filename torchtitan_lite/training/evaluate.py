@@ -20,6 +20,7 @@ from torchtitan_lite.models.loss import IGNORE, bits_per_byte
 
 # The seed of the subset. It is not run.seed, so that runs with different seeds are comparable.
 SUBSET_SEED = 0
+UNIGRAM = "unigram: the score of guessing each token by its frequency alone; a model that has learned is below it"
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Validation:
     bytes_per_token: Tensor  # (V,) int64
     n_available: int = 0  # sequences in the split
     unigram: float | None = None  # bits per byte, computed by the first evaluation
+    explained: bool = False  # whether the log has said what that is
 
     @classmethod
     def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
@@ -104,6 +106,8 @@ def eval_line(step: int, score: Score, validation: Validation, seconds: float) -
     if unigram > 0 and math.isfinite(bits):
         gain = 100 * (1 - bits / unigram)
         of = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {of}"
+    if not validation.explained and not math.isnan(unigram):
+        validation.explained, of = True, f"{of})\n        ({UNIGRAM}"
     return "  ".join([*parts, f"({of})"])
 
 

@@ -137,6 +137,13 @@ def prepare_process() -> None:
     prepare_streams()
 
 
+def launcher_note(reason: str = "SIGINT") -> str:
+    """A line for a run that stops: torchrun reports every signal as an error, with a long traceback."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or reason.startswith("run."):
+        return ""
+    return "\nnote    torchrun now prints a traceback of its own for the signal: it is expected, and nothing is lost"
+
+
 def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Without a Python handler the C handler writes nothing to the pipe."""
 

@@ -6,6 +6,7 @@ Every rank computes every forward, because each holds shards of the parameters. 
 
 import contextlib
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,16 @@ from torchtitan_lite.config.paths import expand, is_prepared, problem
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.token_files import TokenFiles
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.generation import Sampler, answers, new_tokens
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.terminal import counted
 from torchtitan_lite.training.evaluate import SUBSET_SEED
 
 HELD_OUT = 3  # pairs
@@ -58,9 +62,10 @@ class Prompts:
             pairs = questions(open_samples(data, "val", config), HELD_OUT, SUBSET_SEED)
             sources, targets = ([tokenizer.decode(side) for side in sides] for sides in zip(*pairs, strict=True))
             return cls(config.sample, tokenizer, sources, [ids for ids, _ in pairs], data.end_token, targets)
-        wanted = config.sample.prompts if config.sample.every else []
         if wrong := wrong_prompts(config, tokenizer):
             raise ConfigError("\n  ".join(wrong))
+        prompts = config.sample.prompts or held_out_prompts(config, data, tokenizer)
+        wanted = prompts if config.sample.every else []
         ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in wanted]
         if FAMILIES[config.model.family].encoder_decoder:  # the prompt is a source, and the sample its answer
             ids = [[*some, data.end_token] for some in ids]
@@ -69,7 +74,32 @@ class Prompts:
 
 def _are_held_out(config: Config) -> bool:
     """Whether the prompts are sources of held-out pairs: none are set."""
-    return config.data.objective == "pairs" and config.sample.prompts == SampleConfig().prompts
+    return config.data.objective == "pairs" and not config.sample.prompts
+
+
+def held_out_prompts(config: Config, data: DataSet, tokenizer: Tokenizer) -> list[str]:
+    """Two prompts in place of none: the first words of held-out documents, or "def " and "The " for the default text.
+
+    The documents are the same in every run on the same data.
+    """
+    if not config.data.path and not config.data.sources:
+        return ["def ", "The "]
+    limit, good = config.model.max_seq_len - 2, list[str]()
+    for source in data.sources[:2]:
+        ends = document_ends(source.folder, source.meta, "val")
+        stream = TokenFiles(source.folder, source.meta, "val")
+        n = len(ends)
+        found: dict[str, None] = {}
+        for i in dict.fromkeys(n * k // 9 for k in (3, 6, 1, 2, 4, 5, 7, 8)):
+            first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - 1  # without its end token
+            text = tokenizer.decode(stream.read(first, min(end, first + 48)).tolist()).lstrip()
+            words = re.match(r"\S+(\s+\S+){0,4}(?=\s)", text[:48])
+            text = words[0] if words else text[:12]
+            text = text.rstrip("\ufffd")  # half a character
+            if text and not wrong_prompt(text, tokenizer, limit):
+                found[text] = None
+        good += list(found)[: 2 if len(data.sources) == 1 else 1]
+    return good or ["The "]
 
 
 def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
@@ -78,23 +108,22 @@ def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
     Args:
         tokenizer: None if it does not exist yet; then only an empty prompt is a problem.
     """
-    found, limit = [], config.model.max_seq_len
-    for prompt in config.sample.prompts if config.sample.every and not _are_held_out(config) else []:
-        if tokenizer is None:
-            n, fits = 0, bool(prompt)
-        else:
-            try:
-                n = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
-            except BaseException as error:  # the library's panics are no Exception
-                found.append(f"sample.prompts: the tokenizer can't encode {prompt[:40]!a}: {bpe.reason(error)}")
-                continue
-            fits = 0 < n < limit
-        if not fits:
-            found.append(
-                f"sample.prompts: {prompt[:40]!r} has {n} tokens, and should have 1 to {limit - 1}: "
-                f"model.max_seq_len = {limit}"
-            )
-    return found
+    prompts = config.sample.prompts if config.sample.every else []
+    return [wrong for prompt in prompts if (wrong := wrong_prompt(prompt, tokenizer, config.model.max_seq_len))]
+
+
+def wrong_prompt(prompt: str, tokenizer: Tokenizer | None, limit: int) -> str:
+    """The problem of one prompt for a model of `limit` positions; empty if it has none."""
+    if tokenizer is None:
+        n, fits = 0, bool(prompt)
+    else:
+        try:
+            n = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
+        except BaseException as error:  # the library's panics are no Exception
+            return f"sample.prompts: the tokenizer can't encode {prompt[:40]!a}: {bpe.reason(error)}"
+        fits = 0 < n < limit
+    has = f"sample.prompts: {prompt[:40]!r} has {counted(n, 'token')}, and should have 1 to {limit - 1}: "
+    return "" if fits else f"{has}model.max_seq_len = {limit}"
 
 
 def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: World, log: Log) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
+from torchtitan_lite.checkpointing.storage import find_steps
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
@@ -55,6 +56,12 @@ def start(
     s = build(config, data, world, log, resume)
     with contextlib.ExitStack() as refused:
         refused.callback(s.close)
+        changes: dict[str, bytes] = {}
+        if s.loaded or (config.folder / "changes.jsonl").exists():
+            from torchtitan_lite.monitoring.resumed import recorded_changes
+
+            own = on_rank0(world, lambda: s.state.step in find_steps(s.checkpointer.folder))
+            changes = recorded_changes(loaded_config, s.loaded, s.state, own)
         log.info(start_lines(config, s.layout, world, s.model, data, s.samples, s.state, s.loaded))
         step = s.state.step
         if step >= config.train.steps:
@@ -64,7 +71,8 @@ def start(
             return None
         with s.watchdog.loading("comparing the space on the disk"):
             s.checkpointer.require_space()
-        facts = run_folder.facts(s.layout, world, machines, sys.argv) | {"steps": config.train.steps}
+        facts = run_folder.facts(s.layout, world, machines, sys.argv)
+        facts |= {"steps": config.train.steps, "config_files": list(loaded_config.files)}
 
         def take_over() -> list[str]:
             files = {
@@ -72,6 +80,7 @@ def start(
                 **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
                 "run.json": run_folder.accepted(config.folder, step, resume, facts),
                 **log.without_later(step),
+                **changes,
             }
             saves = s.checkpointer
             return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))

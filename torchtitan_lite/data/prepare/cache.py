@@ -28,6 +28,7 @@ from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Job, Options, 
 from torchtitan_lite.data.token_files import FORMAT_VERSION, Meta, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
+from torchtitan_lite.terminal import counted
 
 MOST_WORKERS = 1024
 BYTES = "bytes"  # instead of a tokenizer.json
@@ -208,7 +209,8 @@ def _stored_plan(file: Path, n_texts: int) -> dict[str, Any] | None:
 
 def _log_preparation(texts: list[Corpus], info: Info) -> None:
     what = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
-    info(f"data    preparing {what}: {sum(len(corpus.files) for corpus in texts):,} files, once for all runs ...")
+    files = counted(sum(len(corpus.files) for corpus in texts), "file")
+    info(f"data    preparing {what}: {files}, once for all runs ...")
     if ignored := [file for corpus in texts for file in corpus.ignored]:
         info(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}")
 

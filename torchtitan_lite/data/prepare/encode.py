@@ -32,6 +32,7 @@ from torchtitan_lite.data.prepare.writer import Progress, Writer, read_progress
 from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import sync_folder, write_durably
+from torchtitan_lite.terminal import counted
 
 _SMALL = 4 << 20  # bytes; less text is encoded faster than a worker starts
 _LISTED = 1000  # maximum number of skipped texts in meta.json
@@ -175,7 +176,9 @@ def _results(corpus: Corpus, job: plan_module.Job, options: Options, progress: P
 def _finish(folder: Path, job: plan_module.Job, progress: Progress, options: Options, tokenizer_sha256: str) -> Meta:
     train, val = progress.documents
     if train + val < 2:
-        raise DataError(f"the text has {train + val} documents; at least 2 are needed, to train and to validate")
+        raise DataError(
+            f"the text has {counted(train + val, 'document')}; at least 2 are needed, to train and to validate"
+        )
     if not train or not val:
         raise DataError(
             "all of the text was held out; use more text, or a smaller data.val_fraction"

@@ -21,6 +21,7 @@ from torchtitan_lite.data.token_files import (
     shard_name,
     token_dtype,
 )
+from torchtitan_lite.terminal import counted
 
 
 def summary(meta: Meta) -> str:
@@ -28,7 +29,7 @@ def summary(meta: Meta) -> str:
     tokens = meta.train_tokens + meta.val_tokens
     return (
         f"{meta.text_bytes:,} bytes -> {tokens:,} tokens of {meta.text_bytes / tokens:.2f} bytes; "
-        f"{meta.documents:,} documents, {meta.val_documents:,} of them for validation"
+        f"{counted(meta.documents, 'document')}, {meta.val_documents:,} of them for validation"
     )
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from torchtitan_lite.monitoring.console import duration
+from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools.report.runs import ROUGE, Records, Run
+from torchtitan_lite.tools.report.table import best_validation, changes_of, differing_keys
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 POINTS = 2000  # per curve: more would slow the page without being visible
@@ -69,7 +71,25 @@ def lines_figure(
                 colour = style.get("color", COLOURS[i % len(COLOURS)]) if len(runs) == 1 else COLOURS[i % len(COLOURS)]
                 rest = {k: v for k, v in style.items() if k != "color"}
                 traces.append(trace(run, colour, points, what, len(runs) > 1, **rest))
-    return {"title": title, "unit": unit, "traces": traces, "axis": axis} if traces else None
+    figure = {"title": title, "unit": unit, "traces": traces, "axis": axis, "marks": marks(runs)}
+    return figure if traces else None
+
+
+# a change of these keys does not touch the curves
+_NOT_MARKED = "log.", "profile.", "checkpoint.", "sample.", "run.", "data.cache_dir"
+
+
+def marks(runs: list[Run]) -> list[dict[str, Any]]:
+    """Where a resume has changed values: the step, the names of the keys, and the colour of the run."""
+    found = []
+    for i, run in enumerate(runs):
+        for step, changed in run.changes:
+            names = [key.split(".")[-1] for key in changed if not key.startswith(_NOT_MARKED)]
+            if names:
+                text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else "#888888"
+                found.append({"x": step, "text": html.escape(text), "color": colour})
+    return found
 
 
 def time_figure(runs: list[Run]) -> dict[str, Any] | None:
@@ -88,7 +108,8 @@ def time_figure(runs: list[Run]) -> dict[str, Any] | None:
     ]
     if not any(_sum(run.steps, "seconds") for run in runs):
         return None
-    names = [html.escape(run.name) for run in runs]
+    names = [html.escape(_shortened(run.name)) for run in runs]
+    names = names if len(set(names)) == len(names) else [html.escape(run.name) for run in runs]
     traces = []
     for name, colour, seconds in kinds:
         values = [max(seconds(run), 0.0) for run in runs]
@@ -105,6 +126,11 @@ def time_figure(runs: list[Run]) -> dict[str, Any] | None:
     return {"title": "Where the time went", "unit": "seconds", "traces": traces, "axis": {}, "bars": True}
 
 
+def _shortened(name: str) -> str:
+    """A name that leaves room for a bar on a narrow screen."""
+    return name if len(name) <= 16 else f"{name[:7]}..{name[-7:]}"
+
+
 def _sum(records: Records, *keys: str) -> float:
     return sum(r.get(key) or 0.0 for r in records for key in keys)
 
@@ -113,6 +139,7 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
     """All figures that have values."""
     dot = {"dash": "dot"}
     one = {"color": COLOURS[1]} if len(runs) == 1 else {}
+    guessed = "unigram model" + (": each token guessed by its frequency alone" if len(runs) == 1 else "")
     unigram = {"color": "#888888", "width": 1.2} if len(runs) == 1 else {"width": 1}
     found = [
         lines_figure(
@@ -123,7 +150,7 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
             *(runs, "Bits per byte", "bits per byte of held-out text"),
             [
                 ("validations", "val_bits_per_byte", "validation", one),
-                ("validations", "unigram_bits_per_byte", "unigram model", dot | unigram),
+                ("validations", "unigram_bits_per_byte", guessed, dot | unigram),
             ],
         ),
         lines_figure(
@@ -153,10 +180,10 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
 # --- the page ---------------------------------------------------------------------------------------------------
 
 
-def page(runs: list[Run]) -> str:
-    """The page as HTML."""
+def page(runs: list[Run], reload_s: int = 0) -> str:
+    """The page as HTML. With `reload_s`, an open page reloads itself every so many seconds."""
     shown = figures(runs)
-    cells = "".join(f'<figure><div class="plot" id="plot{i}"></div></figure>' for i in range(len(shown)))
+    cells = "".join(_figure(i, figure) for i, figure in enumerate(shown))
     data = json.dumps(shown, allow_nan=False).replace("</", "<\\/")
     title = html.escape(", ".join(run.name for run in runs))
     parts = resources.files("torchtitan_lite.tools.report")
@@ -168,6 +195,7 @@ def page(runs: list[Run]) -> str:
         f"<p class=note>{' '.join(map(html.escape, _notes(runs)))}</p>" if _notes(runs) else "",
         f"<main>{cells}</main>",
         _differences(runs),
+        *(_changes(run, len(runs) > 1) for run in runs),
         *(_samples(run, len(runs) > 1) for run in runs),
         *(_config(run, len(runs) > 1) for run in runs),
     ]
@@ -177,10 +205,30 @@ def page(runs: list[Run]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{f'<meta http-equiv=refresh content={reload_s}>' if reload_s else ''}"
         f"<title>{title}</title><style>{style}</style></head><body>{''.join(body)}"
         f'<script type="application/json" id="figures">{data}</script>'
         f"<script>{get_plotlyjs()}</script><script>{script}</script></body></html>\n"
     )
+
+
+def _figure(number: int, figure: dict[str, Any]) -> str:
+    """Title, unit and legend are HTML, which wraps on a narrow screen. report.js adds what a click does."""
+    names = [] if len(figure["traces"]) == 1 else figure["traces"]
+    chips = "".join(_legend_entry(i, trace) for i, trace in enumerate(names))
+    unit = "" if figure.get("bars") else f" <small>{html.escape(figure['unit'])}</small>"
+    caption = f"<b>{html.escape(figure['title'])}</b>{unit}"
+    legend = f'<div class="legend">{chips}</div>' if chips else ""
+    return f'<figure><figcaption>{caption}{legend}</figcaption><div class="plot" id="plot{number}"></div></figure>'
+
+
+def _legend_entry(number: int, trace: dict[str, Any]) -> str:
+    line = trace.get("line", {})
+    style = {"dot": "dotted"}.get(line.get("dash", ""), "solid")
+    colour = trace["marker"]["color"] if trace["type"] == "bar" else line["color"]
+    width = 9 if trace["type"] == "bar" else max(round(line["width"] * 1.5), 2)
+    swatch = f'<i style="border-top: {width}px {style} {colour}"></i>'
+    return f'<button type=button data-trace="{number}">{swatch}{trace["name"]}</button>'  # the name is escaped
 
 
 def _legend(runs: list[Run]) -> str:
@@ -202,9 +250,11 @@ def _notes(runs: list[Run]) -> list[str]:
         bad = [r["step"] for r in run.steps if r["loss"] is None]
         if bad:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-            notes.append(f"{run.name}: the loss was not finite at {len(bad)} recorded steps: {some}.")
+            notes.append(f"{run.name}: the loss was not finite at {counted(len(bad), 'recorded step')}: {some}.")
         if run.skipped:
-            notes.append(f"{run.name}: {len(run.skipped)} steps were skipped, the first is {run.skipped[0]['step']}.")
+            notes.append(
+                f"{run.name}: {counted(len(run.skipped), 'step')} skipped, the first is {run.skipped[0]['step']}."
+            )
     return notes
 
 
@@ -213,7 +263,7 @@ def _summary(run: Run, many: bool) -> str:
     last = run.steps[-1]
     losses = [r["loss"] for r in run.steps if r["loss"] is not None]
     rates = sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second"))
-    best = min((r for r in run.validations if r["val_loss"] is not None), key=lambda r: r["val_loss"], default=None)
+    best = best_validation(run)
     of = run.status.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
     tiles = [
         ("status", run.status.get("status", "unknown"), run.status.get("reason", "")),
@@ -248,19 +298,29 @@ def _summary(run: Run, many: bool) -> str:
 def _differences(runs: list[Run]) -> str:
     if len(runs) == 1:
         return ""
-    keys = list(dict.fromkeys(key for run in runs for key in run.config))
     rows = []
-    for key in keys:
+    for key in differing_keys(runs):
         values = [run.config.get(key, ("-", ""))[0] for run in runs]
-        if len(set(values)) > 1:
-            cells = "".join(f"<td><code>{html.escape(value)}</code></td>" for value in values)
-            rows.append(f"<tr><th>{html.escape(key)}</th>{cells}</tr>")
+        cells = "".join(f"<td><code>{html.escape(value)}</code></td>" for value in values)
+        rows.append(f"<tr><th>{html.escape(key)}</th>{cells}</tr>")
     if not rows:
         return "<section><h2>Differences of the configs</h2><p>none</p></section>"
     heads = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
     return (
         f"<section><h2>Differences of the configs</h2>{_table(f'<tr><th></th>{heads}</tr>' + ''.join(rows))}</section>"
     )
+
+
+def _changes(run: Run, many: bool) -> str:
+    """What resumes have changed. The figures mark these steps."""
+    rows = "".join(
+        f"<tr><td>{step:,}</td><th>{html.escape(key)}</th><td><code>{html.escape(before)}</code></td>"
+        f"<td><code>{html.escape(now)}</code></td></tr>"
+        for step, key, before, now in changes_of(run)
+    )
+    of = f" of {html.escape(run.name)}" if many else ""
+    heads = "<tr><th>after step</th><th>key</th><th>before</th><th>from then on</th></tr>"
+    return f"<section><h2>Changed on a resume{of}</h2>{_table(heads + rows)}</section>" if rows else ""
 
 
 def _table(rows: str, kind: str = "plain") -> str:

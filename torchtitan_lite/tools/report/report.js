@@ -6,21 +6,28 @@ function layoutOf(figure) {
   const style = getComputedStyle(document.documentElement);
   const text = style.getPropertyValue("--text").trim();
   const line = style.getPropertyValue("--line").trim();
+  const marks = figure.marks || [];
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
   return {
-    title: { text: figure.title, x: 0.02, xanchor: "left", font: { size: 15 } },
     font: { color: text, family: "system-ui, sans-serif", size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { l: 56, r: 16, t: 44, b: 40 },
+    margin: { l: 44, r: 12, t: 26, b: 36 },
     hovermode: figure.bars ? "closest" : "x unified",
     hoverlabel: { bgcolor: style.getPropertyValue("--panel").trim(), font: { color: text } },
-    legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", traceorder: "normal" },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: line, activecolor: text },
-    showlegend: figure.traces.length > 1,
+    showlegend: false,
+    shapes: marks.map((mark) => ({
+      type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1,
+      line: { color: mark.color, width: 1.2, dash: "dash" },
+    })),
+    annotations: marks.map((mark) => ({
+      x: mark.x, yref: "paper", y: 1, yanchor: "top", xanchor: "right", textangle: -90, showarrow: false,
+      text: mark.text, font: { size: 10, color: mark.color },
+    })),
     barmode: "stack",
     xaxis: { ...axis, title: { text: figure.bars ? figure.unit : "step", standoff: 6 } },
-    yaxis: { ...axis, ...(figure.bars ? { autorange: "reversed" } : { title: { text: figure.unit } }), ...figure.axis },
+    yaxis: { ...axis, ...(figure.bars ? { autorange: "reversed" } : {}), ...figure.axis },
   };
 }
 
@@ -32,6 +39,14 @@ function draw() {
 
 draw().then(() => { document.documentElement.dataset.drawn = figures.length; });
 dark.addEventListener("change", draw);
+for (const button of document.querySelectorAll(".legend button")) {
+  button.addEventListener("click", () => {
+    const off = button.classList.toggle("off");
+    const plot = button.closest("figure").querySelector(".plot");
+    figures[Number(plot.id.slice(4))].traces[Number(button.dataset.trace)].visible = !off;
+    draw();
+  });
+}
 for (const box of document.querySelectorAll("input.all")) {
   box.addEventListener("change", () => {
     box.closest("section").querySelector("table").classList.toggle("everything", box.checked);

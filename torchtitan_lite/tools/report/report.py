@@ -5,14 +5,18 @@ The page contains plotly's JavaScript and needs no network. runs.py reads the ru
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from torchtitan_lite.config import cli, paths
 from torchtitan_lite.distributed.process_group import env_int
-from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.tools.report.runs import read_run
+from torchtitan_lite.errors import ConfigError, DataError, run_cli
+from torchtitan_lite.tools.report.runs import Run, read_run
+
+LIVE_S = 10
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +28,18 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--out", type=paths.argument, help="the file to write (default: report.html in the first run's folder)"
+        "--out",
+        type=paths.argument,
+        help="the file to write (default: report.html in the run's folder, or in the folder above it for several runs)",
+    )
+    parser.add_argument("--table", action="store_true", help="print a table, the best validation first; write no page")
+    parser.add_argument(
+        "--live",
+        type=int,
+        nargs="?",
+        const=LIVE_S,
+        metavar="SECONDS",
+        help=f"write the page again every SECONDS ({LIVE_S}) until the runs have ended; the open page reloads itself",
     )
     given, rest = parser.parse_known_args(argv)
     return run_cli("report", lambda: _report(given, rest))
@@ -34,23 +49,81 @@ def _report(given: argparse.Namespace, rest: Sequence[str]) -> int:
     folders = [paths.expand(text) for text in rest if not text.startswith("-")]
     if not folders or any(text.startswith("-") for text in rest):
         world_size = env_int("WORLD_SIZE", 1)
-        command = cli.parse(rest, world_size=world_size, n_gpus=torch.cuda.device_count(), local_world_size=world_size)
+        elsewhere, own, n_gpus = False, ("out", "table", "live"), torch.cuda.device_count()
+        command = cli.parse(rest, elsewhere, own, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size)
         folders = [command.loaded.config.folder]
-    out = given.out or folders[0] / "report.html"
-    runs = [read_run(folder) for folder in folders]
+    if given.live is not None and given.live < 1:
+        raise ConfigError(f"--live={given.live} should be 1 second or more, e.g. --live {LIVE_S}")
+    if given.table:
+        print(_table(folders))
+        return 0
+    out = given.out or (folders[0] if len(folders) == 1 else folders[0].absolute().parent) / "report.html"
+    if given.live:
+        _write_live(folders, out, given.live)
+    else:
+        _write([read_run(folder) for folder in folders], out)
+    print(f"report  {out}")
+    return 0
+
+
+def _table(folders: Sequence[Path]) -> str:
+    """The table; a line for each folder without a step.
+
+    Raises:
+        DataError: no folder has one.
+    """
+    from torchtitan_lite.tools.report.table import table
+
+    runs, notes = [], []
+    for folder in folders:
+        try:
+            runs.append(read_run(folder))
+        except DataError as error:
+            notes.append(str(error))
+    if not runs:
+        raise DataError("\n  ".join(notes))
+    return "\n".join([table(runs), *(f"note  {note}" for note in notes)])
+
+
+def _write_live(folders: Sequence[Path], out: Path, seconds: int) -> None:
+    """Write the page every so many seconds. The last one, when no run is active, does not reload itself."""
+    announced = False
+    while True:
+        try:
+            runs = [read_run(folder) for folder in folders]
+            active = any(run.status.get("status") in ("starting", "running") for run in runs)
+            _write(runs, out, seconds if active else 0)
+        except DataError as error:  # no step yet
+            if not any(folder.is_dir() for folder in folders):
+                raise
+            active = True
+            if not announced:
+                print(f"waiting {error}", flush=True)
+        else:
+            if not announced or not active:
+                print(f"live    open {out} in a browser; Ctrl-C ends it" if active else "live    ended", flush=True)
+        announced = True
+        if not active:
+            return
+        time.sleep(seconds)
+
+
+def _write(runs: list[Run], out: Path, reload_s: int = 0) -> None:
     try:
         from torchtitan_lite.tools.report.page import page
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "plotly":
             raise
         raise ConfigError('a report needs plotly: pip install "torchtitan_lite[report]"') from None
+    text = page(runs, reload_s)
     try:
         # JSON can hold lone surrogates, which UTF-8 can't encode
-        out.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
+        written = out.with_name(f".{out.name}.new") if reload_s else out  # a browser must not read half a page
+        written.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if written != out:
+            written.replace(out)
     except OSError as error:
         raise ConfigError(f"--out: {out} can't be written: {error}") from None
-    print(f"report  {out}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torchtitan_lite.config import toml
 from torchtitan_lite.errors import DataError
 
 Records = list[dict[str, Any]]
+Changed = dict[str, tuple[Any, Any]]  # by "section.key": the value before and now
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Run:
     skipped: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
     rouge: Records = field(default_factory=list)  # in the order of steps
+    changes: list[tuple[int, Changed]] = field(default_factory=list)  # what resumes have changed, and after which step
     notes: list[str] = field(default_factory=list)  # files and lines that could not be read
 
 
@@ -38,7 +40,7 @@ ROUGE = ("rouge1", "rouge2", "rougeLsum")
 NUMBERS = {
     *("loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
     *("seconds", "data_s", "optimizer_s", "eval_s", "save_s"),
-    *("val_loss", "val_bits_per_byte", "unigram_bits_per_byte"),
+    *("val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"),
     *ROUGE,
 }
 
@@ -77,6 +79,8 @@ def _read_run(folder: Path) -> Run:
     scores = _read_lines(folder / "rouge.jsonl", run.notes)
     complete = [r for r in scores if all(r.get(key) is not None for key in ROUGE)]
     run.rouge = sorted(complete, key=lambda r: r["step"])
+    for record in _read_lines(folder / "changes.jsonl", run.notes):
+        run.changes.append((record["step"], _changed(record.get("changed"))))
     run.status = _read_status(folder / "run.json", run.notes)
     run.config = _read_config(folder / "config.toml", run.notes)
     return run
@@ -120,6 +124,17 @@ def _record(line: str) -> dict[str, Any] | None:
                 return None
             record[key] = None
     return record
+
+
+def _changed(content: Any) -> Changed:
+    """The changed values of a record; those that TOML can't write are left out."""
+    found: Changed = {}
+    for key, pair in content.items() if isinstance(content, dict) else ():
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            before, now = pair
+            toml.format_value([before, now])
+            found[key] = before, now
+    return found
 
 
 def _read_status(file: Path, notes: list[str]) -> dict[str, str]:

@@ -1,0 +1,195 @@
+"""What a person meant: misspelled options and keys, other spellings of a choice, sizes beside numbers, paths."""
+
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.helpers import ROOT
+from torchtitan_lite.config import cli, toml
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.schema import FsdpConfig, LogConfig, ModelConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.tools import config_reference, plan
+
+
+def parse(*argv: str, world_size: int = 1) -> toml.Loaded:
+    return cli.parse(argv, world_size=world_size, n_gpus=0).loaded
+
+
+def mistakes(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--steps=50"], "the nearest known one is --train.steps"),
+        (["--name=x"], "the nearest known one is --run.name"),
+        (["--lr=1e-3"], "the nearest known one is --optim.lr"),
+        (["--path=x"], "the nearest known one is --data.path"),
+        (["--every=3"], "the nearest known one is --log.every"),
+        (["--batch_size=3"], "the nearest known one is --train.global_batch_size"),
+        (["--wandb"], "the nearest known one is --log.trackers"),
+        (["--dry_run"], "the nearest known one is --dry-run"),
+        (["--world_size=64"], "torchrun sets the number of ranks: torchrun --nproc-per-node 64 train.py"),
+        (["--nproc-per-node", "4"], "torchrun --nproc-per-node 4 train.py"),
+        (["configs/debug.toml"], "a config file is given as --config configs/debug.toml"),
+        (["train.steps=5"], "options begin with two dashes: --train.steps=5"),
+        (["--log.trackers=tensorbord"], 'e.g. log.trackers = ["tensorboard"]'),
+        (["--optim.groups=3"], 'e.g. optim.groups = [{ match = "*norm*", lr_factor = 0.5 }]'),
+        (["--mixed-precision", "--fsdp.param_dtype=float16"], '--mixed-precision means fsdp.param_dtype = "bfloat16"'),
+    ],
+)
+def test_a_hint_names_what_was_meant(argv: list[str], expected: str) -> None:
+    text = mistakes(*argv)
+    assert expected in text
+    assert "1 problem:" in text, "the value of an unknown option is not a second problem"
+
+
+def test_a_shorthand_next_to_the_value_it_stands_for_is_fine() -> None:
+    assert parse("--mixed-precision", "--fsdp.param_dtype=bf16").config.fsdp.param_dtype == "bfloat16"
+
+
+def test_plan_suggests_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--world_size", "64"]) == 2
+    assert "--world_size: unknown option; the nearest known one is --world-size" in capsys.readouterr().err
+
+
+def test_the_name_of_a_device_may_be_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--device", "H100", "--model.vocab_size=4096"]) == 0
+    assert "x h100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [("size = 1M", 'size = "1M"'), ("family = gpt  # a comment", 'family = "gpt"'), ("size = = 3", "")],
+)
+def test_text_without_quotes_gets_the_fix(line: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f"[model]\n{line}\n")
+    text = mistakes("--config", str(tmp_path / "a.toml"))
+    assert "line 2" in text
+    assert ("text needs quotes" in text) == bool(fix)
+    assert fix in text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("layer.0.*", 'did you mean "layers.0.*"?'),
+        ("tok_embedding.*", 'did you mean "tok_embeddings.*"?'),
+        ("layers.1.atention.*", 'did you mean "layers.1.attention.*"?'),
+        ("nope", "names look like tok_embeddings.weight, layers.0."),
+    ],
+)
+@pytest.mark.parametrize("key", ["optim.freeze={!r}", "optim.groups=[{{match = {!r}}}]"])
+def test_a_pattern_that_matches_nothing_gets_the_nearest(
+    key: str, pattern: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--check-config", "--" + key.format(pattern)]) == 2
+    assert expected in capsys.readouterr().err
+
+
+# --- spellings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("--log.trackers=tensorboard", ["tensorboard"]),
+        ("--optim.freeze=layers.0.*", ["layers.0.*"]),
+        ("--sample.prompts=def ", ["def "]),
+        ("--fsdp.sharding_strategy=full_shard", "FULL_SHARD"),
+        ("--fsdp.param_dtype=bf16", "bfloat16"),
+        ("--fsdp.output_dtype=FP32", "float32"),
+        ("--model.family=GPT", "gpt"),
+        ("--optim.name=AdamW", "adamw"),
+        ("--run.device=CPU", "cpu"),
+    ],
+)
+def test_a_choice_may_be_spelled_otherwise(argument: str, value: object, tmp_path: Path) -> None:
+    key, text = argument.removeprefix("--").split("=")
+    section, name = key.split(".")
+    (tmp_path / "a.toml").write_text(f'[{section}]\n{name} = "{text}"\n')
+    for argv in ([argument], ["--config", str(tmp_path / "a.toml")]):
+        assert getattr(getattr(parse(*argv).config, section), name) == value
+
+
+def test_other_spellings_have_the_same_effect() -> None:
+    assert (
+        parse("--model.family=GPT", "--model.size=10M").config.model.dim == FAMILIES["gpt"].named_sizes()["10M"]["dim"]
+    )
+    assert parse("--fsdp.sharding_strategy=shard_grad_op").config.fsdp.reshard_after_forward is False
+    overrides = "--fsdp.precision_overrides=[{match = '*', param_dtype = 'bf16'}]"
+    assert parse(overrides).config.fsdp.precision_overrides[0].param_dtype == "bfloat16"
+    assert FsdpConfig(param_dtype="BF16").param_dtype == "bfloat16"  # type: ignore[arg-type]
+    assert LogConfig(trackers="wandb").trackers == ["wandb"]  # type: ignore[arg-type]
+
+
+def test_the_reference_spells_choices_as_they_are() -> None:
+    (row,) = (line for line in config_reference.lines() if line.startswith("| `sharding_strategy`"))
+    assert "FULL_SHARD, SHARD_GRAD_OP" in row
+    (row,) = (line for line in config_reference.lines() if line.startswith("| `steps` | int |"))
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_size_replaces_the_numbers_of_a_lower_layer(tmp_path: Path) -> None:
+    """A run's config.toml has every number."""
+    (tmp_path / "mine.toml").write_text(toml.to_toml(parse("--model.size=15M").config))
+    given = ["--config", str(tmp_path / "mine.toml")]
+    assert parse(*given).config == parse("--model.size=15M", "--run.name=default").config
+    assert not parse(*given).notes
+    loaded = parse(*given, "--model.size=3M")
+    assert loaded.config.model == parse("--model.size=3M").config.model
+    (note,) = loaded.notes
+    assert note.startswith("model.dim, model.n_layers, ")
+    assert note.endswith(f'size "3M" applies, not {tmp_path / "mine.toml"}')
+    assert loaded.origins["model.dim"] == 'size "3M"'
+    (tmp_path / "child.toml").write_text('base = "mine.toml"\n[model]\nsize = "3M"\n')
+    assert parse("--config", str(tmp_path / "child.toml")).config.model == loaded.config.model
+
+
+def test_a_number_next_to_a_size_applies_and_is_named(tmp_path: Path) -> None:
+    loaded = parse("--model.size=3M", "--model.n_layers=2")
+    assert (loaded.config.model.dim, loaded.config.model.n_layers) == (256, 2)
+    assert loaded.notes == ['model.n_layers: command line applies, not size "3M"']
+    (tmp_path / "a.toml").write_text('[model]\nsize = "3M"\nn_layers = 2\n')
+    (note,) = parse("--config", str(tmp_path / "a.toml")).notes
+    assert note == f'model.n_layers: {tmp_path / "a.toml"} applies, not size "3M"'
+    assert not parse("--model.n_layers=2").notes, "the default size contradicts nothing"
+
+
+def test_a_size_in_python_has_its_numbers() -> None:
+    assert ModelConfig(size="15M") == parse("--model.size=15M").config.model
+    assert ModelConfig(family="gpt", size="10M").n_layers == 8
+    assert ModelConfig(size="15M", n_layers=2).model_dump() == {**ModelConfig(size="15M").model_dump(), "n_layers": 2}
+    assert ModelConfig().dim == ModelConfig(dim=128).dim
+    with pytest.raises(ValueError, match="no size '16M' of llama; known: 1M, 3M, 15M"):
+        ModelConfig(size="16M")
+
+
+def test_the_shipped_configs_contradict_no_size() -> None:
+    for file in (ROOT / "configs").glob("*.toml"):
+        assert not parse("--config", str(file), world_size=2).notes
+
+
+# --- paths --------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_is_next_to_its_file_or_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/a.toml").write_text('base = "configs/b.toml"\n')
+    (tmp_path / "configs/b.toml").write_text("[train]\nsteps = 77\n")
+    monkeypatch.chdir(tmp_path)
+    loaded = parse("--config", "configs/a.toml")
+    assert loaded.config.train.steps == 77
+    assert loaded.files == ["configs/a.toml", "configs/b.toml"]
+    (tmp_path / "configs/c.toml").write_text('base = "b.toml"\n')
+    (tmp_path / "b.toml").write_text("[train]\nsteps = 88\n")
+    assert parse("--config", "configs/c.toml").config.train.steps == 77, "next to the file comes first"

@@ -1,0 +1,135 @@
+"""What a message suggests in place of a misspelled key, option or pattern. Loaded only by a command that fails."""
+
+import difflib
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+# what people call these keys; in nobody's spelling close enough to be found
+_MEANT = {
+    **dict.fromkeys(("batch_size", "batchsize", "batch"), "train.global_batch_size"),
+    **dict.fromkeys(("epochs", "num_epochs", "max_steps", "num_steps", "iters", "max_iters"), "train.steps"),
+    **dict.fromkeys(("learning_rate", "max_lr"), "optim.lr"),
+    **dict.fromkeys(("wandb", "tensorboard", "tracker", "report_to"), "log.trackers"),
+    **dict.fromkeys(("dtype", "precision", "bf16", "fp16"), "fsdp.param_dtype"),
+    **dict.fromkeys(("block_size", "context_length", "max_length", "sequence_length"), "train.seq_len"),
+    **dict.fromkeys(("output_dir", "out", "out_dir"), "run.out_dir"),
+    **dict.fromkeys(("data", "dataset", "path", "text"), "data.path"),
+    **dict.fromkeys(("resume", "resume_from"), "checkpoint.resume"),
+    **dict.fromkeys(("init", "pretrained"), "model.init_from"),
+    **dict.fromkeys(("grad_clip", "clip", "max_grad_norm"), "optim.max_norm"),
+    "every": "log.every",
+    "vocab_size": "tokenizer.vocab_size",
+}
+_OF_THE_LAUNCHER = {"world_size", "nproc_per_node", "nproc", "gpus", "num_processes", "ngpu", "num_gpus"}
+# a value in place of an empty default, which shows nothing
+_EXAMPLES = {
+    "log.trackers": '["tensorboard"]',
+    "optim.freeze": '["tok_embeddings.*", "layers.0.*"]',
+    "optim.groups": '[{ match = "*norm*", lr_factor = 0.5 }]',
+    "fsdp.precision_overrides": '[{ match = "layers.0.*", param_dtype = "float32" }]',
+    "fsdp.sharding_strategy": '"FULL_SHARD"',
+    "profile.steps": "[10, 12]",
+    "data.sources": '{ "data/web" = 0.7, "data/code" = 0.3 }',
+    "data.path": '"my_text"',
+}
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """The known key closest to a misspelled one: by the full key, else by its last part.
+
+    Of several keys with the same last part it is the first, so `known` has the more usual sections first.
+    """
+    known = list(known)
+    key = key.lower()
+    name = key.split(".")[-1].replace("-", "_")
+    by_name: dict[str, str] = {}
+    for known_key in known:
+        by_name.setdefault(known_key.split(".")[-1].replace("-", "_"), known_key)
+    if name in by_name and "." not in by_name[name]:
+        return by_name[name]  # an option that is spelled with the other dash
+    if "." not in key and _MEANT.get(name) in known:
+        return _MEANT[name]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    near = near or [by_name[match] for match in difflib.get_close_matches(name, by_name, n=1)]
+    return (near or difflib.get_close_matches(key, known, n=1, cutoff=0.0))[0]
+
+
+def unknown_keys(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """The options --section.key=value among the words, which the config reports with its own."""
+    options = [text.removeprefix("--").partition("=") for text in texts if text.startswith("--")]
+    return [(key, value) for key, _, value in options if "." in key]
+
+
+def not_options(texts: Sequence[str], known: Collection[str]) -> list[str]:
+    """A problem for each word of a command line that is no known option, without `unknown_keys`.
+
+    Args:
+        texts: the words, in order. A number after an unknown option is its value.
+        known: all options, without their dashes.
+    """
+    found, skip = [], False
+    for i, text in enumerate(texts):
+        if skip:
+            skip = False
+            continue
+        key, equals, value = text.removeprefix("--").partition("=")
+        if text.startswith("--"):
+            follows = texts[i + 1] if i + 1 < len(texts) else ""
+            skip = not equals and re.fullmatch(r"[\d.]+(e-?\d+)?", follows) is not None
+            if "." not in key:
+                found.append(f"{_shown(text)}: {_unknown(key, value or (follows if skip else ''), known)}")
+        elif text.endswith(".toml"):
+            found.append(f"{_shown(text)}: a config file is given as --config {_shown(text)}")
+        elif key in known and equals:
+            found.append(f"{_shown(text)}: options begin with two dashes: --{_shown(text)}")
+        else:
+            found.append(f"{_shown(text)}: not understood; options look like --train.steps=400")
+    return found
+
+
+def _unknown(key: str, value: str, known: Collection[str]) -> str:
+    name = key.lower().replace("-", "_")
+    if name in _OF_THE_LAUNCHER and name.replace("_", "-") not in known:
+        return f"unknown option; torchrun sets the number of ranks: torchrun --nproc-per-node {value or 2} train.py ..."
+    return f"unknown option; the nearest known one is --{nearest(key, known)}"
+
+
+def example(key: str, default: str) -> str:
+    """A valid assignment to a key; its default as TOML, unless that is empty."""
+    return f"e.g. {key} = {_EXAMPLES.get(key, default)}"
+
+
+def pattern(wrong: str, names: Sequence[str]) -> str:
+    """What a pattern of parameters that matches nothing could have meant."""
+    if not names:
+        return "everything is frozen"
+    parts = [name.split(".") for name in names]
+    prefixes = (".".join(part[:n]) + ".*" for part in parts for n in range(1, len(part)))
+    near = difflib.get_close_matches(wrong, dict.fromkeys([*prefixes, *names]), n=1, cutoff=0.7)
+    if near:
+        return f'did you mean "{near[0]}"?'
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
+    return f"names look like {', '.join(kinds[:4])}" + (f", ..., {kinds[-1]}" if len(kinds) > 4 else "")
+
+
+def in_quotes(content: str, error: str) -> str:
+    """The fix of a TOML error that comes from text without quotes; empty for another error."""
+    if not (at := re.search(r"at line (\d+)", error)):
+        return ""
+    lines = content.split("\n")
+    line = lines[int(at[1]) - 1] if int(at[1]) <= len(lines) else ""
+    found = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([^\s=\"'\[{#][^\"'#]*?)\s*(#.*)?", line)
+    return f'; text needs quotes: {found[1]} = "{found[2]}"' if found else ""
+
+
+def sibling(path: Path) -> str:
+    """A config next to a missing one, with nearly its name."""
+    siblings = path.parent.glob("*.toml") if os.access(path.parent, os.R_OK | os.X_OK) else ()
+    near = difflib.get_close_matches(path.name, [p.name for p in siblings], n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text):,} characters)"
