@@ -27,6 +27,8 @@ from torchtitan_lite.data.samples import Mixture, Samples
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.tools.report.page import page
+from torchtitan_lite.tools.report.runs import read_run
 from torchtitan_lite.training.evaluate import Validation
 
 CPU = torch.device("cpu")
@@ -189,6 +191,29 @@ def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path
     assert mixture.consumed(validation.n_samples)[1] <= mixture.sources[1].n_samples
     targets = torch.cat([micro.targets for micro in validation.micro_batches()])
     assert int((targets != IGNORE).sum()) == 16 * validation.n_samples
+
+
+def test_validation_reports_each_source(folders: dict[str, Path], tmp_path: Path) -> None:
+    """In the log, in the records and in the report: the mean over all is that of the sources."""
+    paths = [str(folders[name]) for name in ("typing", "tar")]
+    sources = f'--data.sources={{ "{paths[0]}" = 0.7, "{paths[1]}" = 0.3 }}'
+    found = []
+    for n in (1, 2):
+        more = {"run__name": f"run{n}", "train__steps": 3, "eval__every": 3, "eval__samples": 21}
+        options = [o for o in tiny(Path("-"), tmp_path, **more) if not o.startswith("--data.path")]
+        said = succeeded(ranks(n, *options, sources))
+        found.append(next(r for r in records(tmp_path / f"run{n}") if "val_loss" in r))
+        for path in paths:
+            assert f"        {path}: loss {found[-1][f'val_loss/{path}']:.4f}" in said
+    one, two = found
+    counts = Interleave([0.7, 0.3]).consumed(21)
+    assert min(counts) > 3
+    mean = sum(n * one[f"val_loss/{path}"] for n, path in zip(counts, paths, strict=True)) / 21
+    assert mean == pytest.approx(one["val_loss"], rel=1e-6)
+    for key in [key for key in one if "/" in key]:
+        assert one[key] == pytest.approx(two[key], rel=1e-5)
+    assert one[f"val_loss/{paths[0]}"] != pytest.approx(one[f"val_loss/{paths[1]}"], rel=1e-4)
+    assert "Validation loss by source" in page([read_run(tmp_path / "run1")])
 
 
 @pytest.mark.extended

@@ -104,8 +104,8 @@ def test_the_line_leaves_out_what_is_undefined(folder: Path) -> None:
     validation = validation_of(DataSet.of({"a": (1.0, folder)}), 5)
     of = f"5 of {validation.n_available} sequences, 1.0 s)"
 
-    def line(*score: float) -> str:
-        return eval_line(7, Score(*score), validation, 1.0)
+    def line(loss: float, loss_stderr: float, bits: float, bits_stderr: float, unigram: float) -> str:
+        return eval_line(7, Score(loss, loss_stderr, bits, bits_stderr, unigram), validation, 1.0)
 
     assert line(4.0, 0.1, math.nan, math.nan, math.nan).count("\n") == 0
     first = line(4.0, 0.1, 2.0, 0.05, 2.5)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Loader, MicroBatch
 from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
@@ -32,6 +33,7 @@ class Validation:
     bytes_per_token: Tensor  # (V,) int64
     n_available: int = 0  # sequences in the split
     unigram: float | None = None  # bits per byte, computed by the first evaluation
+    mixture: Mixture | None = None  # of several sources, which are scored one by one too
     explained: bool = False  # whether the log has said what that is
 
     @classmethod
@@ -42,7 +44,8 @@ class Validation:
         loader = Loader(samples, micro_batch_size, rank, world_size, SUBSET_SEED, config.data.document_mask)
         lengths = torch.from_numpy(bytes_per_token(Tokenizer.from_file(str(data.folder / "tokenizer.json"))))
         lengths[data.end_token] = 0  # stands for no text, even if it is an ordinary vocabulary entry
-        return cls(loader, n_samples, lengths, samples.n_samples)
+        mixture = samples if len(samples.sources) > 1 else None
+        return cls(loader, n_samples, lengths, samples.n_samples, mixture=mixture)
 
     def identity(self) -> dict[str, int]:
         """Identifies the subset: losses on different subsets are not comparable."""
@@ -54,6 +57,15 @@ class Validation:
         for first in range(0, self.n_samples, per_round):
             yield from self.loader.batch(first, min(per_round, self.n_samples - first)).micro_batches
 
+    def by_source(self) -> Tensor:
+        """Which source each of this rank's sequences belongs to, in order: (N, sources) float64 ones and zeros."""
+        assert self.mixture is not None
+        size = self.loader.micro_batch_size
+        firsts = np.arange(0, self.n_samples, size * self.loader.world_size) + self.loader.rank * size
+        rows = (firsts[:, None] + np.arange(size)).ravel()  # the last ones may be surplus, which are masked
+        which, _ = self.mixture.interleave.locate(np.minimum(rows, self.n_samples - 1))
+        return torch.from_numpy(which)[:, None].eq(torch.arange(len(self.mixture.names))).double()
+
 
 @dataclass(frozen=True)
 class Score:
@@ -64,6 +76,20 @@ class Score:
     bits_per_byte: float
     bits_per_byte_stderr: float
     unigram_bits_per_byte: float  # entropy of the targets: the score of the best model without context
+    sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # of a mixture: loss and bits per byte
+
+    def record(self) -> dict[str, float | None]:
+        """For metrics.jsonl."""
+        values = {
+            "val_loss": self.loss,
+            "val_loss_stderr": self.loss_stderr,
+            "val_bits_per_byte": self.bits_per_byte,
+            "val_bits_per_byte_stderr": self.bits_per_byte_stderr,
+            "unigram_bits_per_byte": self.unigram_bits_per_byte,
+        }
+        for name, both in self.sources.items():
+            values |= zip((f"val_loss/{name}", f"val_bits_per_byte/{name}"), both, strict=True)
+        return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
 @torch.no_grad()
@@ -86,12 +112,20 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     # (3, N), float64: N sequences of this rank. Masked rows are zeros.
     values = torch.stack([torch.cat(part).double().cpu() for part in (losses, tokens, n_bytes)])
     n = (values[1] > 0).sum().double()
-    sums = torch.cat((n[None], values.sum(1), (values @ values.T).flatten()))
+    of_sources = (values @ validation.by_source()).T.flatten() if validation.mixture else values[:0, 0]
+    sums = torch.cat((n[None], values.sum(1), (values @ values.T).flatten(), of_sources))
     found = sum_over_ranks(sums.to(device)).cpu()
-    totals, products = found[1:4], found[4:].reshape(3, 3)
+    totals, products = found[1:4], found[4:13].reshape(3, 3)
     loss, loss_stderr = _ratio(totals, products, 1, int(found[0]))
     nats, nats_stderr = _ratio(totals, products, 2, int(found[0]))
-    return Score(loss, loss_stderr, bits_per_byte(nats, 1), bits_per_byte(nats_stderr, 1), validation.unigram)
+    bits, stderr = bits_per_byte(nats, 1), bits_per_byte(nats_stderr, 1)
+    names = validation.mixture.names if validation.mixture else []
+    parts = dict(zip(names, found[13:].view(-1, 3).tolist(), strict=True))
+    sources = {
+        name: (summed / targets if targets else math.nan, bits_per_byte(summed, text) if text else math.nan)
+        for name, (summed, targets, text) in parts.items()
+    }
+    return Score(loss, loss_stderr, bits, stderr, validation.unigram, sources)
 
 
 def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
@@ -108,7 +142,10 @@ def eval_line(step: int, score: Score, validation: Validation, seconds: float) -
         of = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {of}"
     if not validation.explained and not math.isnan(unigram):
         validation.explained, of = True, f"{of})\n        ({UNIGRAM}"
-    return "  ".join([*parts, f"({of})"])
+    lines = ["  ".join([*parts, f"({of})"])]
+    for name, (loss, bits) in score.sources.items():
+        lines.append(f"        {name}: loss {loss:.4f}" + (f"  bits/byte {bits:.3f}" if math.isfinite(bits) else ""))
+    return "\n".join(lines)
 
 
 def unigram_bits_per_byte(counts: Tensor, lengths: Tensor) -> float:

@@ -116,15 +116,7 @@ def validate(s: Session, step: int) -> None:
     score = evaluate(s.model, s.validation, s.world.device)
     seconds = time.perf_counter() - before
     s.state = replace(s.state, val_loss=score.loss)
-    values = {
-        "val_loss": score.loss,
-        "val_loss_stderr": score.loss_stderr,
-        "val_bits_per_byte": score.bits_per_byte,
-        "val_bits_per_byte_stderr": score.bits_per_byte_stderr,
-        "unigram_bits_per_byte": score.unigram_bits_per_byte,
-    }
-    finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-    s.log.record({"step": step, **finite, "eval_samples": s.validation.n_samples, "eval_s": seconds})
+    s.log.record({"step": step, **score.record(), "eval_samples": s.validation.n_samples, "eval_s": seconds})
     s.log.info(eval_line(step, score, s.validation, seconds))
 
 

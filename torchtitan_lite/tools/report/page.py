@@ -11,10 +11,11 @@ from plotly.offline import get_plotlyjs
 
 from torchtitan_lite.monitoring.console import duration
 from torchtitan_lite.terminal import counted
-from torchtitan_lite.tools.report.runs import ROUGE, Records, Run
+from torchtitan_lite.tools.report.runs import BY_SOURCE, ROUGE, Records, Run
 from torchtitan_lite.tools.report.table import best_validation, changes_of, differing_keys
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
+DASHES = "solid", "dash", "dot"  # of sources, which share the colour of their run where there are several
 POINTS = 2000  # per curve: more would slow the page without being visible
 SAMPLES = 12  # per prompt
 
@@ -135,6 +136,12 @@ def _sum(records: Records, *keys: str) -> float:
     return sum(r.get(key) or 0.0 for r in records for key in keys)
 
 
+def by_source(runs: list[Run]) -> list[str]:
+    """The keys of validation losses of single sources."""
+    keys = dict.fromkeys(key for run in runs for record in run.validations for key in record)
+    return [key for key in keys if key.startswith(BY_SOURCE[0])]
+
+
 def figures(runs: list[Run]) -> list[dict[str, Any]]:
     """All figures that have values."""
     dot = {"dash": "dot"}
@@ -151,6 +158,13 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
             [
                 ("validations", "val_bits_per_byte", "validation", one),
                 ("validations", "unigram_bits_per_byte", guessed, dot | unigram),
+            ],
+        ),
+        lines_figure(
+            *(runs, "Validation loss by source", "nats per token"),
+            [
+                ("validations", key, key.partition("/")[2], {"color": COLOURS[i % len(COLOURS)], "dash": DASHES[i % 3]})
+                for i, key in enumerate(by_source(runs))
             ],
         ),
         lines_figure(

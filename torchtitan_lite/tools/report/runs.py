@@ -51,6 +51,9 @@ LARGEST = 1e100  # above the values that a run computes; sums of these are still
 LONGEST_LINE = 1 << 24  # characters
 
 
+BY_SOURCE = "val_loss/", "val_bits_per_byte/"  # followed by the name of a source
+
+
 def read_run(folder: Path) -> Run:
     """Read a run folder.
 
@@ -115,7 +118,7 @@ def _record(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
         return None
-    for key in NUMBERS & record.keys():
+    for key in [key for key in record if key in NUMBERS or key.startswith(BY_SOURCE)]:
         value = record[key]
         if value is not None and type(value) not in (int, float):
             return None
