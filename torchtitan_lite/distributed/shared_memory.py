@@ -10,6 +10,7 @@ Each rank locks a byte of the file. The kernel unlocks it when the process ends,
 """
 
 import fcntl
+import itertools
 import mmap
 import os
 import warnings
@@ -25,8 +26,8 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan_lite.distributed import barrier
 from torchtitan_lite.distributed.process_group import env_int, from_rank0
 
-SLOT = 4 << 20  # bytes per rank in each half; 8 MiB are no faster
-SMALL = 16 << 10  # bytes of a tensor that every rank sums by itself
+SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
+SMALL = 16 << 10  # bytes of a tensor up to which each rank computes all of an all-reduce
 # named differently before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -41,7 +42,7 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup, slot: int = SLOT) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         around = slice(0, self.rank), slice(self.rank + 1, self.size)
-        self.others = [part for part in around if part.start < part.stop]  # two copies, however many ranks
+        self.others = [part for part in around if part.start < part.stop]  # at most two copies for all of them
         self._turn, self._file = 0, -1
         error, place = "", ("", (0, 0))
         if self.rank == 0:
@@ -66,7 +67,7 @@ class SharedMemory:
         errors: list[Any] = [None] * self.size
         dist.all_gather_object(errors, error, group=group)
         if self._file >= 0:
-            weakref.finalize(self, os.close, self._file)  # it has to stay open: to close it would unlock it
+            weakref.finalize(self, os.close, self._file)  # not earlier: closing it drops the lock
         if any(errors):
             raise OSError(next(text for text in errors if text))
 
@@ -103,7 +104,7 @@ class SharedMemory:
     def _has_ended(self, rank: int) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
-        except OSError:  # its own lock still holds
+        except OSError:  # it still holds its lock
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
@@ -211,15 +212,16 @@ def all_reduce(shared: SharedMemory, tensor: Tensor, op: Any = dist.ReduceOp.SUM
         shared.barrier()
         if shared.size == 2 or piece.nbytes <= SMALL:
             _sum(list(slots), piece)
-        else:  # each rank sums one part, so that the work does not grow with the square of the ranks
-            parts = [slots[rank].tensor_split(shared.size) for rank in range(shared.size)]
-            mine, rank = piece.tensor_split(shared.size), shared.rank
-            _sum([part[rank] for part in parts], mine[rank])
-            parts[rank][rank].copy_(mine[rank])  # which no other rank reads before the barrier
+        else:  # each rank sums one part: the work would grow with the square of the ranks
+            edges = [len(piece) * i // shared.size for i in range(shared.size + 1)]
+            parts = [slice(*pair) for pair in itertools.pairwise(edges)]
+            mine = parts[shared.rank]
+            _sum(list(slots[:, mine]), piece[mine])
+            slots[shared.rank, mine] = piece[mine]  # which no other rank reads before the barrier
             shared.barrier()
-            for other in range(shared.size):
-                if other != rank:
-                    mine[other].copy_(parts[other][other])
+            for rank, part in enumerate(parts):
+                if rank != shared.rank:
+                    piece[part] = slots[rank, part]
         start += len(piece)
     if op == dist.ReduceOp.AVG:
         tensor /= shared.size
@@ -232,9 +234,9 @@ def _sum(parts: list[Tensor], out: Tensor) -> None:
 
 
 class _Copies:
-    """What FSDP all-reduces gradients in, which has no hook for that: the group of dp_replicate with another way to.
+    """Stands in for the dp_replicate group in FSDP, whose all-reduce can't be set: here it uses shared memory.
 
-    For torch it equals that group, so it finds what it keeps about it.
+    It equals the group, because torch looks up a group's backend when a collective raises.
     """
 
     def __init__(self, shared: SharedMemory) -> None:
