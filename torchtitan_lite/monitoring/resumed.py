@@ -4,58 +4,53 @@ import json
 import shlex
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpointing.compatibility import is_learned_with
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import Config, default_of, known_keys
-from torchtitan_lite.config.toml import Loaded, format_value
+from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import counted
 
-CHANGES = "changes.jsonl"  # in the run folder
 # names of other keys, of the folder, and what is for one start only
 _NOT_RECORDED = "model.size", "model.init_from", "run.name", "run.out_dir", "checkpoint.resume"
 
 
-def recorded_changes(loaded: Loaded, saved: TrainState | None, here: TrainState, own: bool) -> dict[str, bytes]:
-    """The new changes.jsonl of a run that resumes: records of earlier steps, and what changes now; {} without either.
+def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> dict[str, bytes]:
+    """The new content of a run's changes.jsonl, by its name: records of earlier steps, and what changes now.
 
     A record is {"step": the step after which values changed, "changed": {"section.key": [before, now]}}.
 
     Args:
         saved: None if the run starts over.
-        own: the checkpoint is one of this run. (Another run's, which `checkpoint.resume` names, is taken on purpose.)
 
-    Raises:
-        ConfigError: the run would learn with other values, and `--resume-with-changes` was not given.
+    Returns:
+        {} if there is no such file, and nothing to record.
     """
-    changes = _changes(saved, here) if saved else {}
-    if own and not loaded.with_changes:
-        _require_same_learning(loaded.config, saved, changes)
-    file, lines = loaded.config.folder / CHANGES, []
+    lines = []
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
             if json.loads(line)["step"] < here.step:  # no step is left that an earlier resume from here has made
                 lines.append(line)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
+    changes = _changes(saved, here) if saved else {}
     if changes := {key: pair for key, pair in changes.items() if key not in _NOT_RECORDED}:
         lines.append(json.dumps({"step": here.step, "changed": changes, "time": round(time.time(), 3)}).encode())
-    return {CHANGES: b"".join(line + b"\n" for line in lines)} if lines or file.exists() else {}
+    return {file.name: b"".join(line + b"\n" for line in lines)} if lines or file.exists() else {}
 
 
-def _changes(saved: TrainState, here: TrainState) -> dict[str, tuple[Any, Any]]:
-    """The values before and now of each changed key. A key that is newer than the checkpoint had its default."""
-    known = known_keys()
-    pairs = {key: (saved.config.get(key, default_of(key)), now) for key, now in here.config.items() if key in known}
-    plain = {key: tuple(json.loads(json.dumps(value)) for value in pair) for key, pair in pairs.items()}
-    return {key: (before, now) for key, (before, now) in plain.items() if saved.config and before != now}
+def require_same_learning(config: Config, saved: TrainState, here: TrainState) -> None:
+    """Check that a resume would learn with the values of the run so far.
 
-
-def _require_same_learning(config: Config, saved: TrainState | None, changes: Mapping[str, tuple[Any, Any]]) -> None:
-    learned = {k: pair for k, pair in changes.items() if is_learned_with(k) and (pair[1] or k != "model.init_from")}
-    if not saved or not learned:
+    Raises:
+        ConfigError: it would not; the message names each value, and `--resume-with-changes`.
+    """
+    changes = {key: pair for key, pair in _changes(saved, here).items() if is_learned_with(key)}
+    learned = {key: pair for key, pair in changes.items() if pair[1] or key != "model.init_from"}
+    if not learned:
         return
     back = shlex.join(f"--{key}={format_value(before)}" for key, (before, _) in learned.items())
     lines = [f"{config.folder} has made {counted(saved.step, 'step')} with other values than this command has:"]
@@ -66,6 +61,14 @@ def _require_same_learning(config: Config, saved: TrainState | None, changes: Ma
     lines.append(f"or continue this one with its own values: {back}")
     lines.append(f"or continue it with the new ones from step {saved.step + 1} on: --resume-with-changes")
     raise ConfigError("\n  ".join(lines))
+
+
+def _changes(saved: TrainState, here: TrainState) -> dict[str, tuple[Any, Any]]:
+    """The values before and now of each changed key. A key that is newer than the checkpoint had its default."""
+    known = known_keys()
+    pairs = {key: (saved.config.get(key, default_of(key)), now) for key, now in here.config.items() if key in known}
+    plain = {key: tuple(json.loads(json.dumps(value)) for value in pair) for key, pair in pairs.items()}
+    return {key: (before, now) for key, (before, now) in plain.items() if saved.config and before != now}
 
 
 def resume_lines(config: Config, saved: TrainState, here: TrainState) -> list[str]:

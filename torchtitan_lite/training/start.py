@@ -56,12 +56,12 @@ def start(
     s = build(config, data, world, log, resume)
     with contextlib.ExitStack() as refused:
         refused.callback(s.close)
-        changes: dict[str, bytes] = {}
-        if s.loaded or (config.folder / "changes.jsonl").exists():
-            from torchtitan_lite.monitoring.resumed import recorded_changes
+        if s.loaded and not loaded_config.with_changes:
+            from torchtitan_lite.monitoring.resumed import require_same_learning
 
-            own = on_rank0(world, lambda: s.state.step in find_steps(s.checkpointer.folder))
-            changes = recorded_changes(loaded_config, s.loaded, s.state, own)
+            # another run's checkpoint, which checkpoint.resume names, may be continued in another way
+            if on_rank0(world, lambda: s.state.step in find_steps(s.checkpointer.folder)):
+                require_same_learning(config, s.loaded, s.state)
         log.info(start_lines(config, s.layout, world, s.model, data, s.samples, s.state, s.loaded))
         step = s.state.step
         if step >= config.train.steps:
@@ -80,8 +80,11 @@ def start(
                 **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
                 "run.json": run_folder.accepted(config.folder, step, resume, facts),
                 **log.without_later(step),
-                **changes,
             }
+            if s.loaded or (config.folder / "changes.jsonl").exists():
+                from torchtitan_lite.monitoring.resumed import recorded_changes
+
+                files |= recorded_changes(config.folder / "changes.jsonl", s.loaded, s.state)
             saves = s.checkpointer
             return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))
 
