@@ -347,7 +347,7 @@ def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
     for match, expected in (
         ("layers.0.attention.*", "but group 'layers.0' is gathered and cast together"),
         ("output.*", "but group 'norm, output' is gathered"),
-        ("layer.0.*", "matches no parameter: names look like"),
+        ("layer.0.*", "matches no parameter: did you mean"),
     ):
         with pytest.raises(ConfigError, match=expected):
             build(fsdp__precision_overrides=[{"match": match, "param_dtype": "bfloat16"}])

@@ -153,11 +153,9 @@ CASES = {
     ),
     # an encoder-decoder
     "t5": Case(2, base="t5"),
-    "t5, checkpointing full, prefetch 3, 2 blocks in a group": Case(
+    "t5, checkpointing full, prefetch 3": Case(
         2,
-        EXPLICIT
-        | {"fsdp.forward_prefetch": 3, "fsdp.backward_prefetch": 3, "activation_checkpointing.mode": "full"}
-        | {"fsdp.blocks_per_group": 2},
+        EXPLICIT | {"fsdp.forward_prefetch": 3, "fsdp.backward_prefetch": 3, "activation_checkpointing.mode": "full"},
         base="t5",
         same_as="t5",
     ),
@@ -165,6 +163,8 @@ CASES = {
         2, BF16 | {"compile.enabled": True, "compile.backend": "aot_eager"}, base="t5", dtype="bfloat16, t5"
     ),
     "t5, first layer fp32": Case(2, BF16 | FIRST_LAYER_FP32, base="t5", dtype="bfloat16, t5"),
+    # not the same bits: gradients of the bias tables, which all blocks share, are added in another order
+    "t5, 2 blocks in a group": Case(2, EXPLICIT | {"fsdp.blocks_per_group": 2}, base="t5"),
     "t5, plain": Case(2, PLAIN, base="t5"),
     "t5, v1.0, HSDP, sync last": Case(
         4,

@@ -51,7 +51,8 @@ def test_finished_run_says_so_and_exits_0(finished: Path, text: Path) -> None:
 
 def test_more_steps_continue_a_finished_run(finished: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
-    output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6, optim__lr=1e-4)))
+    options = tiny(text, tmp_path, run__name="run", train__steps=6, optim__lr=1e-4)
+    output = succeeded(ranks(1, "--resume-with-changes", *options))
     assert "resumed after step 4" in output
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4, 5, 6]
     # tensors are restored, the learning rate is the config's
@@ -477,7 +478,7 @@ def test_verify_names_what_is_damaged(finished: Path, sharded: Path, tmp_path: P
     assert result.returncode == 1
     assert "shard-00001-of-00002.safetensors: its SHA-256" in result.stdout
     assert result.stdout.count("complete ") == 1
-    assert python("verify", str(tmp_path), script="checkpoint.py").returncode == 2
+    assert python("verify", str(tmp_path / "run/checkpoints/none"), script="checkpoint.py").returncode == 2
 
 
 def test_inspect_lists_files_and_tensors(sharded: Path) -> None:

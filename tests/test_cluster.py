@@ -116,7 +116,8 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     slurm: dict[str, str], text: Path, tmp_path: Path
 ) -> None:
-    long = {"train__steps": 2000, "checkpoint__resume": "never"}  # which is carried out once
+    long = {"train__steps": 2000, "optim__schedule": "constant"}
+    long["checkpoint__resume"] = "never"  # which is carried out once
     command = ["bash", "scripts/slurm.sbatch", *tiny(text, tmp_path, run__name="run", **long)]
     job = subprocess.Popen(
         command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -132,7 +133,7 @@ def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     # and what the queue starts then goes on, to the end
     left = json.loads((tmp_path / "run/run.json").read_text())["step"]
-    end = [f"--train.steps={left + 2}", "--optim.schedule=constant"]
+    end = [f"--train.steps={left + 2}"]
     result = subprocess.run([*command, *end], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"resumed after step {left}" in result.stdout

@@ -51,7 +51,7 @@ def test_the_prompts_are_the_first_words_of_held_out_documents(tmp_path: Path) -
         assert prompt.startswith("Permission is hereby")
         assert not prompt[-1].isspace()
     prompts = Prompts.of(config(tmp_path / "a"), data)
-    assert prompts.config.prompts == found
+    assert prompts.texts == found
     assert [tokenizer.decode(ids) for ids in prompts.ids] == found
 
 
@@ -69,7 +69,7 @@ def test_named_prompts_and_the_default_text_keep_theirs(tmp_path: Path) -> None:
     data, tokenizer = prepared(tmp_path / "a", [LICENCE.format(n=n) for n in range(9)])
     assert held_out_prompts(Config(), data, tokenizer) == ["def ", "The "]
     named = config(tmp_path / "a").model_copy(update={"sample": SampleConfig(prompts=["mine"])})
-    assert Prompts.of(named, data).config.prompts == ["mine"]
+    assert Prompts.of(named, data).texts == ["mine"]
     off = config(tmp_path / "a").model_copy(update={"sample": SampleConfig(every=0)})
     assert Prompts.of(off, data).ids == []
 
@@ -83,17 +83,6 @@ def test_a_mixture_has_one_of_each_source(tmp_path: Path) -> None:
         "alpha beta gamma delta epsilon",
         "one two three four five",
     ]
-
-
-def test_a_prompt_of_pairs_is_a_complete_source(tmp_path: Path) -> None:
-    pairs = ("--source-key", "text", "--target-key", "t", "--source-prefix", "say: ")
-    sources = [f"a source with number {n} and a good many words in it" for n in range(30)]
-    data, tokenizer = prepared(tmp_path / "a", sources, *pairs, "--train-tokenizer", "358")
-    given = config(tmp_path / "a")
-    given = given.model_copy(update={"data": given.data.model_copy(update={"objective": "pairs"})})
-    found = held_out_prompts(given, data, tokenizer)
-    assert len(found) == 2
-    assert all(prompt.removeprefix("say: ") in sources for prompt in found)
 
 
 def test_a_run_samples_from_them_on_two_ranks(text: Path, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def what_next(config: Config, step: int) -> str:
 
 def lasting_options(argv: Sequence[str]) -> list[str]:
     """The words of a command, without the options that are for one time only, and without the number of steps."""
-    once = ("--train.steps", "--checkpoint.resume", "--resume-with-changes")
+    once = ("--train.steps", "--train.epochs", "--checkpoint.resume", "--resume-with-changes")
     pairs = zip(["", *argv], argv, strict=False)
     return [w for before, w in pairs if w.split("=")[0] not in once and (before not in once or w.startswith("--"))]
 

@@ -57,7 +57,8 @@ def _report(given: argparse.Namespace, rest: Sequence[str]) -> int:
     if given.table:
         print(_table(folders))
         return 0
-    out = given.out or (folders[0] if len(folders) == 1 else folders[0].absolute().parent) / "report.html"
+    above = folders[0].parent if folders[0].name not in ("", "..") else folders[0].resolve().parent
+    out = given.out or (folders[0] if len(folders) == 1 else above) / "report.html"
     if given.live:
         _write_live(folders, out, given.live)
     else:
