@@ -282,7 +282,8 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     if s.config.fsdp.explicit_prefetching:
         parallelize.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
     with s.clock.timing("data_s"):
-        batch = s.loader.batch(s.state.samples_consumed, s.config.train.global_batch_size)
+        size = s.config.train.batch_size(step)
+        batch = s.loader.batch(s.state.samples_consumed, size)
     s.watchdog.computing()
 
     device, world = s.world.device, s.world
@@ -317,7 +318,7 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         step=step,
         val_loss=None,
         tokens=s.state.tokens + batch.global_tokens,
-        samples_consumed=s.state.samples_consumed + s.config.train.global_batch_size,
+        samples_consumed=s.state.samples_consumed + size,
     )
     return totals[0].float() / batch.global_tokens, grad_norm
 

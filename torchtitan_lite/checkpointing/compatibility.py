@@ -65,9 +65,12 @@ def is_refused(key: str) -> bool:
     return key in _REFUSED
 
 
+_LEARNED_WITH = "train.global_batch_size", "train.batch_schedule", "train.z_loss", "model.init_from"
+
+
 def is_learned_with(key: str) -> bool:
     """Whether a resume with another value learns in another way, which `--resume-with-changes` has to ask for."""
-    return key.startswith("optim.") or key in ("train.global_batch_size", "train.z_loss", "model.init_from")
+    return key.startswith("optim.") or key in _LEARNED_WITH
 
 
 def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
@@ -88,6 +91,8 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         and FAMILIES[config.model.family].fused_functions
         and not on_gpu,
         "fast_paths": 1 if on_gpu else FAST_PATHS,
+        # the gradients of tables that all blocks of t5 share are added in the order of the groups
+        "blocks_per_group": config.fsdp.blocks_per_group if FAMILIES[config.model.family].encoder_decoder else 1,
         "widened_products": widens(config, world),
         **_sums_in_shared_memory(config, world),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",

@@ -20,7 +20,7 @@ class Layout:
 
 
 def derive(config: Config, world_size: int) -> Layout:
-    """Derive the layout. A dp_* of -1 takes all remaining ranks."""
+    """Derive the layout, of the last steps if the batch grows. A dp_* of -1 takes all remaining ranks."""
     replicate, shard = config.fsdp.dp_replicate, config.fsdp.dp_shard
     if replicate == -1:
         replicate = 1 if shard == -1 else max(world_size // shard, 1)
@@ -28,13 +28,14 @@ def derive(config: Config, world_size: int) -> Layout:
         shard = max(world_size // replicate, 1)
     train = config.train
     per_round = world_size * train.micro_batch_size
-    accum = math.ceil(train.global_batch_size / per_round)
+    size = train.batch_size(train.steps)
+    accum = math.ceil(size / per_round)
     return Layout(
         dp_replicate=replicate,
         dp_shard=shard,
         grad_accum_steps=accum,
-        masked_sequences=accum * per_round - train.global_batch_size,
-        tokens_per_step=train.global_batch_size * config.target_len,
+        masked_sequences=accum * per_round - size,
+        tokens_per_step=size * config.target_len,
     )
 
 

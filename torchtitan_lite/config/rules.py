@@ -95,6 +95,10 @@ def length_conflicts(config: Config) -> dict[str, str]:
             f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
             f"{config.tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's"
         )
+    if train.epochs and train.batch_schedule:
+        found["train.epochs train.batch_schedule"] = (
+            "train.epochs counts steps of one size, and train.batch_schedule changes the size; train.steps works"
+        )
     if train.epochs:
         pass  # the number of steps is not known yet: training/epochs.py checks again
     elif optim.warmup_steps >= train.steps:

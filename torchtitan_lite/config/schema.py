@@ -5,6 +5,7 @@ section, never the whole config. Derived values are in derive.py, rules between 
 """
 
 import functools
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -119,6 +120,13 @@ else:
 def _without_nul(value: Any) -> Any:
     if any("\0" in path for path in ([value] if isinstance(value, str) else value)):
         raise ValueError("should have no NUL character: it is a path or part of one")
+    return value
+
+
+def _batch_schedule(value: list[list[int]]) -> list[list[int]]:
+    steps = [pair[0] for pair in value if len(pair) == 2 and pair[0] >= 0 < pair[1] < 2**31]
+    if len(steps) < len(value) or any(a >= b for a, b in itertools.pairwise(steps)):
+        raise ValueError("should be pairs of a step and a batch size, by rising steps, e.g. [[0, 16], [1000, 64]]")
     return value
 
 
@@ -302,12 +310,24 @@ rounded up; 0: use steps"""
     """sequences per rank in one forward and backward"""
     global_batch_size: Size = 16
     """sequences per optimizer step, over all ranks; determines gradient accumulation"""
+    batch_schedule: Annotated[list[list[int]], AfterValidator(_batch_schedule)] = []
+    """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
     z_loss: NonNegativeFloat = 0.0
     """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """on a non-finite loss or gradient norm: stop the run, or skip and record the step"""
     max_skipped: PositiveInt = 10
     """with skip: stop after more than this many skipped steps in a row"""
+
+    def batch_size(self, step: int) -> int:
+        """Sequences of a step (1-based), over all ranks."""
+        return next((size for after, size in reversed(self.batch_schedule) if after < step), self.global_batch_size)
+
+    @property
+    def samples(self) -> int:
+        """Sequences of the whole run."""
+        changes = [0, *(min(after, self.steps) for after, _ in self.batch_schedule), self.steps]
+        return sum((end - start) * self.batch_size(start + 1) for start, end in itertools.pairwise(changes))
 
 
 class ParameterGroup(Section):

@@ -52,6 +52,12 @@ RULES = (
         # families without rotary positions are covered by the rules above
         lambda c: c.model.family not in families_with("rope_factor") or c.model.rope_factor > 1,
     ),
+    _rule(
+        "train.global_batch_size",
+        "train.batch_schedule",
+        "no entry for step 0 in train.batch_schedule",
+        lambda c: not c.train.batch_schedule or c.train.batch_schedule[0][0] > 0,
+    ),
     _rule("optim.betas optim.eps", "optim.name", 'optim.name = "adamw" or "muon"', lambda c: c.optim.name != "sgd"),
     _rule(
         "optim.muon_momentum optim.muon_scale optim.muon_dtype optim.muon_cautious_decay",

@@ -77,12 +77,13 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
     if config.data.objective != "causal":
         of = f"at most {config.input_len} tokens and {config.target_len} targets"
     rows, ranks = counted(config.train.micro_batch_size, "sequence"), counted(world_size, "rank")
-    return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {of}"
+    last = "; the last steps, see train.batch_schedule" if config.train.batch_schedule else ""
+    return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {of}{last}"
 
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     """The amount of data and the number of epochs; for a mixture, of each source."""
-    n = config.train.steps * config.train.global_batch_size
+    n = config.train.samples
     notes = [f"data    {note}" for source in samples.sources for note in source.notes]
     held_out = f"{data.tokens('val'):,} held out; vocabulary {data.vocab_size}"
     if config.data.packing == "best_fit":

@@ -76,7 +76,11 @@ def resume_lines(config: Config, saved: TrainState, here: TrainState) -> list[st
     lines = []
     if values := changed(saved, here):
         lines.append(f"run     changed since then: {values}")
-    older = {"fast_paths": 1, "shared_memory_copies": False}  # of checkpoints that do not record them
+    older = {
+        "fast_paths": 1,
+        "shared_memory_copies": False,
+        "blocks_per_group": 1,
+    }  # of checkpoints that do not record them
     if values := differences(older | dict(saved.bitwise_setting), here.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if config.eval.every and (values := validation_change(saved, here)):

@@ -49,10 +49,11 @@ class Measured:
 def elsewhere(loaded: Loaded) -> Iterator[Loaded]:
     """The same run from step 0 in a temporary folder, which is kept only if a rank hangs: it then holds the stacks."""
     config = loaded.config
+    last = {"batch_schedule": [], "global_batch_size": config.train.batch_size(config.train.steps)}  # the largest steps
     folder = tempfile.mkdtemp(prefix="dry-run-")
     parts: dict[str, BaseModel] = {
         "run": config.run.model_copy(update={"out_dir": folder}),
-        "train": config.train.model_copy(update={"steps": max(config.train.steps, STEPS)}),
+        "train": config.train.model_copy(update={"steps": max(config.train.steps, STEPS)} | last),
         "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
     }
     keep = False

@@ -53,6 +53,12 @@ class Plan:
     muon_sent: Counter[Collective]
 
     @property
+    def full_steps(self) -> float:
+        """Steps of the last batch size that have as many samples as the run."""
+        train = self.config.train
+        return train.samples / train.batch_size(train.steps)
+
+    @property
     def computed_tokens(self) -> int:
         """Tokens of a rank in a step, including padding of the last micro-batches."""
         train = self.config.train
@@ -236,7 +242,7 @@ def _time_lines(plan: Plan, mfu: float) -> list[str]:
         "",
         f"compute {plan.flops_per_token:.4g} FLOPs per token ({formula(plan.config.model)}), "
         f"{plan.flops_per_token * tokens:.4g} per step",
-        f"run     {train.steps:,} steps, {train.steps * tokens:,} tokens",
+        f"run     {train.steps:,} steps, {train.samples * plan.config.target_len:,} tokens",
     ]
     if not train.steps:
         lines[-1] = f"run     train.epochs = {train.epochs:g}; the number of steps needs prepared data in data.path"
@@ -250,11 +256,11 @@ def _time_lines(plan: Plan, mfu: float) -> list[str]:
         f"time    a step takes at least {step_s:.3f} s, bound by {bound}: computing {parts['computing']:.3f} s at the "
         f"device's peak, communication {parts['communication']:.3f} s if it overlaps in full, optimizer "
         f"{plan.optimizer_s(device):.3f} s",
-        *([f"        the run at least {_long(step_s * train.steps)}"] if train.steps else []),
+        *([f"        the run at least {_long(step_s * plan.full_steps)}"] if train.steps else []),
     ]
     peak = device.fp32_flops if plan.config.fsdp.param_dtype == "float32" else device.bf16_flops
     real_s = max(plan.flops_per_token * tokens / plan.world_size / peak / mfu, step_s)
-    days = f", {real_s * train.steps / 86400:.2f} days" if train.steps else ""
+    days = f", {real_s * plan.full_steps / 86400:.2f} days" if train.steps else ""
     lines.append(f"        at {mfu:.0%} of the peak (--mfu): {real_s:.3f} s a step{days}")
     return [*lines, *_expected_lines(plan, device, peak)]
 
@@ -269,7 +275,7 @@ def _expected_lines(plan: Plan, device: Device, peak: float) -> list[str]:
         return ["expected time unknown: copies to the host are not estimated"]
     found, steps = plan.expected(device), plan.config.train.steps
     tokens_s = plan.layout.tokens_per_step / plan.world_size / found.total
-    run = f"; the run {_long(found.total * steps)}" if steps else ""
+    run = f"; the run {_long(found.total * plan.full_steps)}" if steps else ""
     note = "" if device.name in step_time.SUSTAINED else f" (no published run on {device.name} was used)"
     return [
         f"expected a step takes {found.total:.3f} s{note}: products {found.products:.3f}, attention "

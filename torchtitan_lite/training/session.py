@@ -104,7 +104,7 @@ def check_previous_step(s: Session) -> None:
     s.guard.check()
     s.preemption.update_agreed()
     if s.guard.skipped and s.guard.skipped[-1] == s.state.step and s.state.step not in s.state.skipped:
-        first = s.state.samples_consumed - s.config.train.global_batch_size
+        first = s.state.samples_consumed - s.config.train.batch_size(s.state.step)
         s.state = replace(s.state, skipped=[*s.state.skipped, s.state.step])
         s.log.record({"step": s.state.step, "skipped_samples": [first, s.state.samples_consumed]})
         s.log.info(f"SKIPPED step {s.state.step}: not finite; run samples {first} to {s.state.samples_consumed - 1}")

@@ -1,0 +1,74 @@
+"""train.batch_schedule: other batch sizes from some steps on, in the order of the data, exact under a resume."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import TrainConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.tools import plan
+
+SCHEDULE = "--train.batch_schedule=[[3, 4], [5, 9]]"
+PLAIN: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 4, "eval__every": 0, "optim__schedule": "constant"}
+
+
+def test_a_step_has_the_size_of_the_last_entry_before_it() -> None:
+    config = TrainConfig(steps=8, global_batch_size=6, batch_schedule=[[3, 4], [5, 9]])
+    sizes = [config.batch_size(step) for step in range(1, 9)]
+    assert sizes == [6, 6, 6, 4, 4, 9, 9, 9]
+    assert config.samples == sum(sizes)
+    assert TrainConfig(steps=4, global_batch_size=6, batch_schedule=[[3, 4], [5, 9]]).samples == 6 * 3 + 4
+    assert TrainConfig(steps=2, batch_schedule=[[0, 5]]).samples == 10
+    assert TrainConfig(steps=2, global_batch_size=7).samples == 14
+
+
+def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Path) -> None:
+    """The same losses as a run whose batch size is changed by hand, on one rank and on two, and across a stop."""
+    by_hand = tiny(text, tmp_path, run__name="by_hand", **PLAIN)
+    for steps, size in ((3, 6), (5, 4), (8, 9)):
+        more = [f"--train.steps={steps}", f"--train.global_batch_size={size}", "--resume-with-changes"]
+        succeeded(ranks(2, *by_hand, *more))
+    run = tmp_path / "run"
+    command = [*tiny(text, tmp_path, run__name="run", **PLAIN), SCHEDULE]
+    succeeded(ranks(2, *command))
+    assert losses(run) == losses(tmp_path / "by_hand")
+    tokens = [record["tokens"] for record in records(run) if "loss" in record]
+    assert [b - a for a, b in zip([0, *tokens], tokens, strict=False)] == [32 * n for n in (6, 6, 6, 4, 4, 9, 9, 9)]
+    straight = tensors(checkpoint(run, 8))
+    shutil.rmtree(checkpoint(run, 8))
+    assert "resumed after step 4" in succeeded(ranks(2, *command))
+    assert losses(run) == losses(tmp_path / "by_hand")
+    assert all(straight[name].equal(tensor) for name, tensor in tensors(checkpoint(run, 8)).items())
+    succeeded(ranks(1, *command, "--run.name=one"))
+    for step, (loss, _) in losses(tmp_path / "one").items():
+        assert loss == pytest.approx(losses(run)[step][0], rel=1e-4)
+    refused = ranks(1, *command, "--train.steps=9", "--train.batch_schedule=[[3, 4]]")
+    assert refused.returncode == 2
+    assert "train.batch_schedule" in refused.stderr
+
+
+@pytest.mark.parametrize("value", ["[[0]]", "[[0, 0]]", "[[-1, 4]]", "[[5, 4], [5, 8]]", "[[9, 4], [5, 8]]", "[3, 4]"])
+def test_a_wrong_schedule_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.batch_schedule"):
+        loaded(value)
+
+
+def test_what_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"train\.steps works"):
+        loaded("[[3, 8]]", **{"train.epochs": 1.0})
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size.*no entry for step 0"):
+        loaded("[[0, 8]]", **{"train.global_batch_size": 32})
+    assert loaded("[[0, 8]]").train.batch_size(1) == 8
+    options = ["--world-size=2", "--train.steps=100", "--train.batch_schedule=[[50, 64]]"]
+    assert plan.main(options) == 0
+    assert f"100 steps, {(50 * 16 + 50 * 64) * 256:,} tokens" in capsys.readouterr().out
+
+
+def loaded(schedule: str, **more: Any) -> Any:
+    values = {"train.batch_schedule": load.parse_value("train.batch_schedule", schedule)} | more
+    given = {key: load.ConfigValue(value, "test") for key, value in values.items()}
+    return load.load(None, given, world_size=1, n_gpus=0).config
