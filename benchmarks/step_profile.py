@@ -27,7 +27,7 @@ from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed.barrier import Barrier
 from torchtitan_lite.distributed.process_group import exit_process, process_group
 
-PRODUCTS = "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"
+PRODUCTS = "aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"
 # what an operator belongs to: the first of these that is in the name of it, or of what called it, from inside outwards
 PARTS = {
     "waiting": "waiting",
