@@ -158,7 +158,7 @@ def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: 
     assert tokens["documents"] == raw["documents"]
     assert (tokens["tokens"], tokens["bytes"]) == (raw["tokens"], raw["bytes"])
     assert tokens["loss"] == pytest.approx(raw["loss"], rel=1e-6)  # batches have other windows
-    assert model["texts"]["total"]["bytes"] == 2 * raw["bytes"]
+    assert model["texts"][evaluate.TOTAL]["bytes"] == 2 * raw["bytes"]
     (some,) = scored(1, runs / "one", "--documents=1", "--data", text, out=tmp_path / "some.json")
     assert some["texts"][str(text)]["documents"] == 1
     assert some["texts"][str(text)]["loss_stderr"] is None
@@ -173,7 +173,8 @@ def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: 
         (["HF", "--data", "TEXT", "nosuch.txt"], "nosuch.txt"),
         (["nosuch", "--data", "TEXT"], "nosuch does not exist"),
         (["PAIRS", "--data", "TEXT"], "--source-key"),
-        (["ONE", "--data", "PREPARED"], "holds pairs"),
+        (["ONE", "--data", "PREPARED"], "another tokenizer"),
+        (["ONE", "--json", "nosuch/x.json"], "is not a folder"),
         (["ONE", "--documents=0"], "--documents=0 should be at least 1"),
         (["ONE", "--seq-len=-1"], "--seq-len=-1 should be"),
     ],

@@ -9,7 +9,8 @@ from pathlib import Path
 # what people call these keys; in nobody's spelling close enough to be found
 _MEANT = {
     **dict.fromkeys(("batch_size", "batchsize", "batch"), "train.global_batch_size"),
-    **dict.fromkeys(("epochs", "num_epochs", "max_steps", "num_steps", "iters", "max_iters"), "train.steps"),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), "train.epochs"),
+    **dict.fromkeys(("max_steps", "num_steps", "iters", "max_iters"), "train.steps"),
     **dict.fromkeys(("learning_rate", "max_lr"), "optim.lr"),
     **dict.fromkeys(("wandb", "tensorboard", "tracker", "report_to"), "log.trackers"),
     **dict.fromkeys(("dtype", "precision", "bf16", "fp16"), "fsdp.param_dtype"),

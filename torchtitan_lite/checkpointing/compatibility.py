@@ -91,8 +91,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         and FAMILIES[config.model.family].fused_functions
         and not on_gpu,
         "fast_paths": 1 if on_gpu else FAST_PATHS,
-        # the gradients of tables that all blocks of t5 share are added in the order of the groups
-        "blocks_per_group": config.fsdp.blocks_per_group if FAMILIES[config.model.family].encoder_decoder else 1,
+        "blocks_per_group": _order_of_groups(config, world),
         "widened_products": widens(config, world),
         **_sums_in_shared_memory(config, world),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
@@ -100,6 +99,17 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "threads": world.threads,
         "torch": torch.__version__,
     }
+
+
+def _order_of_groups(config: Config, world: World) -> int:
+    """fsdp.blocks_per_group where it changes the order of sums, else 1.
+
+    The gradients of tables that all blocks of t5 share are added group by group. gloo and NCCL add more than two ranks
+    in an order that depends on the position in a group's buffer; shared memory adds them in rank order.
+    """
+    shared = config.speed.shared_memory and world.device.type == "cpu" and world.local_world_size == world.world_size
+    matters = FAMILIES[config.model.family].encoder_decoder or (world.world_size > 2 and not shared)
+    return config.fsdp.blocks_per_group if matters else 1
 
 
 def _sums_in_shared_memory(config: Config, world: World) -> dict[str, bool]:

@@ -51,7 +51,8 @@ def _plain(value: Any) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A value as TOML, on one line."""
+    """A value as TOML, on one line. Unset values of tables are left out: TOML has no null."""
+    value = _plain(value)
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_key(key)} = {format_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, tuple | list):

@@ -84,7 +84,7 @@ def check_source(config: Config) -> dict[str, str]:
     try:
         find_weights(Path(config.model.init_from), config.model)
     except CheckpointError as error:
-        return {"model.init_from": str(error)}
+        return {"model.init_from": f"model.init_from = {config.model.init_from}: {error}"}
     return {}
 
 

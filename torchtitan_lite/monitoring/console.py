@@ -108,6 +108,8 @@ def fsdp_line(config: Config) -> str:
     """The options of FSDP and of blocks that are in use."""
     fsdp, checkpointing = config.fsdp, config.activation_checkpointing
     parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"sums in {fsdp.reduce_dtype}"]
+    if fsdp.blocks_per_group > 1:
+        parts.append(f"groups of {fsdp.blocks_per_group} blocks")
     if fsdp.explicit_prefetching:
         parts.append(
             f"prefetches {counted(fsdp.forward_prefetch, 'group')} in forward, {fsdp.backward_prefetch} in backward"
@@ -159,6 +161,7 @@ def fitted(line: str, columns: int) -> str:
 
 def what_next(config: Config, step: int) -> str:
     """The commands to use after a finished run. They repeat the options of its own command."""
+    folder = shlex.quote(str(config.folder))
     here = os.path.relpath(sys.executable)  # works without activating a virtual environment in this folder
     python = "python" if here.startswith("..") else here
     prompts = config.sample.prompts or ([] if config.data.path or config.data.sources else ["def "])
@@ -173,9 +176,9 @@ def what_next(config: Config, step: int) -> str:
     plain = re.fullmatch(r"[\w./=,:+ -]+", longer)  # no character that a shell or make would read
     return (
         f"the run is in {config.folder}\n"
-        f"next    prompt it:        {python} -m torchtitan_lite.generate {config.folder} "
+        f"next    prompt it:        {python} -m torchtitan_lite.generate {folder} "
         + (f"--{kind} {shlex.quote(prompts[0])}\n" if prompts else "--interactive\n")
-        + f"        plot its curves:  {python} -m torchtitan_lite.report {config.folder}\n"
+        + f"        plot its curves:  {python} -m torchtitan_lite.report {folder}\n"
         f"        train longer:     {command} train.py {longer}{rises}\n"
         + (f'        or by make:       make train ARGS="{longer}"\n' if plain else "")
         + f"        on your own text: {command} train.py --run.name=NAME --data.path=FOLDER_OF_{data}"

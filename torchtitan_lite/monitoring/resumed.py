@@ -48,6 +48,11 @@ def require_same_learning(config: Config, saved: TrainState, here: TrainState) -
     Raises:
         ConfigError: it would not; the message names each value, and `--resume-with-changes`.
     """
+    before, now = (list(state.config.get("data.sources") or ()) for state in (saved, here))
+    if before != now and sorted(before) == sorted(now):
+        raise ConfigError(
+            f"data.sources: the order decides which sample comes when, and this run has {before}, not {now}"
+        )
     changes = {key: pair for key, pair in _changes(saved, here).items() if is_learned_with(key)}
     learned = {key: pair for key, pair in changes.items() if pair[1] or key != "model.init_from"}
     if not learned:

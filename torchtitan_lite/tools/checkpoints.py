@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_tensors
 from torchtitan_lite.config import paths
+from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.terminal import counted
@@ -110,9 +111,11 @@ def convert(folder: Path, out: Path) -> Path:
                 tensors = dcp_storage.WholeTensors(folder, prefix)
                 records[file] = write_tensors(temporary / file, tensors.specs(), tensors.__getitem__)
             made = storage.commit(temporary, state, "full", manifest.world_size, records, replace=False)
-        tokenizer = weights.folder_of_tokenizer(folder) / "tokenizer.json"
-        if tokenizer.is_file() and not (weights.folder_of_tokenizer(made) / "tokenizer.json").is_file():
-            shutil.copyfile(tokenizer, out / "tokenizer.json")  # so that `out` can be used as a run is
+        source = weights.folder_of_tokenizer(folder)
+        if not (weights.folder_of_tokenizer(made) / "tokenizer.json").is_file():
+            for name in ("tokenizer.json", PAIRS):  # so that `out` can be used as a run is
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, out / name)
         return made
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None

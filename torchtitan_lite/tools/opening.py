@@ -127,7 +127,7 @@ def _source_prefix(folder: Path) -> str:
     if (folder / "config.json").is_file():
         return ""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        prefix = json.loads((folder.parent.parent / PAIRS).read_bytes()).get("source_prefix")
+        prefix = json.loads((hf.folder_of_tokenizer(folder) / PAIRS).read_bytes()).get("source_prefix")
         return prefix if isinstance(prefix, str) else ""
     return ""
 

@@ -32,6 +32,8 @@ def in_steps(config: Config, epoch: int) -> Config:
     """
     parts = {}
     for section, key in INTERVALS:
+        if key == "step_every" and config.optim.schedule != "step":
+            continue  # nothing reads it
         if getattr(getattr(config, section), key) == EPOCH:
             parts[section] = getattr(config, section).model_copy(update={key: epoch})
     if config.train.epochs:

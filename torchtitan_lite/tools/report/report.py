@@ -14,6 +14,7 @@ import torch
 from torchtitan_lite.config import cli, paths
 from torchtitan_lite.distributed.process_group import env_int
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
+from torchtitan_lite.files import write_durably
 from torchtitan_lite.tools.report.runs import Run, read_run
 
 LIVE_S = 10
@@ -119,10 +120,7 @@ def _write(runs: list[Run], out: Path, reload_s: int = 0) -> None:
     text = page(runs, reload_s)
     try:
         # JSON can hold lone surrogates, which UTF-8 can't encode
-        written = out.with_name(f".{out.name}.new") if reload_s else out  # a browser must not read half a page
-        written.write_text(text, encoding="utf-8", errors="backslashreplace")
-        if written != out:
-            written.replace(out)
+        write_durably(out, text.encode(errors="backslashreplace"))  # a browser must not read half a page
     except OSError as error:
         raise ConfigError(f"--out: {out} can't be written: {error}") from None
 

@@ -28,7 +28,7 @@ def table(runs: list[Run]) -> str:
     rows = [["run", "step", "best val_loss", "at", "bits/byte", "status", *keys]]
     for run in sorted(runs, key=_rank):
         best = best_validation(run)
-        of = run.config.get("train.steps", ("?", ""))[0]
+        of = run.status.get("steps") or run.config.get("train.steps", ("?", ""))[0]  # older runs have the key only
         cells = [run.name, f"{run.steps[-1]['step']}/{of}"]
         if best is None:
             cells += ["-", "-", "-"]

@@ -24,41 +24,62 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.config.schema import Config, RunConfig, known_keys
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, local_rank, print_once, process_group
 from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
 from torchtitan_lite.tools.scoring.documents import Place, place
-from torchtitan_lite.tools.scoring.likelihood import Scores, ratio, score, score_rows
+from torchtitan_lite.tools.scoring.likelihood import Scores, ratio, ratio_difference, score, score_rows
 from torchtitan_lite.training.evaluate import bytes_per_token
 
 _LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
-TOTAL = "total"
+_TARGETS = 150  # tokens of a target that are scored, if the model was not trained on pairs here
+TOTAL = "(total)"  # no name of a text: an unlikely file
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to score, and the config of the run that trained it; None: a Hugging Face folder."""
+    """A model to score, and the config and state of the run that trained it; None: a Hugging Face folder."""
 
     name: str
     opened: Opened
-    config: Config | None
+    config: Config | None = None
+    state: storage.TrainState | None = None
+
+    def own_data(self) -> DataSet:
+        """The data that the run was trained on.
+
+        Raises:
+            ConfigError: there is none, or it has changed since.
+        """
+        if self.config is None or self.state is None:
+            raise ConfigError(f"{self.name} is a Hugging Face folder, which has no text of its own: give --data")
+        data = prepare_all(self.config.data, self.config.tokenizer, lambda _: None)
+        here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
+        if changed := [key for key, value in here.items() if self.state.identity.get(key, value) != value]:
+            raise ConfigError(
+                f"the data of {self.name} has changed since it was trained ({', '.join(changed)}): its held-out text "
+                "was another; --data scores it on the new one"
+            )
+        return data
 
 
 def open_one(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None) -> Model:
     """Open a model. Raises CheckpointError or DataError: see `open_model`."""
     opened = open_model(path, device, dtype, tokenizer)
     if (paths.expand(path) / "config.json").is_file():
-        return Model(str(path), opened, None)
+        return Model(str(path), opened)
     folder, _ = newest_complete(paths.expand(path))
-    return Model(str(path), opened, _config_of(folder))
+    state = storage.read_state(folder, named_by_step=False)
+    return Model(str(path), opened, _config_of(folder, state), state)
 
 
-def _config_of(folder: Path) -> Config:
+def _config_of(folder: Path, state: storage.TrainState) -> Config:
     """The model, data and lengths in a checkpoint's state. Keys that this version no longer has are ignored."""
     tree: dict[str, dict[str, Any]] = {}
-    for key, value in storage.read_state(folder, named_by_step=False).config.items():
+    for key, value in state.config.items():
         section, name = key.split(".", 1)
         if key in known_keys() and section in ("model", "data", "tokenizer", "train"):
             tree.setdefault(section, {})[name] = value
@@ -74,7 +95,8 @@ def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator
     Raises:
         UserError: a text is missing or unusable, or does not suit the model.
     """
-    if answers(model.opened.model):
+    of_pairs = model.config is not None and model.config.data.objective == "pairs" and not given.data
+    if answers(model.opened.model) or of_pairs or any(map(_holds_pairs, given.data)):
         yield from _of_pairs(model, given, world)
         return
     limit = model.opened.model.config.max_seq_len
@@ -82,7 +104,7 @@ def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator
     if length > limit:
         raise ConfigError(f"--seq-len={length}: {model.name} takes at most {limit} tokens (max_seq_len)")
     for where in _places(model, given):
-        documents, prefix = where.documents(model.opened), _prefix(model.opened)
+        documents, prefix = where.documents(model.opened), _prefix(model)
         found = score(model.opened.model, documents, prefix, length, world, given.batch_size)
         if not found.tokens.sum():
             raise ConfigError(f"{where.name} has no text to score")
@@ -94,42 +116,49 @@ def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator
 def _places(model: Model, given: argparse.Namespace) -> list[Place]:
     if given.data:
         return [place(name, given.text_key, given.split, given.documents) for name in given.data]
-    if model.config is None:
-        raise ConfigError(f"{model.name} is a Hugging Face folder, which has no text of its own: give --data")
-    found = prepare_all(model.config.data, model.config.tokenizer, lambda _: None)
-    return [Place(source.name, source.folder, given.split, most=given.documents) for source in found.sources]
+    sources = model.own_data().sources
+    return [Place(source.name, source.folder, given.split, most=given.documents) for source in sources]
 
 
-def _prefix(opened: Opened) -> list[int]:
-    """What precedes a document: the token that the tokenizer puts first, else the end token, as in training."""
+def _holds_pairs(name: str) -> bool:
+    return paths.is_prepared(name) and PAIRS in read_meta(paths.expand(name)).files
+
+
+def _prefix(model: Model) -> list[int]:
+    """What precedes a document: of a run, the end token, as in training; else the token that the tokenizer puts first,
+    or the end token."""
+    opened, size = model.opened, model.opened.model.tok_embeddings.num_embeddings
+    if model.config:
+        return list(opened.ends[:1])
     with_special, without = (opened.tokenizer.encode("a", add_special_tokens=flag).ids for flag in (True, False))
     if len(with_special) > len(without) and with_special[-len(without) :] == without:
         return [int(i) for i in with_special[: -len(without)]]
     if len(with_special) > len(without) and with_special[1 : 1 + len(without)] == without:
         return [int(with_special[0])]
-    return list(opened.ends[:1])
+    return [end for end in opened.ends[:1] if end < size]
 
 
 def _of_pairs(model: Model, given: argparse.Namespace, world: World) -> Iterator[tuple[str, Scores]]:
     config = model.config or Config.model_validate(
-        {"model": model.opened.model.config.model_dump(), "data": {"objective": "pairs", "target_len": 150}}
+        {"model": model.opened.model.config.model_dump(), "data": {"objective": "pairs", "target_len": _TARGETS}}
     )
     lengths = {"seq_len": given.seq_len or (config.train.seq_len if model.config else 512)}
     config = config.model_copy(update={"train": config.train.model_copy(update=lengths)})
     if given.split == "all":
         raise ConfigError("--split=all: pairs are scored on one split; val or train works")
-    if not given.data and model.config is None:
-        raise ConfigError(f"{model.name} is a Hugging Face folder, which has no text of its own: give --data")
     if given.data:
         if texts := [name for name in given.data if not paths.is_prepared(name)]:
             raise ConfigError(
-                f"--data={texts[0]}: an encoder-decoder is scored on prepared pairs; "
+                f"--data={texts[0]}: pairs are scored in prepared folders; "
                 f"python -m torchtitan_lite.data.prepare {texts[0]} --source-key ... --target-key ... --out FOLDER"
             )
         sets = [DataSet.of({name: (1.0, paths.expand(name))}) for name in given.data]
+        objective = "pairs" if all(map(_holds_pairs, given.data)) else config.data.objective
+        target_len = config.data.target_len or _TARGETS
+        changes = {"objective": objective, "target_len": target_len if objective == "pairs" else 0}
+        config = config.model_copy(update={"data": config.data.model_copy(update=changes)})
     else:
-        whole = prepare_all(config.data, config.tokenizer, lambda _: None)
-        sets = [DataSet((source,)) for source in whole.sources]
+        sets = [DataSet((source,)) for source in model.own_data().sources]
     for data in sets:
         tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
         if tokenizer.get_vocab() != model.opened.tokenizer.get_vocab():
@@ -162,10 +191,11 @@ def figures(scores: Scores) -> dict[str, float]:
 
 def difference(scores: Scores, first: Scores) -> dict[str, float]:
     """A model minus the first one, on the same documents: the errors of both are correlated, that of this is small."""
-    nats = scores.nats - first.nats
-    found = dict(zip(("bits_per_byte", "bits_per_byte_stderr"), ratio(nats / math.log(2), first.n_bytes), strict=True))
+    bits = (scores.nats / math.log(2), scores.n_bytes), (first.nats / math.log(2), first.n_bytes)
+    found = dict(zip(("bits_per_byte", "bits_per_byte_stderr"), ratio_difference(*bits), strict=True))
     if (scores.tokens == first.tokens).all():
-        found |= dict(zip(("loss", "loss_stderr"), ratio(nats, first.tokens), strict=True))
+        nats = (scores.nats, scores.tokens), (first.nats, first.tokens)
+        found |= dict(zip(("loss", "loss_stderr"), ratio_difference(*nats), strict=True))
     return found
 
 
@@ -232,7 +262,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
-    parser.add_argument("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, if a MODEL has none")
+    parser.add_argument(
+        "--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own"
+    )
     return parser
 
 
@@ -242,6 +274,8 @@ def _problems(given: argparse.Namespace) -> list[str]:
         for key, value in (("documents", given.documents), ("batch-size", given.batch_size))
         if value is not None and value < 1
     ]
+    if given.json and not paths.expand(given.json).absolute().parent.is_dir():
+        found.append(f"--json={given.json}: {paths.expand(given.json).absolute().parent} is not a folder")
     if given.seq_len < 0:
         found.append(f"--seq-len={given.seq_len} should be 0 (as in training) or more")
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -263,10 +297,14 @@ def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
         model = open_one(path, world.device, getattr(torch, given.dtype), given.tokenizer)
         found = dict(scores_of(model, given, world))
         if len(found) > 1:
-            parts = list(found.values())
+            # in the order of the first model, whose mixture may list the same texts in another one
+            known = [name for name in first if name != TOTAL]
+            parts = [found[name] for name in (known if set(known) == set(found) else found)]
             found[TOTAL] = sum(parts[1:], parts[0])
         rows = {name: figures(scores) for name, scores in found.items()}
         same = {name: scores for name, scores in found.items() if len(first.get(name, ())) == len(scores)}
+        if len(same) < len(found):
+            same.pop(TOTAL, None)  # of other documents
         compared = {name: difference(scores, first[name]) for name, scores in same.items()} if first else {}
         lines = [*model.opened.notes, model.opened.source, *table(rows)]
         if compared:

@@ -132,16 +132,25 @@ def losses(model: Transformer, batch: list[Window], device: torch.device) -> Ten
     return model(tokens.to(device), targets.to(device), per_sequence=True)
 
 
+Sums = tuple[NDArray[np.float64], NDArray[np.float64]]  # by document: values, and what to divide their sum by
+
+
 def ratio(values: NDArray[np.float64], of: NDArray[np.float64]) -> tuple[float, float]:
     """sum(values) / sum(of), and its standard error over documents; NaN where it is undefined.
 
     To first order, the error of a ratio R is that of the mean residual values - R of.
     """
-    n, total = len(values), float(of.sum())
-    if not total:
+    return ratio_difference((values, of), (np.zeros_like(values), of))
+
+
+def ratio_difference(one: Sums, other: Sums) -> tuple[float, float]:
+    """The ratio of one minus that of the other, on the same documents, and its standard error: see `ratio`."""
+    totals = [float(of.sum()) for _, of in (one, other)]
+    if not all(totals):
         return math.nan, math.nan
-    found = float(values.sum()) / total
+    ratios = [float(values.sum()) / total for (values, _), total in zip((one, other), totals, strict=True)]
+    n, found = len(one[0]), ratios[0] - ratios[1]
     if n < 2:
         return found, math.nan
-    squares = float(np.square(values - found * of).sum())
-    return found, math.sqrt(squares * n / (n - 1)) / total
+    residuals = (one[0] - ratios[0] * one[1]) / totals[0] - (other[0] - ratios[1] * other[1]) / totals[1]
+    return found, math.sqrt(float(np.square(residuals).sum()) * n / (n - 1))

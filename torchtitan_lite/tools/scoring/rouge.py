@@ -29,6 +29,7 @@ from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import questions
 from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.files import write_durably
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens
 from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
@@ -96,7 +97,7 @@ def config_of(checkpoint: Path, state: TrainState) -> Config:
         if section in sections:
             sections[section][name] = state.config[key]
     config = Config.model_validate(sections).model_copy(update={"model": hf.trained_config(checkpoint)})
-    run = checkpoint.parent.parent
+    run = hf.folder_of_tokenizer(checkpoint)
     if config.data.objective != "pairs":
         raise ConfigError(
             f'{run} was trained with data.objective = "{config.data.objective}"; ROUGE compares answers with the '
@@ -147,7 +148,7 @@ def record(run: Path, values: dict[str, Any]) -> None:
                 continue  # torn by a kill
             if not isinstance(old, dict) or any(old.get(key) != values[key] for key in same):
                 kept.append(line)
-        file.write_text("\n".join([*kept, json.dumps(values)]) + "\n", encoding="utf-8")
+        write_durably(file, ("\n".join([*kept, json.dumps(values)]) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{file} can't be written: {error}") from None
 
@@ -212,7 +213,7 @@ def _run(given: argparse.Namespace) -> int:
     means = {kind: sum(one[kind] for one in scores) / len(scores) for kind in KINDS}
     options = {"samples": len(found), **{key: getattr(given, key) for key in ("beams", "length_penalty", "max_tokens")}}
     seconds = round(time.perf_counter() - began, 3)
-    record(checkpoint.parent.parent, {"step": state.step, **means, **options, "seconds": seconds})
+    record(hf.folder_of_tokenizer(checkpoint), {"step": state.step, **means, **options, "seconds": seconds})
     if given.out:
         _write(given.out, [vars(answer) | one for answer, one in zip(found, scores, strict=True)])
     for answer in found[:SHOWN]:
