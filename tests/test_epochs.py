@@ -165,3 +165,13 @@ def test_mistakes_are_refused(more: list[str], expected: str, data: Path, tmp_pa
     assert result.returncode == 2
     assert re.search(expected, result.stderr), result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_interval_of_an_epoch_asks_for_nothing_on_a_resume(data: Path, tmp_path: Path) -> None:
+    """optim.step_every is "epoch" by default, which only the schedule "step" reads."""
+    for more in (
+        {"train__steps": 3, "eval__every": 3},
+        {"train__steps": 4, "eval__every": "epoch"},
+        {"train__steps": 5},
+    ):
+        succeeded(ranks(1, *tiny(data, tmp_path, run__name="run", checkpoint__every=1, **more)))

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -14,7 +15,10 @@ from tests.helpers import ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import UserError
+from torchtitan_lite.tools.opening import Opened
 from torchtitan_lite.tools.scoring import evaluate
+from torchtitan_lite.tools.scoring.documents import Place
+from torchtitan_lite.tools.scoring.likelihood import Scores
 
 ENTRY = "torchtitan_lite.tools.scoring.evaluate"
 TEXTS = ["def f(x):\n    return x\n", "caf\u00e9 \u4f60\u597d", "a", "<|endoftext|> is text", "the cat sat " * 9]
@@ -135,6 +139,56 @@ def test_models_are_compared_document_by_document(runs: Path, tmp_path: Path) ->
         assert difference[key] == pytest.approx(second["texts"][name][key] - first["texts"][name][key], rel=1e-6)
         assert 0 < difference[f"{key}_stderr"] < second["texts"][name][f"{key}_stderr"]
     assert "minus_first" not in first
+
+
+def test_a_difference_is_that_of_the_scores_also_of_other_targets() -> None:
+    """Models that cut targets at other lengths score other bytes of the same documents."""
+    generator = np.random.default_rng(0)
+    n_bytes = generator.integers(5, 50, 40).astype(float)
+    cut = np.minimum(n_bytes, 8)
+    one = Scores(n_bytes * generator.uniform(1.0, 1.2, 40), n_bytes, n_bytes)
+    other = Scores(cut * generator.uniform(2.0, 2.2, 40), cut, cut)
+    found = evaluate.difference(other, one)
+    scores = [evaluate.figures(scores)["bits_per_byte"] for scores in (one, other)]
+    assert found["bits_per_byte"] == pytest.approx(scores[1] - scores[0])
+    assert 0 < found["bits_per_byte_stderr"] < 0.1
+    assert "loss" not in found, "per other tokens"
+    assert evaluate.difference(one, one)["loss_stderr"] == 0
+
+
+def test_a_total_compares_the_same_documents(folder: Path, texts: Path, tmp_path: Path) -> None:
+    """Whatever the order in which the models' mixtures name their texts."""
+    scores = {name: Scores(np.arange(1.0, 5) * k, np.full(4, 8.0), np.full(4, 8.0)) for k, name in enumerate("ab", 2)}
+    for second, expected in ((("a", "b"), True), (("b", "a"), True), (("b", "c"), False)):
+        first = evaluate.with_total({name: scores[name] for name in "ab"}, {})
+        other = {name: scores.get(name, scores["a"]) for name in second}
+        compared = evaluate.compared(evaluate.with_total(other, first), first)
+        assert (evaluate.TOTAL in compared) == expected
+        if expected:
+            assert compared[evaluate.TOTAL]["bits_per_byte_stderr"] == 0
+
+
+def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
+    """In a vocabulary of whole words, too."""
+    words = ["<unk>", "</s>", "a", "b", "<", "/", "s", ">"]
+    tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0))
+    opened = Opened("", torch.nn.Identity(), tokenizer, (1,), [])  # type: ignore[arg-type]
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "a</s>b"}\n')
+    (document,) = Place(str(file)).documents(opened)
+    assert 1 not in document.tokens
+    assert document.n_bytes == 6
+
+
+def test_a_run_whose_text_has_changed_is_refused(text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_bytes((text / "typing.txt").read_bytes())
+    more = {"train__steps": 2, "eval__every": 0, "checkpoint__every": 2, "optim__warmup_steps": 1}
+    succeeded(ranks(1, *tiny(file, tmp_path, run__name="run", **more)))
+    file.write_bytes((text / "tarfile.txt").read_bytes())
+    result = ranks(1, str(tmp_path / "run"), entry=ENTRY)
+    assert result.returncode == 2
+    assert "has changed since it was trained" in result.stderr
 
 
 def test_an_encoder_decoder_scores_as_in_its_validation(runs: Path, tmp_path: Path) -> None:

@@ -97,6 +97,21 @@ def test_a_run_of_an_older_version_resumes() -> None:
         resumed.require_same_learning(Config(), TrainState(step=7, config=older), changed)
 
 
+def test_values_with_unset_keys_are_shown_without_them() -> None:
+    """As a group of a real config has: TOML has no null."""
+    given = {"match": "*norm*", "lr_factor": 0.5, "weight_decay": None}
+    assert 'optim.groups = [] so far, [{ match = "*norm*", lr_factor = 0.5 }] here' in refused(optim__groups=[given])
+
+
+def test_the_order_of_sources_decides_the_order_of_samples() -> None:
+    both = {"data/a": 1.0, "data/b": 1.0}
+    here = TrainState(step=7, config=flatten(Config()) | {"data.sources": both})
+    saved = TrainState(step=7, config=here.config | {"data.sources": dict(reversed(both.items()))})
+    resumed.require_same_learning(Config(), here, here)
+    with pytest.raises(ConfigError, match=r"this run has \['data/b', 'data/a'\], not \['data/a', 'data/b'\]"):
+        resumed.require_same_learning(Config(), saved, here)
+
+
 def test_no_key_that_is_refused_anyway_asks() -> None:
     """Every key of [optim] does one or the other."""
     for key in schema.known_keys():

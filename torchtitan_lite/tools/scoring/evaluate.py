@@ -199,6 +199,22 @@ def difference(scores: Scores, first: Scores) -> dict[str, float]:
     return found
 
 
+def with_total(found: dict[str, Scores], first: dict[str, Scores]) -> dict[str, Scores]:
+    """The scores of each text and, of several, of all: in the order of the first model, which may name them in another
+    order."""
+    known = [name for name in first if name != TOTAL]
+    parts = [found[name] for name in (known if set(known) == set(found) else found)]
+    return found | ({TOTAL: sum(parts[1:], parts[0])} if len(parts) > 1 else {})
+
+
+def compared(found: dict[str, Scores], first: dict[str, Scores]) -> dict[str, dict[str, float]]:
+    """The difference to the first model on each text that both were scored on."""
+    same = {name: scores for name, scores in found.items() if len(first.get(name, ())) == len(scores)}
+    if len(same) < len(found):
+        same.pop(TOTAL, None)  # of other documents
+    return {name: difference(scores, first[name]) for name, scores in same.items()}
+
+
 def _plus_minus(value: float, stderr: float, digits: int = 4) -> str:
     return f"{value:.{digits}f}" + (f" +- {stderr:.{digits}f}" if math.isfinite(stderr) else "")
 
@@ -296,22 +312,14 @@ def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
     for path in given.models:
         model = open_one(path, world.device, getattr(torch, given.dtype), given.tokenizer)
         found = dict(scores_of(model, given, world))
-        if len(found) > 1:
-            # in the order of the first model, whose mixture may list the same texts in another one
-            known = [name for name in first if name != TOTAL]
-            parts = [found[name] for name in (known if set(known) == set(found) else found)]
-            found[TOTAL] = sum(parts[1:], parts[0])
+        found = with_total(found, first)
         rows = {name: figures(scores) for name, scores in found.items()}
-        same = {name: scores for name, scores in found.items() if len(first.get(name, ())) == len(scores)}
-        if len(same) < len(found):
-            same.pop(TOTAL, None)  # of other documents
-        compared = {name: difference(scores, first[name]) for name, scores in same.items()} if first else {}
+        differences = compared(found, first)
         lines = [*model.opened.notes, model.opened.source, *table(rows)]
-        if compared:
-            lines += difference_lines(compared, str(given.models[0]))
+        lines += difference_lines(differences, str(given.models[0]))
         if world.rank == 0:
             print("\n".join(lines), flush=True)
-        results.append({"model": str(path), "texts": rows} | ({"minus_first": compared} if compared else {}))
+        results.append({"model": str(path), "texts": rows} | ({"minus_first": differences} if differences else {}))
         first = first or found
     return results
 
