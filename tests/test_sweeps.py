@@ -106,7 +106,7 @@ def test_values_with_unset_keys_are_shown_without_them() -> None:
 def test_the_order_of_sources_decides_the_order_of_samples() -> None:
     both = {"data/a": 1.0, "data/b": 1.0}
     here = TrainState(step=7, config=flatten(Config()) | {"data.sources": both})
-    saved = TrainState(step=7, config=here.config | {"data.sources": dict(reversed(both.items()))})
+    saved = TrainState(step=7, config={**here.config, "data.sources": dict(reversed(both.items()))})
     resumed.require_same_learning(Config(), here, here)
     with pytest.raises(ConfigError, match=r"this run has \['data/b', 'data/a'\], not \['data/a', 'data/b'\]"):
         resumed.require_same_learning(Config(), saved, here)
