@@ -56,6 +56,7 @@ def test_plan_counts_the_products_of_the_iteration() -> None:
     assert muon_step(model, OptimConfig(), Layout(1, 1, 1, 0, 0), on_gpu=False) == (Counter(), Counter())
 
 
+@pytest.mark.extended
 def test_plan_prints_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("muon", "adamw"):
         assert plan.main(["--world-size", "4", "--device", "h100", f"--optim.name={name}"]) == 0

@@ -57,6 +57,7 @@ def test_the_glossary_has_the_words_of_the_log() -> None:
 # --- the commands of two pages --------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_the_recipe_for_sweeps_runs(text: Path, tmp_path: Path) -> None:
     (block,) = blocks("sweeps.md")
     loop = re.fullmatch(r"for lr in (.+?); do\n  torchrun --nproc-per-node 2 train.py (.+)\ndone\n(.+)\n", block)

@@ -54,7 +54,9 @@ def done(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 def marks(command: str) -> list[pytest.MarkDecorator]:
     """What takes long, or has tests of its own, is run by `make test-all`."""
-    long = re.compile("^make train|\\.plan |--dry-run|gpt_debug|--explicit|--dcp|--mixed|data.path=my_text")
+    long = re.compile(
+        "^make train|\\.plan |\\.evaluate |--dry-run|gpt_debug|--explicit|--dcp|--mixed|data.path=my_text"
+    )
     return [pytest.mark.extended] if long.search(command) else []
 
 

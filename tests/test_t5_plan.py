@@ -44,10 +44,11 @@ def test_flops_match_those_counted_by_torch(more: dict[str, Any]) -> None:
     assert flops_per_token(model, 48, 32) == pytest.approx((products / 2 + scores) / 32, rel=0.02)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({}, marks=pytest.mark.extended),
+        {},
         {"activation_checkpointing__mode": "full", "activation_checkpointing__every": 2},
     ],
     ids=["plain", "full"],
