@@ -21,17 +21,18 @@ from tokenizers import Tokenizer
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import paths
-from torchtitan_lite.config.schema import Config, RunConfig, known_keys
-from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.config.schema import Config, RunConfig
+from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, local_rank, print_once, process_group
-from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
 from torchtitan_lite.tools.scoring.documents import Place, place
 from torchtitan_lite.tools.scoring.likelihood import Scores, ratio, ratio_difference, score, score_rows
+from torchtitan_lite.tools.scoring.trained import config_of, data_of
 from torchtitan_lite.training.evaluate import bytes_per_token
 
 _LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
@@ -56,14 +57,7 @@ class Model:
         """
         if self.config is None or self.state is None:
             raise ConfigError(f"{self.name} is a Hugging Face folder, which has no text of its own: give --data")
-        data = prepare_all(self.config.data, self.config.tokenizer, lambda _: None)
-        here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
-        if changed := [key for key, value in here.items() if self.state.identity.get(key, value) != value]:
-            raise ConfigError(
-                f"the data of {self.name} has changed since it was trained ({', '.join(changed)}): its held-out text "
-                "was another; --data scores it on the new one"
-            )
-        return data
+        return data_of(self.name, self.config, self.state)
 
 
 def open_one(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None) -> Model:
@@ -73,20 +67,7 @@ def open_one(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Pa
         return Model(str(path), opened)
     folder, _ = newest_complete(paths.expand(path))
     state = storage.read_state(folder, named_by_step=False)
-    return Model(str(path), opened, _config_of(folder, state), state)
-
-
-def _config_of(folder: Path, state: storage.TrainState) -> Config:
-    """The model, data and lengths in a checkpoint's state. Keys that this version no longer has are ignored."""
-    tree: dict[str, dict[str, Any]] = {}
-    for key, value in state.config.items():
-        section, name = key.split(".", 1)
-        if key in known_keys() and section in ("model", "data", "tokenizer", "train"):
-            tree.setdefault(section, {})[name] = value
-    try:
-        return Config.model_validate(tree)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: the config that it was trained with can't be read: {error}") from None
+    return Model(str(path), opened, config_of(folder, state), state)
 
 
 def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator[tuple[str, Scores]]:
@@ -131,9 +112,7 @@ def _prefix(model: Model) -> list[int]:
     if model.config:
         return list(opened.ends[:1])
     with_special, without = (opened.tokenizer.encode("a", add_special_tokens=flag).ids for flag in (True, False))
-    if len(with_special) > len(without) and with_special[-len(without) :] == without:
-        return [int(i) for i in with_special[: -len(without)]]
-    if len(with_special) > len(without) and with_special[1 : 1 + len(without)] == without:
+    if with_special[:1] != without[:1]:
         return [int(with_special[0])]
     return [end for end in opened.ends[:1] if end < size]
 

@@ -24,8 +24,7 @@ import torch
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import paths
-from torchtitan_lite.config.schema import Config, known_keys
-from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import questions
 from torchtitan_lite.errors import ConfigError, run_cli
@@ -34,6 +33,7 @@ from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens
 from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
 from torchtitan_lite.tools.report.runs import ROUGE as KINDS
+from torchtitan_lite.tools.scoring.trained import config_of, data_of
 from torchtitan_lite.training.evaluate import SUBSET_SEED
 
 FILE = "rouge.jsonl"
@@ -85,27 +85,6 @@ def by_sentence(text: str) -> str:
     return "\n".join(line.strip() for line in re.split(r"(?<=[.!?])\s+|\n", text) if line.strip())
 
 
-def config_of(checkpoint: Path, state: TrainState) -> Config:
-    """What a checkpoint's run of pairs read: its model, data, tokenizer and lengths. The rest has defaults.
-
-    Raises:
-        ConfigError: it trains on something else.
-    """
-    sections: dict[str, dict[str, Any]] = {"data": {}, "tokenizer": {}, "train": {}}
-    for key in known_keys() & state.config.keys():
-        section, name = key.split(".")
-        if section in sections:
-            sections[section][name] = state.config[key]
-    config = Config.model_validate(sections).model_copy(update={"model": hf.trained_config(checkpoint)})
-    run = hf.folder_of_tokenizer(checkpoint)
-    if config.data.objective != "pairs":
-        raise ConfigError(
-            f'{run} was trained with data.objective = "{config.data.objective}"; ROUGE compares answers with the '
-            'targets of held-out pairs, which need data.objective = "pairs"'
-        )
-    return config
-
-
 def generate(opened: Opened, given: argparse.Namespace, source: list[int]) -> list[int]:
     """The tokens of the model's answer."""
     if given.beams > 1:
@@ -121,10 +100,7 @@ def answered(opened: Opened, config: Config, state: TrainState, given: argparse.
     Raises:
         ConfigError: the data is not that of the run any more.
     """
-    data = prepare_all(config.data, config.tokenizer, lambda text: print(text, file=sys.stderr))
-    here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
-    if changed := [key for key, value in here.items() if state.identity.get(key) != value]:
-        raise ConfigError(f"the data of the run has changed since ({', '.join(changed)}): its pairs were others")
+    data = data_of(str(given.run), config, state)
     pairs = questions(open_samples(data, "val", config), given.samples, SUBSET_SEED)
     found = []
     for number, (source, target) in enumerate(pairs, start=1):
@@ -200,6 +176,11 @@ def _run(given: argparse.Namespace) -> int:
     checkpoint, _ = newest_complete(paths.expand(given.run))
     state = storage.read_state(checkpoint, named_by_step=False)
     config = config_of(checkpoint, state)
+    if config.data.objective != "pairs":
+        raise ConfigError(
+            f'{given.run} was trained with data.objective = "{config.data.objective}"; ROUGE compares answers with the '
+            'targets of held-out pairs, which need data.objective = "pairs"'
+        )
     cuda = given.device != "cpu" and torch.cuda.is_available()
     opened = open_model(given.run, torch.device("cuda" if cuda else "cpu"), getattr(torch, given.dtype))
     for note in [*opened.notes, opened.source]:
