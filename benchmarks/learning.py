@@ -1,0 +1,367 @@
+"""What a token teaches: `python -m benchmarks.learning STAGE [--out DIR]` searches for the best default recipe.
+
+    screen     every candidate at the default experiment (1.8 M parameters, 1,024,000 tokens), one seed
+    defaults   the former and the present default on the held-out text of the default split, three seeds, and the
+               present one with a part of its tokens
+    recipes    the present default against those of nanoGPT, litgpt and Hugging Face Trainer after 60, 120 and 300 s
+    table      print what is known, and plot it
+
+Results are appended to benchmarks/learning.jsonl, and a stage runs only what is not there: a search can be stopped at
+any time, and `table` prints the tables of BENCHMARKS.md without training. Each run is one process with one thread, and
+two run at a time.
+
+Scores are bits per byte of the raw text, over whole documents. The search trains without the tenth of the documents
+with the lowest hashes, and is scored on the upper half of those. The lower half is the held-out text of the default
+split, which only `defaults` and the last part of `recipes` read. Seconds are processor time of one core, without the
+start of the process and without scoring; "60 s" is 120 of them, as on two cores.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import cpu
+
+ROOT = Path(__file__).parent.parent
+TOKENS = 250 * 16 * 256  # of the default experiment
+WORKERS = 2
+_lock = threading.Lock()
+
+
+def recipe(batch: int = 16, *, tokens: int = TOKENS, seq_len: int = 256, **keys: Any) -> dict[str, Any]:
+    """The options of a run of `tokens` tokens, `batch` sequences a step."""
+    found: dict[str, Any] = {
+        "train.steps": tokens // (batch * seq_len),
+        "train.seq_len": seq_len,
+        "train.global_batch_size": batch,
+        "train.micro_batch_size": min(batch, 2048 // seq_len),
+    }
+    return found | {key.replace("__", "."): value for key, value in keys.items()}
+
+
+ADAMW: dict[str, Any] = {
+    "optim__name": "adamw",
+    "optim__lr": 4e-3,
+    "optim__schedule": "cosine",
+    "optim__min_lr_ratio": 0.1,
+}
+MUON: dict[str, Any] = ADAMW | {"optim__name": "muon"}
+TO_ZERO: dict[str, Any] = {"optim__schedule": "linear", "optim__min_lr_ratio": 0.0}
+BEST: dict[str, Any] = MUON  # the candidates below differ from this, with 8 sequences a step, in what their name says
+
+EMBEDDINGS = '[{match="tok_embeddings*", lr_factor=3.0}]'
+HEAD = '[{match="output*", lr_factor=2.0}]'
+BLOCKS = '[{match="layers.*", lr_factor=2.0}]'
+BOTH: dict[str, Any] = {"optim__groups": EMBEDDINGS, "model__qk_norm": "true"}
+
+
+def best(batch: int = 8, **keys: Any) -> dict[str, Any]:
+    """The best recipe so far with changes."""
+    return recipe(batch, **(BEST | keys))
+
+
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "adamw (default of 0.2)": recipe(**ADAMW),
+    "muon": recipe(**MUON),
+    "muon, batch 8": recipe(8, **MUON),
+    "muon, batch 8, linear to zero": best(**TO_ZERO),
+    "muon, batch 4, linear to zero": best(4, **TO_ZERO),
+    "adamw, batch 8, linear to zero": recipe(8, **(ADAMW | TO_ZERO)),
+    "muon, batch 4": best(4),
+    "rate 8e-3": best(optim__lr=8e-3),
+    "embeddings at three times the rate": best(optim__groups=EMBEDDINGS),
+    "queries and keys normalised": best(model__qk_norm="true"),
+    "both of these": best(**BOTH),
+    "both, blocks at twice the rate": best(**(BOTH | {"optim__groups": EMBEDDINGS[:-1] + f", {BLOCKS[1:]}"})),
+    "both, residual projections begin at 1/100": best(variant="small_residual", **BOTH),
+    "both, sequences of 128, batch 16": best(16, seq_len=128, **BOTH),
+    "both, embeddings at six times the rate": best(**(BOTH | {"optim__groups": EMBEDDINGS.replace("3.0", "6.0")})),
+    "both, head at twice the rate": best(**(BOTH | {"optim__groups": EMBEDDINGS[:-1] + f", {HEAD[1:]}"})),
+    "both, blocks at 0.7 of the rate": best(
+        **(BOTH | {"optim__groups": EMBEDDINGS[:-1] + f", {BLOCKS[1:].replace('2.0', '0.7')}"})
+    ),
+    "both, vocabulary of 2,048": best(tokenizer__vocab_size=2048, **BOTH),
+    "both, head begins 1/20 as large": best(variant="small_head", **BOTH),
+    "both, ReLU^2": best(variant="relu2", **BOTH),
+    "both, softcap of 15": best(variant="softcap", speed__chunked_loss="false", **BOTH),
+    "both, momentum 0.9": best(optim__muon_momentum=0.9, **BOTH),
+    "both, betas 0.9, 0.99": best(optim__betas="[0.9, 0.99]", **BOTH),
+    "both, no weight decay": best(optim__weight_decay=0.0, **BOTH),
+}
+
+
+Job = tuple[str, dict[str, Any], int]  # name, options, seed
+
+
+class Search:
+    """Runs what has no result yet, two at a time, and keeps results in a file."""
+
+    def __init__(self, out: Path, file: Path) -> None:
+        self.out = out
+        out.mkdir(parents=True, exist_ok=True)
+        self.start: float | None = None
+        self.file = file
+        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        self.results: dict[str, dict[str, Any]] = {one["key"]: one for one in map(json.loads, lines)}
+
+    def run(self, jobs: Iterable[Job], stage: str) -> None:
+        """Run jobs of (name, options, seed)."""
+        with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+            found = [pool.submit(self._one, stage, *job) for job in jobs]
+        for one in found:
+            if error := one.exception():
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+    def result(self, stage: str, name: str, options: dict[str, Any], seed: int) -> dict[str, Any] | None:
+        """What is known of a job."""
+        return self.results.get(json.dumps([stage, name, options, seed]))
+
+    def _one(self, stage: str, name: str, options: dict[str, Any], seed: int) -> None:
+        if self.result(stage, name, options, seed):
+            return
+        folder = f"{stage}-{''.join(c if c.isalnum() else '-' for c in name)}-{seed}"
+        options = options.copy()
+        given = ["--run.device=cpu", "--run.threads=1", f"--run.out_dir={self.out}", f"--run.name={folder}"]
+        given += [f"--run.seed={seed}", "--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--log.every=25"]
+        if stage != "final":
+            given += ["--data.val_fraction=0.1"]
+        variant = options.get("variant", "")
+        command = [sys.executable, "-m", "benchmarks.learning_train", variant, *given]
+        command += [f"--{key}={value}" for key, value in options.items() if key != "variant"]
+        seconds = _cpu_seconds(command, self.out / f"{folder}.log") - self._start()
+        text = [] if stage == "final" else ["--data", str(self._dev())]
+        scored = self.out / folder / "score.json"
+        score = ["-m", "torchtitan_lite.evaluate", str(self.out / folder), *text, "--json", str(scored)]
+        _cpu_seconds([sys.executable, *score], self.out / f"{folder}.log")
+        [row] = json.loads(scored.read_text(encoding="utf-8"))["models"][0]["texts"].values()
+        found = {
+            "key": json.dumps([stage, name, options, seed]),
+            **{"stage": stage, "name": name, "seed": seed, "seconds": seconds, "cpu": cpu()},
+            **{"bits_per_byte": row["bits_per_byte"], "stderr": row["bits_per_byte_stderr"]},
+        }
+        with _lock:
+            self.results[found["key"]] = found
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+            print(f"{stage}: {name}, seed {seed}: {row['bits_per_byte']:.4f}, {seconds:,.0f} s", flush=True)
+
+    def _start(self) -> float:
+        """Processor time of a run of one step."""
+        with _lock:
+            if self.start is None:
+                log, name = self.out / "start.log", f"--run.name=start-{time.time_ns()}"
+                more = [
+                    "--train.steps=1",
+                    "--optim.warmup_steps=0",
+                    "--run.device=cpu",
+                    "--run.threads=1",
+                    f"--run.out_dir={self.out}",
+                    name,
+                ]
+                more += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--data.val_fraction=0.1"]
+                self.start = _cpu_seconds([sys.executable, "-m", "benchmarks.learning_train", "", *more], log)
+        return self.start
+
+    def _dev(self) -> Path:
+        """The documents that the search is scored on."""
+        from torchtitan_lite.data.prepare import corpus, plan, split
+
+        with _lock:
+            file = self.out / "dev.jsonl"
+            if not file.exists():
+                texts = split.documents(corpus.find(""), plan.Options())
+                hashed = ((plan.document_hash(text.encode()) / plan.HASH_RANGE, text) for text in texts)
+                chosen = [json.dumps({"text": text}) for at, text in hashed if 0.05 <= at < 0.1]
+                partial = file.with_suffix(".partial")
+                partial.write_text("\n".join(chosen) + "\n", encoding="utf-8")
+                partial.replace(file)
+        return file
+
+
+def _cpu_seconds(command: list[str], log: Path) -> float:
+    """Run a command; its processor time, with that of its children. Raises RuntimeError if it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise RuntimeError(f"{' '.join(command)} ended with {status}: see {log}")
+    return used.ru_utime + used.ru_stime
+
+
+# --- against the recipes that people use --------------------------------------------------------------------------
+
+
+def nanogpt(rate: float, tokens: int) -> dict[str, Any]:
+    """nanoGPT's GPT with the batch of its CPU example and the AdamW of its small config, at this file's length."""
+    keys: dict[str, Any] = {"model__family": "gpt", "model__tie_embeddings": "true", "optim__betas": "[0.9, 0.99]"}
+    steps = tokens // (12 * 256)  # its 100 steps of warm-up are too many for the shortest runs
+    keys["optim__warmup_steps"] = min(100, steps // 10)
+    return recipe(12, tokens=tokens, **(ADAMW | keys)) | {"optim.lr": rate, "train.micro_batch_size": 12}
+
+
+def litgpt(rate: float, tokens: int) -> dict[str, Any]:
+    """litgpt's pretraining defaults. Its batch of 512 sequences would take five steps: it gets our former one."""
+    return recipe(16, tokens=tokens, **ADAMW) | {"optim.lr": rate}
+
+
+def hf_trainer(rate: float, tokens: int) -> dict[str, Any]:
+    """TrainingArguments' defaults with a Llama, whose initial values are all of deviation 0.02."""
+    keys: dict[str, Any] = {"optim__betas": "[0.9, 0.999]", "optim__weight_decay": 0.0, "optim__warmup_steps": 0}
+    return recipe(8, tokens=tokens, **(ADAMW | TO_ZERO | keys)) | {"optim.lr": rate, "variant": "plain_residual"}
+
+
+def default(rate: float, tokens: int) -> dict[str, Any]:
+    """The default of this repository."""
+    return recipe(8, tokens=tokens, **BEST) | {"optim.lr": rate}
+
+
+SHORT = 122_880  # tokens of a run that measures what they cost
+RECIPES: dict[str, tuple[Callable[[float, int], dict[str, Any]], tuple[float, ...]]] = {
+    "torchtitan_lite": (default, (4e-3,)),
+    "nanoGPT": (nanogpt, (1e-3, 3e-3, 6e-3)),
+    "litgpt": (litgpt, (4e-4, 2e-3, 6e-3)),
+    "Hugging Face Trainer": (hf_trainer, (5e-5, 5e-4, 3e-3)),
+}
+SECONDS = 60, 120, 300  # of two cores
+DEFAULTS: list[Job] = [
+    *(("default of 0.2", recipe(**ADAMW), seed) for seed in range(3)),
+    *(("default", best(), seed) for seed in range(3)),
+    *((f"default, {part} % of its steps", best(tokens=TOKENS * part // 100), 0) for part in (40, 50)),
+]
+
+
+def rate_jobs(search: Search) -> list[Job]:
+    """Every rate of every recipe, for 120 s."""
+    return [
+        (name, make(rate, tokens_in(search, name, 120)), 0)
+        for name, (make, rates) in RECIPES.items()
+        for rate in rates
+        if len(rates) > 1
+    ]
+
+
+def cost_jobs() -> list[Job]:
+    """Short runs in turn, which measure what a token costs."""
+    return [(name, make(rates[0], SHORT), seed) for seed in range(3) for name, (make, rates) in RECIPES.items()]
+
+
+def tokens_in(search: Search, name: str, seconds: int) -> int:
+    """How many tokens a recipe trains on in this time, rounded to three digits; 0 if it was not measured."""
+    costs = [one["seconds"] for job in cost_jobs() if job[0] == name and (one := search.result("cost", *job))]
+    return int(float(f"{WORKERS * seconds * SHORT / statistics.median(costs):.3g}")) if costs else 0
+
+
+def best_rate(search: Search, name: str) -> float:
+    """The rate of the lowest score on the search's text, or the first."""
+    make, rates = RECIPES[name]
+    found = {rate: search.result("rate", name, make(rate, tokens_in(search, name, 120)), 0) for rate in rates}
+    scores = {rate: one["bits_per_byte"] for rate, one in found.items() if one}
+    return min(scores, key=scores.__getitem__, default=rates[0])
+
+
+def recipe_job(search: Search, name: str, seconds: int) -> Job:
+    """The run of a recipe that counts."""
+    return name, RECIPES[name][0](best_rate(search, name), tokens_in(search, name, seconds)), 0
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+
+def screen_table(search: Search) -> list[str]:
+    """A row for each candidate with a result, best first."""
+    rows = [
+        (one["bits_per_byte"], name, one["seconds"])
+        for name, options in CANDIDATES.items()
+        if (one := search.result("screen", name, options, 0))
+    ]
+    lines = ["| candidate | bits per byte | seconds |", "|---|---:|---:|"]
+    return lines + [f"| {name} | {bits:.4f} | {seconds:,.0f} |" for bits, name, seconds in sorted(rows)]
+
+
+def defaults_table(search: Search) -> list[str]:
+    """Both defaults over seeds, and the present one on a part of its tokens."""
+    lines = ["| | tokens | bits per byte, by seed | mean | seconds |", "|---|---:|---:|---:|---:|"]
+    for name in dict.fromkeys(name for name, _, _ in DEFAULTS):
+        jobs = [job for job in DEFAULTS if job[0] == name]
+        found = [one for job in jobs if (one := search.result("final", *job))]
+        if found:
+            bits, cost = ([one[key] for one in found] for key in ("bits_per_byte", "seconds"))
+            options = jobs[0][1]
+            tokens = options["train.steps"] * options["train.global_batch_size"] * options["train.seq_len"]
+            each = ", ".join(f"{one:.3f}" for one in bits)
+            mean, seconds = statistics.mean(bits), statistics.mean(cost)
+            lines.append(f"| {name} | {tokens:,} | {each} | {mean:.3f} | {seconds:,.0f} |")
+    return lines
+
+
+def recipe_tables(search: Search) -> list[str]:
+    """The rates that were tried, and bits per byte after each time."""
+    lines = ["| recipe | rate | bits per byte of the search's text after 120 s |", "|---|---:|---:|"]
+    for name, options, seed in rate_jobs(search):
+        if one := search.result("rate", name, options, seed):
+            lines.append(f"| {name} | {options['optim.lr']:g} | {one['bits_per_byte']:.4f} |")
+    lines += ["", "| recipe | rate | tokens per second of a core | " + " | ".join(f"{n} s" for n in SECONDS) + " |"]
+    lines.append("|---|---:|---:|" + "---:|" * len(SECONDS))
+    for name in RECIPES:
+        found = [search.result("final", *recipe_job(search, name, n)) for n in SECONDS]
+        cells = [f"{one['bits_per_byte']:.3f} +- {one['stderr']:.3f}" if one else "" for one in found]
+        rate = tokens_in(search, name, 120) / (WORKERS * 120)
+        lines.append(f"| {name} | {best_rate(search, name):g} | {rate:,.0f} | {' | '.join(cells)} |")
+    return lines
+
+
+def plot(search: Search, file: Path) -> None:
+    """Bits per byte of each recipe over seconds."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.5, 4), layout="constrained")
+    for name in RECIPES:
+        found = [(n, search.result("final", *recipe_job(search, name, n))) for n in SECONDS]
+        points = [(n, one["bits_per_byte"]) for n, one in found if one]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+    axis.set(xlabel="seconds of two cores", ylabel="bits per byte of held-out text", xscale="log")
+    axis.set_xticks(SECONDS, [str(n) for n in SECONDS])
+    axis.minorticks_off()
+    axis.legend()
+    figure.savefig(file)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["screen", "defaults", "recipes", "table"])
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "learning.jsonl")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "learning.svg")
+    given = parser.parse_args()
+    search = Search(given.out.absolute(), given.results)
+    if given.stage == "screen":
+        search.run(((name, options, 0) for name, options in CANDIDATES.items()), "screen")
+    if given.stage == "defaults":
+        search.run(DEFAULTS, "final")
+    if given.stage == "recipes":
+        search.run(cost_jobs(), "cost")
+        search.run(rate_jobs(search), "rate")
+        search.run([recipe_job(search, name, seconds) for seconds in SECONDS for name in RECIPES], "final")
+    for lines in (screen_table(search), defaults_table(search), recipe_tables(search)):
+        print("\n".join(["", *lines]))
+    if given.stage == "table":
+        plot(search, given.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""train.py with changes to the model that are no keys: `python -m benchmarks.learning_train VARIANTS OPTIONS...`.
+
+VARIANTS are names below, separated by commas, or "". For benchmarks/learning.py.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_lite.models import llama, transformer
+from torchtitan_lite.models.loss import Head
+
+ROOT = Path(__file__).parent.parent
+
+
+def _initial(suffixes: tuple[str, ...], factor: float) -> None:
+    """Multiply the deviation of the initial values of these parameters."""
+    given = transformer.Transformer.reset_parameters
+
+    def reset_parameters(self: Any, normal_: transformer.Fill) -> None:
+        def fill(name: str, parameter: Tensor, deviation: float) -> None:
+            normal_(name, parameter, deviation * (factor if name.endswith(suffixes) else 1.0))
+
+        given(self, fill)
+
+    transformer.Transformer.reset_parameters = reset_parameters  # type: ignore[method-assign]
+
+
+def small_residual() -> None:
+    """What is added to the residual stream begins near zero (muP and modded-nanogpt: as zero, which refused)."""
+    _initial(("wo.weight", "w2.weight"), 0.01)
+
+
+def plain_residual() -> None:
+    """What is added to the residual stream begins as large as everything else (Hugging Face's Llama)."""
+    given = transformer.Transformer.reset_parameters
+
+    def reset_parameters(self: Any, normal_: transformer.Fill) -> None:
+        given(self, lambda name, parameter, _: normal_(name, parameter, 0.02))
+
+    transformer.Transformer.reset_parameters = reset_parameters  # type: ignore[method-assign]
+
+
+def small_head() -> None:
+    """The output matrix begins 1/20 as large."""
+    _initial(("output.weight",), 0.05)
+
+
+def relu2() -> None:
+    """ReLU^2 in place of SwiGLU's SiLU times gate (So et al., 2021): two matrices, 1.5 times as wide."""
+
+    class FeedForward(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            wide = 3 * config.dim_of_ffn // 2
+            self.w1 = torch.nn.Linear(config.dim, wide, bias=False)
+            self.w2 = torch.nn.Linear(wide, config.dim, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w2(F.relu(self.w1(x)).square())
+
+    llama.FeedForward = FeedForward  # type: ignore[misc, assignment]
+
+
+def softcap() -> None:
+    """Logits through 15 tanh(x / 15) (Gemma 2's, as modded-nanogpt has it)."""
+    forward = Head.forward
+
+    def capped(self: Any, x: Tensor, *args: Any, **keys: Any) -> Tensor:
+        if args:
+            raise NotImplementedError("with a chunked loss")
+        return 15 * torch.tanh(forward(self, x, **keys) / 15)
+
+    Head.forward = capped  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    for name in filter(None, sys.argv[1].split(",")):
+        globals()[name]()
+    sys.path.insert(0, str(ROOT))
+    sys.argv = [str(ROOT / "train.py"), *sys.argv[2:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
