@@ -360,6 +360,8 @@ class OptimConfig(Section):
     """muon: dtype of the products and of what ranks exchange; auto: float32 on a CPU, bfloat16 on a GPU"""
     muon_cautious_decay: bool = False
     """muon: decay a weight only where the update also shrinks it"""
+    muon_embedding_lr_factor: NonNegativeFloat = 3.0
+    """muon: multiplies the learning rate of token embeddings that are not tied to the head"""
     weight_decay: NonNegativeFloat = 0.1
     """weight decay of matrices; biases and norms have none"""
     freeze: list[str] = []
