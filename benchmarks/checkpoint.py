@@ -46,6 +46,7 @@ SIZE = {
     "model.hidden_dim": 2048,
     "model.vocab_size": 8192,
     "run.device": "cpu",
+    "optim.name": "adamw",
 }
 WAYS = [(kind, api) for kind in (sys.argv[3:4] or ["full", "sharded"]) for api in ("dtensor", "dcp")]
 

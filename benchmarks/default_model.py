@@ -25,7 +25,8 @@ CANDIDATES = {
 def run(out_dir: Path, name: str, steps: int, options: list[str]) -> list[dict[str, Any]]:
     """The records of a run on two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    ours = ["--run.device=cpu", f"--run.out_dir={out_dir}", f"--run.name={name}", f"--train.steps={steps}"]
+    ours = ["--optim.name=adamw", "--train.micro_batch_size=8", "--train.global_batch_size=16"]
+    ours += ["--run.device=cpu", f"--run.out_dir={out_dir}", f"--run.name={name}", f"--train.steps={steps}"]
     ours += [f"--eval.every={max(steps // 5, 1)}", "--checkpoint.every=0", "--log.every=10"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*launcher, *ours, *options], cwd=ROOT, env=environment, check=True, capture_output=True)

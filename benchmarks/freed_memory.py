@@ -34,6 +34,7 @@ def run(keep: bool, out_dir: str) -> tuple[float, list[float]]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     options = [
         "--run.device=cpu",
+        *("--optim.name=adamw", "--train.micro_batch_size=8", "--train.global_batch_size=16"),
         "--model.family=gpt",
         f"--run.out_dir={out_dir}",
         f"--run.name={name}",

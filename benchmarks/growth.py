@@ -47,7 +47,9 @@ def train(folder: Path, data: Path, steps: int, **more: Any) -> tuple[list[dict[
     values = {"train.steps": steps, "optim.warmup_steps": 2, "optim.schedule": "constant", "run.device": "cpu"} | TINY
     values |= {"data.path": data, "run.out_dir": folder.parent, "run.name": folder.name, "run.threads": 1}
     values |= {"train.micro_batch_size": 4, "train.global_batch_size": 4, "eval.every": 0, "sample.every": 0}
-    values |= {"checkpoint.every": 0, "log.every": 1} | {key.replace("__", "."): value for key, value in more.items()}
+    values |= {"checkpoint.every": 0, "log.every": 1, "optim.name": "adamw"} | {
+        key.replace("__", "."): value for key, value in more.items()
+    }
     metrics = folder / "metrics.jsonl"
     known = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
     before = time.time()

@@ -20,7 +20,12 @@ from torchtitan_lite.models import build
 from torchtitan_lite.tools.allocator import peak_of
 
 ROOT = Path(__file__).parent.parent
-BASE = ["--train.micro_batch_size=4", "--train.global_batch_size=16", "--fsdp.param_dtype=bfloat16"]
+BASE = [
+    "--optim.name=adamw",
+    "--train.micro_batch_size=4",
+    "--train.global_batch_size=16",
+    "--fsdp.param_dtype=bfloat16",
+]
 OPTIONS = {
     "param_dtype float32": ["--fsdp.param_dtype=float32"],
     "reduce_dtype bfloat16": ["--fsdp.reduce_dtype=bfloat16"],

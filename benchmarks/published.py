@@ -84,7 +84,7 @@ class Row:
 
     def config(self) -> Config:
         """The same settings as a config of ours."""
-        values: dict[str, Any] = {"fsdp.param_dtype": "bfloat16", "speed.chunked_loss": False}
+        values: dict[str, Any] = {"fsdp.param_dtype": "bfloat16", "speed.chunked_loss": False, "optim.name": "adamw"}
         llama = self.model.startswith("Llama")
         vocabulary = {"model.vocab_size": 32000 if llama else 50368, "model.tie_embeddings": not llama}
         values |= {"model.family": "llama" if llama else "gpt", **vocabulary, **_MODELS[self.model]}

@@ -48,7 +48,13 @@ def main() -> None:
 
     train.train_step = train_step  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--run.device=cpu", f"--run.out_dir={folder}", "--eval.every=0", "--sample.every=0"]
+        options = [
+            "--run.device=cpu",
+            "--optim.name=adamw",
+            f"--run.out_dir={folder}",
+            "--eval.every=0",
+            "--sample.every=0",
+        ]
         options += [f"--train.steps={STEPS}", "--optim.warmup_steps=0", "--run.threads=1", "--run.name=run"]
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         code = train.main(options)

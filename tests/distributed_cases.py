@@ -269,7 +269,7 @@ def case_weights_of_another_run_reach_every_rank() -> None:
         reference = {key: p.detach().bfloat16() for key, p in plain(seed=3, family=family).named_parameters()}
         model = sharded(make_mesh(MESHES["2 x 2"]), seed=4, family=family)
         checkpointer = Checkpointer(
-            Path("unused"), model, build_optimizer(model, OptimConfig()), CheckpointConfig(), world
+            Path("unused"), model, build_optimizer(model, OptimConfig(name="adamw")), CheckpointConfig(), world
         )
         load_weights(checkpointer, lambda _, reference=reference: reference)  # type: ignore[misc]
         for key, parameter in model.named_parameters():

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, Any] = {}
     with process_group(RunConfig(device="cpu", threads=1, timeout_minutes=5)) as world:
         model = sharded(make_mesh(MESHES["2"]), family=MODEL, seed=world.world_size)
-        optimizer = build_optimizer(model, OptimConfig())
+        optimizer = build_optimizer(model, OptimConfig(name="adamw"))
         make_state(optimizer)
         saver = checkpoint.Checkpointer(Path(argv[0]), model, optimizer, CheckpointConfig(), world)
         limit_group_timeouts(COLLECTIVE_S / 60)

@@ -32,6 +32,7 @@ TINY = {
     "train.micro_batch_size": 2,
     "train.global_batch_size": 6,
     "train.steps": 20,
+    "optim.name": "adamw",
     "optim.warmup_steps": 2,
     "eval.every": 10,
     "eval.samples": 5,

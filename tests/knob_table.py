@@ -21,7 +21,14 @@ VOCABULARY = 517
 LLAMA = {
     "model.family": "llama",
     **{"model.dim": 36, "model.n_heads": 6, "model.n_kv_heads": 2, "model.hidden_dim": 50, "model.n_layers": 3},
-    **{"model.max_seq_len": 16, "train.seq_len": 16, "train.steps": 20, "optim.warmup_steps": 2, "optim.lr": 0.002},
+    **{
+        "model.max_seq_len": 16,
+        "train.seq_len": 16,
+        "train.steps": 20,
+        "optim.warmup_steps": 2,
+        "optim.lr": 0.002,
+        "optim.name": "adamw",
+    },
     **{"train.micro_batch_size": 1, "train.global_batch_size": 6, "run.threads": 1},
 }
 GPT = {key: value for key, value in LLAMA.items() if key not in ("model.n_kv_heads", "model.hidden_dim")} | {

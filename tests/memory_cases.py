@@ -6,7 +6,10 @@ from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 
 VOCABULARY = 2048
-_LLAMA = {"model.size": "1M", "train.seq_len": 256, "train.micro_batch_size": 4, "train.global_batch_size": 8}
+_LLAMA = {
+    **{"model.size": "1M", "train.seq_len": 256, "train.micro_batch_size": 4, "train.global_batch_size": 8},
+    **{"optim.name": "adamw"},
+}
 _BF16 = {"fsdp.param_dtype": "bfloat16"}
 
 CASES: dict[str, dict[str, Any]] = {

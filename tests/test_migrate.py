@@ -103,11 +103,11 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
         ("deepspeed_config: {gradient_clipping: 0}", {"optim.max_norm": math.inf}),
         (
             "deepspeed_config: {offload_param_device: none, offload_optimizer_device: cpu}",
-            {"fsdp.cpu_offload": True},
+            {"fsdp.cpu_offload": True, "optim.name": "adamw"},
         ),
         ("dynamo_config: {dynamo_backend: inductor}", {"compile.enabled": True}),
         ("fsdp_config: {fsdp_activation_checkpointing: true}", {"activation_checkpointing.mode": "full"}),
-        ("fsdp_config: {fsdp_offload_params: true}", {"fsdp.cpu_offload": True}),
+        ("fsdp_config: {fsdp_offload_params: true}", {"fsdp.cpu_offload": True, "optim.name": "adamw"}),
         ("mixed_precision: no", {"fsdp.param_dtype": "float32", "fsdp.reduce_dtype": "float32"}),
         ("mixed_precision: fp16", {"fsdp.param_dtype": "float16", "fsdp.reduce_dtype": "float16"}),
         ("distributed_type: MULTI_GPU", {"fsdp.sharding_strategy": "NO_SHARD"}),

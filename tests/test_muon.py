@@ -53,7 +53,7 @@ def test_plan_counts_the_products_of_the_iteration() -> None:
     products = [(n, product) for product, n in work.items() if isinstance(product, Product)]
     assert sum(n * 2 * p.m * p.n * p.k for n, p in products) == counter.get_total_flops()
     assert not sent
-    assert muon_step(model, OptimConfig(), Layout(1, 1, 1, 0, 0), on_gpu=False) == (Counter(), Counter())
+    assert muon_step(model, OptimConfig(name="adamw"), Layout(1, 1, 1, 0, 0), on_gpu=False) == (Counter(), Counter())
 
 
 @pytest.mark.extended

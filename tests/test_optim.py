@@ -44,7 +44,7 @@ def test_schedules_have_their_shapes() -> None:
 
 
 def test_decay_is_for_matrices_only(model: Transformer) -> None:
-    matrices, others = build_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
+    matrices, others = build_optimizer(model, OptimConfig(name="adamw", weight_decay=0.3)).param_groups
     assert matrices["weight_decay"] == 0.3
     assert others["weight_decay"] == 0
     assert all(p.ndim == 2 for p in matrices["params"])

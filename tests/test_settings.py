@@ -139,7 +139,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
             ["--model.rope_factor=8", "--model.rope_low_freq_factor=4"],
             "should be below model.rope_high_freq_factor = 4.0",
         ),
-        (["--optim.schedule=wsd", "--optim.warmup_steps=240"], "reaches into the decay"),
+        (["--optim.schedule=wsd", "--optim.warmup_steps=480"], "reaches into the decay"),
         (["--optim.momentum=0"], "should be greater than 0"),
         (["--model.vocab_size=100"], "model.vocab_size = 100 is smaller than tokenizer.vocab_size = 4096"),
         (["--tokenizer.path=no.json"], "tokenizer.path: nothing at no.json"),

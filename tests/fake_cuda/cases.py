@@ -20,6 +20,7 @@ _BASE = {
     **{"model.family": "llama", "model.dim": 256, "model.n_heads": 8, "model.n_kv_heads": 2, "model.n_layers": 2},
     **{"model.max_seq_len": 256, "train.seq_len": 256, "train.micro_batch_size": 1, "train.global_batch_size": 8},
     **{"tokenizer.vocab_size": VOCABULARY, "run.device": "cuda", "fsdp.param_dtype": "bfloat16"},
+    **{"optim.name": "adamw"},
 }
 _FULL, _SELECTIVE = {"activation_checkpointing.mode": "full"}, {"activation_checkpointing.mode": "selective"}
 _MASK = {"data.document_mask": True, "data.packing": "best_fit"}

@@ -287,7 +287,7 @@ def offload_conflicts(config: Any, layout: Any, n_gpus: int) -> dict[str, str]:
     if fsdp.cpu_offload and config.optim.name == "muon":
         found["fsdp.cpu_offload optim.name"] = (
             'optim.name = "muon" exchanges gradients between GPUs, which fsdp.cpu_offload = true keeps on the host; '
-            "fsdp.cpu_offload = false works"
+            'fsdp.cpu_offload = false works, or optim.name = "adamw"'
         )
     return found
 

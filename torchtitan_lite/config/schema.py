@@ -299,16 +299,16 @@ decoder fills them; pairs: a source and its target"""
 
 
 class TrainConfig(Section):
-    steps: int = Field(default=250, gt=0, le=10**12)
+    steps: int = Field(default=500, gt=0, le=10**12)
     """optimizer steps of the whole run"""
     epochs: float = Field(default=0.0, ge=0, le=10**6)
     """passes over the training data, e.g. 3 or 0.5, instead of steps; an epoch is samples / global_batch_size steps, \
 rounded up; 0: use steps"""
     seq_len: Size = 256
     """tokens per sequence"""
-    micro_batch_size: Size = 8
+    micro_batch_size: Size = 4
     """sequences per rank in one forward and backward"""
-    global_batch_size: Size = 16
+    global_batch_size: Size = 8
     """sequences per optimizer step, over all ranks; determines gradient accumulation"""
     batch_schedule: Annotated[list[list[int]], AfterValidator(_batch_schedule)] = []
     """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
@@ -340,7 +340,7 @@ class ParameterGroup(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "muon"
     """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards)"""
     lr: PositiveFloat = 4e-3
     """peak learning rate"""
@@ -360,6 +360,8 @@ class OptimConfig(Section):
     """muon: dtype of the products and of what ranks exchange; auto: float32 on a CPU, bfloat16 on a GPU"""
     muon_cautious_decay: bool = False
     """muon: decay a weight only where the update also shrinks it"""
+    muon_embedding_lr_factor: NonNegativeFloat = 3.0
+    """muon: multiplies the learning rate of token embeddings that are not tied to the head"""
     weight_decay: NonNegativeFloat = 0.1
     """weight decay of matrices; biases and norms have none"""
     freeze: list[str] = []

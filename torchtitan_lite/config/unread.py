@@ -60,7 +60,8 @@ RULES = (
     ),
     _rule("optim.betas optim.eps", "optim.name", 'optim.name = "adamw" or "muon"', lambda c: c.optim.name != "sgd"),
     _rule(
-        "optim.muon_momentum optim.muon_scale optim.muon_dtype optim.muon_cautious_decay",
+        "optim.muon_momentum optim.muon_scale optim.muon_dtype optim.muon_cautious_decay "
+        "optim.muon_embedding_lr_factor",
         "optim.name",
         'optim.name = "muon"',
         lambda c: c.optim.name == "muon",

@@ -71,7 +71,10 @@ def require_same_learning(config: Config, saved: TrainState, here: TrainState) -
 def _changes(saved: TrainState, here: TrainState) -> dict[str, tuple[Any, Any]]:
     """The values before and now of each changed key. A key that is newer than the checkpoint had its default."""
     known = known_keys()
-    pairs = {key: (saved.config.get(key, default_of(key)), now) for key, now in here.config.items() if key in known}
+    before = saved.config
+    if before.get("optim.name") == "muon":  # version 0.2 had it, without this factor
+        before = {"optim.muon_embedding_lr_factor": 1.0, **before}
+    pairs = {key: (before.get(key, default_of(key)), now) for key, now in here.config.items() if key in known}
     plain = {key: tuple(json.loads(json.dumps(value)) for value in pair) for key, pair in pairs.items()}
     return {key: (before, now) for key, (before, now) in plain.items() if saved.config and before != now}
 

@@ -72,11 +72,13 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     for name in names:
         parameter = model.get_parameter(name)
         decay, factor = config.weight_decay if parameter.ndim > 1 else 0.0, 1.0
+        if config.name == "muon" and name == "tok_embeddings.weight" and "output.weight" in names:
+            factor = config.muon_embedding_lr_factor
         i = first_match(name, patterns)
         if i is not None:
             group = config.groups[i]
             decay = decay if group.weight_decay is None else group.weight_decay
-            factor = group.lr_factor
+            factor *= group.lr_factor
         by_muon = config.name == "muon" and parameter.ndim == 2 and name.startswith("layers.")
         chosen.setdefault((decay, factor, by_muon), []).append(parameter)
     wrong = list(unused("optim.groups", names, patterns))

@@ -275,6 +275,8 @@ def _reconcile(t: Translation) -> None:
                 t.sets.setdefault(f"fsdp.{key}", (value, source))
     if t.sets.get("run.device", ("", ""))[0] == "cpu" and t.sets.pop("fsdp.cpu_offload", (False, ""))[0]:
         t.no_counterpart["fsdp_offload_params"] = "on a CPU, parameters are on the host anyway"
+    if t.sets.get("fsdp.cpu_offload", (False, ""))[0]:
+        t.set("optim.name", "adamw", f"{t.sets['fsdp.cpu_offload'][1]} (the default, muon, needs gradients on the GPU)")
     if source.startswith("distributed_type") and "fsdp.reduce_dtype" in t.sets:
         t.sets["fsdp.reduce_dtype"] = "float32", f"{source}: DDP with autocast sums in float32"
 
