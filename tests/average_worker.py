@@ -28,7 +28,7 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, freeze, set_learning_rate
 from torchtitan_lite.tools.allocator import own_bytes
 
-STEPS, WITHHELD = 4, (2,)
+STEPS, WITHHELD = 4, (3,)  # not the second: until then the average is the weight
 DECAY = 0.8
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
