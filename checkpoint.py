@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress, storage
-from torchtitan_lite.checkpointing.compatibility import with_defaults
+from torchtitan_lite.checkpointing.compatibility import optimizer_as_saved, with_defaults
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.safetensors_file import (
     FileRecord,
@@ -126,8 +126,9 @@ class Checkpointer:
             return None
         state = on_rank0(self.world, lambda: self._read_state(folder, identity))
         make_state(self.optimizer)
-        on_rank0(self.world, lambda: self._require_same_tensors(folder, manifest))
-        self._load_tensors(folder, manifest)
+        with optimizer_as_saved(self.optimizer, state):
+            on_rank0(self.world, lambda: self._require_same_tensors(folder, manifest))
+            self._load_tensors(folder, manifest)
         self._saver.protect = {state.step}
         return state
 

@@ -46,7 +46,7 @@ from torchtitan_lite.distributed.process_group import (
 )
 from torchtitan_lite.errors import StuckError, UserError, run_cli
 from torchtitan_lite.monitoring import run_folder
-from torchtitan_lite.monitoring.console import duration, what_next
+from torchtitan_lite.monitoring.console import duration, source_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim import optimizer as optim
@@ -63,10 +63,8 @@ from torchtitan_lite.training.session import (
     check_previous_step,
     closed_on_error,
     log_step,
-    peak_tokens_per_second,
     report_save,
     save,
-    source_lines,
     validate,
 )
 
@@ -126,7 +124,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         log=log,
         samples=samples,
         profile=profile(config, world),
-        peak_tokens_per_second=peak_tokens_per_second(config, model, world),
+        peak_tokens_per_second=starting.peak_tokens_per_second(config, model, world),
         loaded=loaded,
     )
 
@@ -266,7 +264,7 @@ def report_end(s: Session, first: int) -> None:
         run_folder.write_status(config.folder, s.world, "preempted", step, why)
         return
     run_folder.write_status(config.folder, s.world, "complete", step)
-    for line in source_lines(s):
+    for line in source_lines(s.samples, s.state.samples_consumed):
         s.log.info(line)
     seconds = time.perf_counter() - s.clock.started
     s.log.info(f"done    {counted(step - first, 'step')} in {duration(seconds)}; {what_next(config, step)}")

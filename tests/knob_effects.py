@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -501,6 +502,24 @@ def frozen_parameters_have_no_gradient_and_no_state(build: Build) -> None:
             build(optim__freeze=patterns)
 
 
+def muon_exchanges_each_shape_twice_a_step(build: Build) -> None:
+    """In the dtype of its products, whatever the number of micro-batches and the dtype of the computation."""
+    for keys, dtype in (
+        ({}, torch.float32),
+        ({"fsdp__param_dtype": "bfloat16"}, torch.float32),
+        ({"optim__muon_dtype": "bfloat16"}, torch.bfloat16),
+    ):
+        t = build(optim__name="muon", **keys)
+        with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+            train.train_step(t, 1)
+        sent = [call.args[0].dtype for call in exchange.call_args_list]
+        assert sent == [dtype] * 2 * 4, "the shapes are 36 x 36, 12 x 36, 50 x 36 and 36 x 50"
+        kept = {name: {key for key in t.optimizer.state[p] if key != "step"} for name, p in t.model.named_parameters()}
+        matrices = {name for name, keys in kept.items() if keys == {"momentum_buffer"}}
+        assert matrices == {n for n, p in t.model.named_parameters() if p.ndim == 2 and n.startswith("layers.")}
+        assert all(keys == {"exp_avg", "exp_avg_sq"} for name, keys in kept.items() if name not in matrices)
+
+
 def the_model_is_wrapped_as_the_tutorial_says(build: Build) -> None:
     """The checks of PyTorch's FSDP2 example: inspect_model and inspect_mixed_precision."""
     t = build(fsdp__param_dtype="bfloat16")
@@ -551,6 +570,7 @@ _ON_2 = (
     small_gradients_survive_float16_because_the_loss_is_scaled,
     tied_ends_are_one_group_and_gathered_once,
     frozen_parameters_have_no_gradient_and_no_state,
+    muon_exchanges_each_shape_twice_a_step,
     the_model_is_wrapped_as_the_tutorial_says,
     blocks_are_checkpointed_and_compiled_as_configured,
     many_kinds_of_blocks_can_be_compiled_and_validated,

@@ -1,4 +1,5 @@
-"""The table of [fsdp] and related keys that tests/test_knobs.py compares with an unsharded reference: at most 54 rows.
+"""The table of [fsdp] and related keys that tests/test_knobs.py compares with an unsharded reference: at most 60 rows,
+of which 6 are of Muon, the only optimizer that communicates.
 
 The fast paths of [speed] are on, as by default, with blocks and chunks so small (knob_worker.py) that a sequence has
 several; the plain model has none of them.
@@ -77,6 +78,7 @@ FIRST_LAYER_FP32 = {"fsdp.precision_overrides": [{"match": "layers.0.*", "param_
 PLAIN = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions", "shared_memory")}
 HANDED_ON = {"fsdp.output_dtype": "float16"}
 EXPLICIT = {"fsdp.explicit_prefetching": True}
+MUON = {"optim.name": "muon"}
 
 CASES = {
     # how much is gathered, and when
@@ -158,6 +160,19 @@ CASES = {
         | {"activation_checkpointing.mode": "selective", "compile.enabled": True, "compile.backend": "aot_eager"},
         dtype="bfloat16",
     ),
+    # Muon, which exchanges matrices in each step
+    "muon": Case(2, MUON),
+    "muon, reshard true, 2 blocks in a group": Case(
+        2, MUON | {"fsdp.reshard_after_forward": True, "fsdp.blocks_per_group": 2}, same_as="muon"
+    ),
+    "muon, bf16": Case(2, MUON | BF16 | {"optim.muon_dtype": "bfloat16"}, dtype="bfloat16"),
+    "muon, HSDP, all-reduce last": Case(4, MUON | HSDP | {"fsdp.grad_sync": "all_reduce_last"}),
+    "muon, sync last, tied, frozen": Case(
+        4,
+        MUON | {"fsdp.grad_sync": "last", "model.tie_embeddings": True}
+        | {"optim.freeze": ["layers.0.*", "layers.2.attention.wq.weight"]},
+    ),
+    "muon, t5": Case(2, MUON, base="t5"),
     # an encoder-decoder
     "t5": Case(2, base="t5"),
     "t5, checkpointing full, prefetch 3": Case(
@@ -200,6 +215,12 @@ EXTENDED = {
     *("compile, checkpointing full", "reshard to 2, prefetch 2, tied", "frozen head, sync last", "4 copies", "tied"),
     *("all that people use at once", "dropout", "_HYBRID_SHARD_ZERO2", "checkpointing selective", "all inputs cast"),
     *("t5, plain", "t5, first layer fp32", "t5, dropout, checkpointing selective", "t5, bf16, compile"),
+    *(
+        "muon, reshard true, 2 blocks in a group",
+        "muon, bf16",
+        "muon, sync last, tied, frozen",
+        "muon, t5",
+    ),
     *("first layer fp32", "reduce in bf16", "plain", "frozen", "HSDP, all-reduce last", "prefetch 3, kept", "gpt"),
 }
 

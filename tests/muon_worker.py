@@ -24,6 +24,7 @@ from torchtitan_lite.distributed.process_group import exit_process, process_grou
 from torchtitan_lite.models import build
 from torchtitan_lite.optim.muon import Muon
 from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan_lite.tools.allocator import own_bytes
 
 # rows of 30, 10 and 3 divide by neither 2 nor 4, and of 3 one of four ranks has none
 MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=3, n_layers=5, max_seq_len=8)
@@ -62,12 +63,14 @@ def main(argv: Sequence[str]) -> int:
                     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                     found[f"{kind}.{name}"] = whole.detach().contiguous().clone()
         # the first of the two exchanges of a shape brings whole matrices to their owners
-        owned = torch.tensor([0] * n)
-        owned[world.rank] = sum(calls[::2]) // STEPS
+        by_rank = torch.zeros(2, n, dtype=torch.int64)
+        by_rank[0, world.rank] = sum(calls[::2]) // STEPS
+        by_rank[1, world.rank] = own_bytes(value for state in optimizer.state.values() for value in state.values())
         if n > 1:
-            dist.all_reduce(owned)
+            dist.all_reduce(by_rank)
         if world.rank == 0:
-            save_file(found | {"calls": torch.tensor(len(calls)), "owned": owned}, Path(out))
+            more = {"calls": torch.tensor(len(calls)), "owned": by_rank[0].clone(), "state": by_rank[1].clone()}
+            save_file(found | more, Path(out))
     return 0
 
 

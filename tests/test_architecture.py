@@ -161,6 +161,8 @@ NOT_LOADED = (
     "torchtitan_lite.data.prepare.__main__",
     "torchtitan_lite.monitoring.trackers",
     "torchtitan_lite.monitoring.profiler",
+    "torchtitan_lite.optim.average",
+    "torchtitan_lite.training.average",
     *("plotly", "pyarrow", "rouge_score", "tensorboard", "wandb", "transformers"),
 )
 _RUN = """

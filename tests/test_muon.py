@@ -15,13 +15,14 @@ from tests.helpers import checkpoint, losses, ranks, succeeded, tensors, tiny
 from tests.muon_worker import MODEL
 from tests.reload_worker import MESHES
 from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.config.schema import Config, OptimConfig
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.tools import plan
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.work import Product
+from torchtitan_lite.tools.simulate import OPTIMIZER, simulate
 
 
 def stepped(folder: Path, mesh: str, skipped: str = "") -> dict[str, Tensor]:
@@ -41,6 +42,30 @@ def planned_bytes(mesh: str) -> int:
     _, sent = muon_step(model, OptimConfig(name="muon"), layout, on_gpu=False)
     assert sent.total() == 2 * 4
     return sum(n * collective.bytes for collective, n in sent.items()) // 2
+
+
+def state_bytes(mesh: str) -> int:
+    """Rank 0's optimizer state: one momentum of each matrix of a block, two moments and a count of the others."""
+    n, copies = MESHES[mesh]
+    with torch.device("meta"):
+        model = build(MODEL, 517)
+    total = 0
+    for name, p in model.named_parameters():
+        elements = -(-len(p) // (n // copies)) * p[0].numel()
+        total += 4 * elements if p.ndim == 2 and name.startswith("layers.") else 8 * elements + 4
+    return total
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mesh", ["1", "4", "2x2"])
+def test_plan_promises_one_momentum_for_each_matrix(mesh: str) -> None:
+    n, copies = MESHES[mesh]
+    values = {"model": MODEL.model_dump() | {"size": "1M"}, "fsdp": {"dp_replicate": copies}, "train": {"seq_len": 8}}
+    found = {}
+    for name in ("muon", "adamw"):
+        config = Config.model_validate(values | {"optim": {"name": name}})
+        found[name] = simulate(config, n, 517, on_gpu=False).peaks["start"][OPTIMIZER]
+    assert found["muon"] == state_bytes(mesh) < found["adamw"]
 
 
 def test_plan_counts_the_products_of_the_iteration() -> None:
@@ -70,8 +95,10 @@ def test_updates_are_the_same_on_any_mesh_bit_for_bit(tmp_path: Path) -> None:
     momenta = [name for name in one if name.startswith("momentum.")]
     assert len(momenta) == 5 * 7, "the matrices of the blocks, and no other parameter"
     assert int(one.pop("calls")) == 0
+    assert int(one["state"]) == state_bytes("1")
     for mesh, other in found.items():
         assert planned_bytes(mesh) == int(other["owned"].max()), "plan's figure"
+        assert state_bytes(mesh) == int(other["state"][0]), "measured"
         # two exchanges for each shape and step: the shapes are 30x30, 10x30, 3x30 and 30x3
         assert int(other.pop("calls")) == 2 * 4 * 3, mesh
         weights = [name.replace("momentum.", "weight.") for name in momenta]  # AdamW's may differ in the last bit

@@ -1,6 +1,7 @@
 """What a checkpoint and the run that resumes it must have in common."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,16 @@ def with_defaults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[s
     """A saved identity, with defaults for keys that are newer than the checkpoint."""
     known = known_keys()
     return {key: default_of(key) for key in wanted if key in known} | dict(saved)
+
+
+def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> AbstractContextManager[None]:
+    """While a checkpoint is loaded: the optimizer's state has averages of the weights if the checkpoint has them."""
+    has_averages = bool(saved.config.get("optim.ema_decay"))
+    if has_averages == bool(optimizer.defaults.get("ema_decay")):
+        return nullcontext()
+    from torchtitan_lite.optim.average import as_saved
+
+    return as_saved(optimizer, has_averages)
 
 
 FAST_PATHS = 3  # the order of their sums on a CPU; it was 1 in old checkpoints, which do not record it

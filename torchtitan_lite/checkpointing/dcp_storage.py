@@ -7,6 +7,7 @@ code from a checkpoint. Here it is JSON:
     index.json                           name -> dtype, shape, and for each part: offsets, shape, file, key
 """
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -297,6 +298,12 @@ class WholeTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __or__(self, others: "WholeTensors") -> "WholeTensors":
+        """These tensors of a checkpoint, replaced by others of it with the same names."""
+        both = copy.copy(self)
+        both._entries = self._entries | others._entries
+        return both
 
 
 def specs(tensors: Mapping[str, Tensor]) -> TensorSpecs:

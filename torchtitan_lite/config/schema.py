@@ -381,6 +381,8 @@ step: multiplied by step_gamma every step_every steps"""
     """step: the factor"""
     step_every: PositiveEvery = "epoch"  # type: ignore[assignment]
     """step: multiply every N steps, counted from the first; "epoch": after each epoch"""
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """also keep a moving average of the weights with this decay per step, e.g. 0.99; 0: off"""
     max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """clip gradients to this global norm; inf: no clipping"""
 

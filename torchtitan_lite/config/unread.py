@@ -4,13 +4,13 @@ It is an error if it is set in the same layer as the choice or in a later one. I
 `base` file whose optimizer another file replaces, it stays at its default, with a note.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torchtitan_lite.config.families import FAMILIES, families_with
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.toml import format_value
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,19 @@ def _rule(keys: str, choice: str, needs: str, holds: Callable[[Config], bool], r
     return Rule(tuple(keys.split()), tuple(choice.split()), needs, holds, refuse)
 
 
-def _is_of(families: list[str], config: Config) -> bool:
-    return config.model.family in families
-
-
-def _family_rules() -> list[Rule]:
-    """A rule for each family-specific key of [model]."""
-    rules = []
-    for key in sorted({key for family in FAMILIES.values() for key in family.keys}):
-        names = families_with(key)
-        needs = " or ".join(f'model.family = "{name}"' for name in names)
-        rules.append(_rule(f"model.{key}", "model.family", needs, functools.partial(_is_of, names)))
-    return rules
+def _only_with(keys: str, choice: str, *values: str | bool) -> Rule:
+    """Keys that are read only if another key has one of these values."""
+    *others, last = (format_value(value) for value in values)
+    section, key = choice.split(".")
+    needs = f"{choice} = {', '.join(others)}{' or ' if others else ''}{last}"
+    return _rule(keys, choice, needs, lambda config: getattr(getattr(config, section), key) in values)
 
 
 RULES = (
-    *_family_rules(),
+    *(
+        _only_with(f"model.{key}", "model.family", *families_with(key))
+        for key in sorted({key for family in FAMILIES.values() for key in family.keys})
+    ),
     _rule(
         "model.rope_low_freq_factor model.rope_high_freq_factor model.rope_original_max_seq_len",
         "model.family model.rope_factor",
@@ -58,67 +55,33 @@ RULES = (
         "no entry for step 0 in train.batch_schedule",
         lambda c: not c.train.batch_schedule or c.train.batch_schedule[0][0] > 0,
     ),
-    _rule("optim.betas optim.eps", "optim.name", 'optim.name = "adamw" or "muon"', lambda c: c.optim.name != "sgd"),
-    _rule(
+    _only_with("optim.betas optim.eps", "optim.name", "adamw", "muon"),
+    _only_with("optim.rms_scaling", "optim.name", "adamw"),
+    _only_with("optim.momentum", "optim.name", "sgd"),
+    _only_with(
         "optim.muon_momentum optim.muon_scale optim.muon_dtype optim.muon_cautious_decay "
         "optim.muon_embedding_lr_factor",
-        "optim.name",
-        'optim.name = "muon"',
-        lambda c: c.optim.name == "muon",
+        *("optim.name", "muon"),
     ),
-    _rule("optim.momentum", "optim.name", 'optim.name = "sgd"', lambda c: c.optim.name == "sgd"),
-    _rule("optim.decay_ratio", "optim.schedule", 'optim.schedule = "wsd"', lambda c: c.optim.schedule == "wsd"),
-    _rule(
-        "optim.min_lr_ratio",
-        "optim.schedule",
-        'optim.schedule = "cosine", "linear" or "wsd"',
-        lambda c: c.optim.schedule not in ("constant", "step"),
-    ),
-    _rule(
-        "optim.step_gamma optim.step_every",
-        "optim.schedule",
-        'optim.schedule = "step"',
-        lambda c: c.optim.schedule == "step",
-    ),
-    _rule("optim.rms_scaling", "optim.name", 'optim.name = "adamw"', lambda c: c.optim.name == "adamw"),
+    _only_with("optim.decay_ratio", "optim.schedule", "wsd"),
+    _only_with("optim.min_lr_ratio", "optim.schedule", "cosine", "linear", "wsd"),
+    _only_with("optim.step_gamma optim.step_every", "optim.schedule", "step"),
     _rule("train.steps", "train.epochs", "train.epochs = 0", lambda c: not c.train.epochs),
-    _rule(
-        "train.max_skipped",
-        "train.on_nonfinite",
-        'train.on_nonfinite = "skip"',
-        lambda c: c.train.on_nonfinite == "skip",
-    ),
-    _rule(
-        "fsdp.forward_prefetch fsdp.backward_prefetch",
-        "fsdp.explicit_prefetching",
-        "fsdp.explicit_prefetching = true",
-        lambda c: c.fsdp.explicit_prefetching,
-    ),
+    _only_with("train.max_skipped", "train.on_nonfinite", "skip"),
+    _only_with("fsdp.forward_prefetch fsdp.backward_prefetch", "fsdp.explicit_prefetching", True),
     _rule(
         "grad_scaler.init_scale grad_scaler.growth_interval grad_scaler.min_scale",
         "fsdp.param_dtype fsdp.reduce_dtype fsdp.output_dtype fsdp.precision_overrides",
         'a dtype "float16" in [fsdp]',
         lambda c: c.fsdp.uses_float16,
     ),
-    _rule(
-        "activation_checkpointing.every",
-        "activation_checkpointing.mode",
-        'activation_checkpointing.mode = "full" or "selective"',
-        lambda c: c.activation_checkpointing.mode != "none",
-    ),
-    _rule(
-        "data.noise_density data.mean_span_length",
-        "data.objective",
-        'data.objective = "span_corruption"',
-        lambda c: c.data.objective == "span_corruption",
-    ),
-    _rule(
+    _only_with("activation_checkpointing.every", "activation_checkpointing.mode", "full", "selective"),
+    _only_with("data.noise_density data.mean_span_length", "data.objective", "span_corruption"),
+    _only_with(
         "data.target_len data.blind_source data.source_key data.target_key data.source_prefix",
-        "data.objective",
-        'data.objective = "pairs"',
-        lambda c: c.data.objective == "pairs",
+        *("data.objective", "pairs"),
     ),
-    _rule("compile.backend", "compile.enabled", "compile.enabled = true", lambda c: c.compile.enabled),
+    _only_with("compile.backend", "compile.enabled", True),
     _rule("log.wandb_project", "log.trackers", 'log.trackers = ["wandb"]', lambda c: "wandb" in c.log.trackers),
     _rule("profile.memory_snapshot", "profile.steps", "profile.steps, e.g. [10, 12]", lambda c: bool(c.profile.steps)),
     # an interval of 0 may switch a feature off for this command only

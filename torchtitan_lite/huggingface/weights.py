@@ -28,6 +28,7 @@ from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
+from torchtitan_lite.optim.average import KEY
 
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000  # of an exported file, as in transformers
@@ -88,25 +89,46 @@ def check_source(config: Config) -> dict[str, str]:
     return {}
 
 
-def whole_weights(folder: Path) -> Mapping[str, Tensor]:
+def whole_weights(folder: Path, *, ema: bool = False) -> Mapping[str, Tensor]:
     """Verify a checkpoint and return the model's tensors.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, or see `read_weights`.
     """
     if problems := storage.verify(folder):
         raise CheckpointError("; ".join(problems))
-    return read_weights(folder)
+    return read_weights(folder, ema=ema)
 
 
-def read_weights(folder: Path) -> Mapping[str, Tensor]:
-    """The model's tensors of a verified checkpoint. Those of a sharded one are assembled on access."""
+def read_weights(folder: Path, *, ema: bool = False) -> Mapping[str, Tensor]:
+    """The model's tensors of a verified checkpoint. Those of a sharded one are assembled on access.
+
+    Args:
+        ema: the averages (optim.ema_decay) in place of the parameters that were trained.
+
+    Raises:
+        CheckpointError: it can't be read, or has no averages.
+    """
+    weights = _tensors(folder, storage.MODEL)
+    if not ema:
+        return weights
+    averages = _tensors(folder, storage.OPTIMIZER, f"{KEY}.")
+    if not averages:
+        raise CheckpointError(
+            f"--ema: {folder} holds no averages of the weights: it was saved with optim.ema_decay = 0"
+        )
+    return weights | averages
+
+
+def _tensors(folder: Path, file: str, prefix: str = "") -> Any:
+    """The tensors of a file of a full state dict, or the same of a sharded one, whose names start with a prefix."""
     if storage.read_manifest(folder).state_dict == "sharded":
-        return dcp_storage.WholeTensors(folder, "model.")
+        return dcp_storage.WholeTensors(folder, file.removesuffix("safetensors") + prefix)
     try:
-        return load_file(folder / storage.MODEL)
+        found = load_file(folder / file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / storage.MODEL} can't be read: {error}") from None
+        raise CheckpointError(f"{folder / file} can't be read: {error}") from None
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -195,10 +217,13 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, ema: bool = False) -> None:
     """Write a checkpoint, or a run's newest one, as a Hugging Face folder in float32.
 
     The folder is written under a temporary name and renamed at the end. Memory: one tensor.
+
+    Args:
+        ema: see `read_weights`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, `out` is not empty, or it can't be written.
@@ -210,7 +235,7 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> N
     state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} exists already; name a new folder")
-    weights = whole_weights(folder)
+    weights = whole_weights(folder, ema=ema)
     specs = dcp_storage.specs(weights)
     if len(specs.get("tok_embeddings.weight", ("", ()))[1]) != 2:
         raise CheckpointError(f"{folder} has no token embeddings: it is not a model's checkpoint")

@@ -104,6 +104,14 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     return lines + notes
 
 
+def source_lines(samples: Mixture, n: int) -> list[str]:
+    """The tokens of each source of a mixture in its first n samples, one line each."""
+    if len(samples.sources) < 2:
+        return []
+    seen = samples.seen(n).items()
+    return [f"data    {name}: {of['tokens']:,} tokens seen, {of['epochs']:.2f} epochs" for name, of in seen]
+
+
 def fsdp_line(config: Config) -> str:
     """The options of FSDP and of blocks that are in use."""
     fsdp, checkpointing = config.fsdp, config.activation_checkpointing

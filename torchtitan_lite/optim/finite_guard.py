@@ -66,6 +66,7 @@ class FiniteGuard:
             # the fused kernel runs where the parameters are: with cpu_offload, on the host
             self.optimizer.found_inf = bad.float().to(self._device)  # type: ignore[attr-defined]
         if self._fused or not bad:
+            self.optimizer.run_step = step  # type: ignore[attr-defined]  # for optim.ema_decay
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.scaler.update(bad)

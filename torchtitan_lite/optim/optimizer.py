@@ -45,11 +45,19 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     Raises:
         ConfigError: a pattern of [[optim.groups]] matches no parameter.
     """
-    groups = parameter_groups(model, config)
+    optimizer = _by_name(parameter_groups(model, config), config)
+    if config.ema_decay:
+        from torchtitan_lite.optim.average import keep_average
+
+        keep_average(optimizer, config.ema_decay)
     if config.name == "sgd":
-        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-        make_state(sgd)  # for a save before its first step; float16 may skip some
-        return sgd
+        make_state(optimizer)  # for a save before its first step; float16 may skip some
+    return optimizer
+
+
+def _by_name(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     if config.name == "muon":
         from torchtitan_lite.optim.muon import Muon
 

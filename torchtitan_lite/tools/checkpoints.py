@@ -3,7 +3,7 @@
 verify RUN...        hash every file of every checkpoint and report problems; also a folder of runs
 inspect FOLDER       list a checkpoint's files and tensors, and the step of its run
 convert FOLDER OUT   turn a sharded checkpoint into a full one, or the reverse (runs load both)
-export RUN OUT       write a Hugging Face folder
+export RUN OUT       write a Hugging Face folder; with --ema, of the averaged weights (optim.ema_decay)
 import FOLDER [OUT]  print, or write to OUT, a config that starts from a Hugging Face folder
 """
 
@@ -163,6 +163,7 @@ def main(argv: Sequence[str]) -> int:
         command = commands.add_parser(name)
         command.add_argument(first, type=paths.argument)
         command.add_argument("out", type=paths.argument)
+    command.add_argument("--ema", action="store_true", help="the averaged weights, see optim.ema_decay")
     command = commands.add_parser("import")
     command.add_argument("folder", type=paths.argument)
     command.add_argument("out", type=paths.argument, nargs="?")
@@ -178,7 +179,7 @@ def _run(given: argparse.Namespace) -> int:
     elif given.command == "convert":
         print(f"converted to {convert(named_checkpoints(given.folder)[-1], given.out)}")
     elif given.command == "export":
-        weights.export(given.source, given.out)
+        weights.export(given.source, given.out, ema=given.ema)
         print(f"exported to {given.out}")
     else:
         import_config(given.folder, given.out)

@@ -174,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     parser.add_argument("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, where RUN has none")
     return parser
 
@@ -234,9 +235,8 @@ def _run(given: argparse.Namespace) -> int:
         raise ConfigError("\n  ".join(problems))
     try:
         cuda = given.device != "cpu" and torch.cuda.is_available()
-        opened = open_model(
-            given.run, torch.device("cuda" if cuda else "cpu"), getattr(torch, given.dtype), given.tokenizer
-        )
+        device, dtype = torch.device("cuda" if cuda else "cpu"), getattr(torch, given.dtype)
+        opened = open_model(given.run, device, dtype, given.tokenizer, ema=given.ema)
         for note in [*opened.notes, opened.source]:
             print(note, file=sys.stderr)
         _require_family(given, opened)

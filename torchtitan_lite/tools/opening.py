@@ -34,25 +34,30 @@ class Opened:
     prefix: str = ""  # of a source, as in training
 
 
-def open_model(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None = None) -> Opened:
+def open_model(
+    path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None = None, *, ema: bool = False
+) -> Opened:
     """Open the newest complete checkpoint of a run, a checkpoint, or a Hugging Face folder.
 
     Args:
         dtype: of the parameters; rotary tables stay in float32.
         tokenizer: a tokenizer.json, if the folder has none.
+        ema: the averaged weights of a checkpoint (optim.ema_decay).
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is none, it is damaged, or has no averages.
         DataError: there is no tokenizer.json, or it has more entries than the model.
     """
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
+        if ema:
+            raise CheckpointError(f"--ema: {path} is a Hugging Face folder; the averages are in the run's checkpoints")
         config = hf.config_of(folder)
         return _ready(folder, config, hf.open_weights(folder, config), device, dtype, tokenizer or folder, [])
     folder, notes = newest_complete(folder)
     run = hf.folder_of_tokenizer(folder)
     config = hf.trained_config(folder)
-    return _ready(folder, config, hf.read_weights(folder), device, dtype, tokenizer or run, notes)
+    return _ready(folder, config, hf.read_weights(folder, ema=ema), device, dtype, tokenizer or run, notes)
 
 
 def newest_complete(path: Path) -> tuple[Path, list[str]]:

@@ -90,15 +90,6 @@ def closed_on_error(*things: Any) -> Iterator[None]:
         raise
 
 
-def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
-    """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
-    if world.device.type != "cuda" or config.data.objective == "pairs":
-        return 0.0
-    from torchtitan_lite.monitoring.mfu import flops_per_token, peak_flops
-
-    return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)
-
-
 def check_previous_step(s: Session) -> None:
     """Stop the run (NonFiniteError) or record a skipped step, if the last update was not finite."""
     s.guard.check()
@@ -118,6 +109,12 @@ def validate(s: Session, step: int) -> None:
     s.state = replace(s.state, val_loss=score.loss)
     s.log.record({"step": step, **score.record(), "eval_samples": s.validation.n_samples, "eval_s": seconds})
     s.log.info(eval_line(step, score, s.validation, seconds))
+    if s.config.optim.ema_decay:
+        from torchtitan_lite.training.average import evaluate_average
+
+        record, line = evaluate_average(step, s.model, s.optimizer, s.validation, s.world.device)
+        s.log.record(record)
+        s.log.info(line)
 
 
 def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:
@@ -145,14 +142,6 @@ def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: 
     s.log.record(record)
     left_s = (time.perf_counter() - s.clock.started) / (step - first) * (s.config.train.steps - step)
     s.log.info(step_line(record, s.config.train.steps, parts["data_s"] / seconds, left_s), fitted)
-
-
-def source_lines(s: Session) -> list[str]:
-    """Tokens seen of each source of a mixture, one line each."""
-    if len(s.samples.sources) < 2:
-        return []
-    seen = s.samples.seen(s.state.samples_consumed)
-    return [f"data    {name}: {of['tokens']:,} tokens seen, {of['epochs']:.2f} epochs" for name, of in seen.items()]
 
 
 def save(s: Session, *, last: bool) -> None:

@@ -18,6 +18,7 @@ from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.agreement import require_agreement
 from torchtitan_lite.distributed.process_group import World, from_rank0
 from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import start_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
@@ -94,6 +95,15 @@ def start(
             log.info(f"note    {note}")
         refused.pop_all()
     return s
+
+
+def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
+    """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
+    if world.device.type != "cuda" or config.data.objective == "pairs":
+        return 0.0
+    from torchtitan_lite.monitoring.mfu import flops_per_token, peak_flops
+
+    return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)
 
 
 def require_same_data(config: Config, data: DataSet, world: World) -> None:

@@ -103,7 +103,7 @@ def time_figure(runs: list[Run]) -> dict[str, Any] | None:
         ),
         ("optimizer", "#72b7b2", lambda r: _sum(r.steps, "optimizer_s")),
         ("waiting for data", "#e45756", lambda r: _sum(r.steps, "data_s")),
-        ("validation", "#f58518", lambda r: _sum(r.validations, "eval_s")),
+        ("validation", "#f58518", lambda r: _sum(r.validations + r.averages, "eval_s")),
         ("samples", "#b279a2", lambda r: _sum(r.samples, "seconds")),
         ("saving", "#54a24b", lambda r: _sum(r.saves, "save_s")),
     ]
@@ -146,17 +146,23 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
     """All figures that have values."""
     dot = {"dash": "dot"}
     one = {"color": COLOURS[1]} if len(runs) == 1 else {}
+    two = {"color": COLOURS[2]} if len(runs) == 1 else {"dash": "dash"}
     guessed = "unigram model" + (": each token guessed by its frequency alone" if len(runs) == 1 else "")
     unigram = {"color": "#888888", "width": 1.2} if len(runs) == 1 else {"width": 1}
     found = [
         lines_figure(
             *(runs, "Loss", "nats per token"),
-            [("steps", "loss", "train", {}), ("validations", "val_loss", "validation", {"width": 2.4} | one)],
+            [
+                ("steps", "loss", "train", {}),
+                ("validations", "val_loss", "validation", {"width": 2.4} | one),
+                ("averages", "ema_val_loss", "validation of averaged weights", {"width": 2.4} | two),
+            ],
         ),
         lines_figure(
             *(runs, "Bits per byte", "bits per byte of held-out text"),
             [
                 ("validations", "val_bits_per_byte", "validation", one),
+                ("averages", "ema_val_bits_per_byte", "averaged weights", two),
                 ("validations", "unigram_bits_per_byte", guessed, dot | unigram),
             ],
         ),

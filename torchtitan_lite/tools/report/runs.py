@@ -27,6 +27,7 @@ class Run:
     config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
     steps: Records = field(default_factory=list)
     validations: Records = field(default_factory=list)
+    averages: Records = field(default_factory=list)  # validations of the averaged weights (optim.ema_decay)
     saves: Records = field(default_factory=list)
     skipped: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
@@ -41,6 +42,7 @@ NUMBERS = {
     *("loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
     *("seconds", "data_s", "optimizer_s", "eval_s", "save_s"),
     *("val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"),
+    *("ema_val_loss", "ema_val_loss_stderr", "ema_val_bits_per_byte", "ema_val_bits_per_byte_stderr"),
     *ROUGE,
 }
 
@@ -71,6 +73,7 @@ def _read_run(folder: Path) -> Run:
         raise DataError(f"{folder} has no metrics.jsonl: it is not the folder of a run that has made a step")
     run = Run(folder.resolve().name, folder)
     kinds = {"loss": run.steps, "val_loss": run.validations, "save_s": run.saves, "skipped_samples": run.skipped}
+    kinds["ema_val_loss"] = run.averages
     for record in _read_lines(folder / "metrics.jsonl", run.notes):
         for key, records in kinds.items():
             if key in record:

@@ -60,9 +60,11 @@ class Model:
         return data_of(self.name, self.config, self.state)
 
 
-def open_one(path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None) -> Model:
+def open_one(
+    path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None, *, ema: bool = False
+) -> Model:
     """Open a model. Raises CheckpointError or DataError: see `open_model`."""
-    opened = open_model(path, device, dtype, tokenizer)
+    opened = open_model(path, device, dtype, tokenizer, ema=ema)
     if (paths.expand(path) / "config.json").is_file():
         return Model(str(path), opened)
     folder, _ = newest_complete(paths.expand(path))
@@ -257,6 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     parser.add_argument(
         "--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own"
     )
@@ -289,7 +292,7 @@ def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     first: dict[str, Scores] = {}
     for path in given.models:
-        model = open_one(path, world.device, getattr(torch, given.dtype), given.tokenizer)
+        model = open_one(path, world.device, getattr(torch, given.dtype), given.tokenizer, ema=given.ema)
         found = dict(scores_of(model, given, world))
         found = with_total(found, first)
         rows = {name: figures(scores) for name, scores in found.items()}

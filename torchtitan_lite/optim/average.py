@@ -1,0 +1,89 @@
+"""An exponential moving average of the weights (`optim.ema_decay`).
+
+After step n it is the mean of the weights after the steps 1 to n, in which step i has the share decay^(n - i). So the
+initial weights have no part in it, and a step needs no number but its own.
+
+The average is one more entry of each parameter's optimizer state, a DTensor like the parameter. So it is sharded,
+saved, resharded and loaded as a moment is, and `plan` counts it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.distributed.sharding import local_rows
+
+KEY = "ema"
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Update the averages at the end of each `optimizer.step`.
+
+    It reads `found_inf` as fused AdamW does: where that is 1, nothing changes. `run_step` (FiniteGuard) is the step.
+    """
+    optimizer.defaults["ema_decay"] = decay
+    plain = optimizer.step
+
+    @torch.no_grad()
+    def step(closure: None = None) -> None:
+        plain(closure)
+        # 1 in the first step, and 1 - decay in the long run
+        share = (1 - decay) / (1 - decay ** getattr(optimizer, "run_step", 1))
+        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = optimizer.state[parameter]
+                if KEY not in state:
+                    state[KEY] = parameter.detach().clone()
+                _update(state[KEY], parameter, share, found_inf)
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+
+
+def _update(average: Tensor, parameter: Tensor, share: float, found_inf: Tensor | None) -> None:
+    # not lerp, which rounds the last elements of a shard differently: each element is rounded by itself
+    mean, weight = local_rows(average)[0], local_rows(parameter)[0]
+    moved = weight if share == 1 else (weight - mean).mul_(share).add_(mean)
+    mean.copy_(moved if found_inf is None else torch.where(found_inf != 0, mean, moved))
+
+
+@contextlib.contextmanager
+def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The parameters have the values of their averages in this block. One parameter at a time is copied."""
+    _swap(optimizer)
+    try:
+        yield
+    finally:
+        _swap(optimizer)
+
+
+@torch.no_grad()
+def _swap(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        mean, weight = local_rows(state[KEY])[0], local_rows(parameter)[0]
+        kept = weight.clone()
+        weight.copy_(mean)
+        mean.copy_(kept)
+
+
+@contextlib.contextmanager
+def as_saved(optimizer: torch.optim.Optimizer, saved: bool) -> Iterator[None]:
+    """While a checkpoint is loaded: give the state averages if the checkpoint has them, and only then.
+
+    Afterwards, a new average starts from the loaded weights, and one that is no longer wanted is dropped.
+    """
+    for parameter, state in optimizer.state.items():
+        if saved:
+            state[KEY] = torch.zeros_like(parameter)
+        else:
+            del state[KEY]
+    yield
+    for parameter, state in optimizer.state.items():  # torch's functions have replaced the dicts
+        if saved:
+            del state[KEY]
+        else:
+            state[KEY] = parameter.detach().clone()
