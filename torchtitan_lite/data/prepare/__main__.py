@@ -17,7 +17,8 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from torchtitan_lite.config import paths
-from torchtitan_lite.config.paths import expanded, is_prepared
+from torchtitan_lite.config.find_text import expanded
+from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import content
