@@ -27,6 +27,7 @@ ROOMS = [
     ["monitoring"],
     ["training"],
     ["tools"],
+    ["api"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # `python -m torchtitan_lite.NAME`: two lines each, which stand for a module of tools/

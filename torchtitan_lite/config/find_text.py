@@ -5,15 +5,63 @@ adds nothing.
 """
 
 import contextlib
+import errno
 import fnmatch
 import glob
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.config.paths import _mode, expanded, reading
 from torchtitan_lite.errors import DataError
+
+
+def expanded(path: str | Path, key: str) -> Path:
+    """`expand` for data: replace `~`; `key` names the option in messages.
+
+    Raises:
+        DataError: the home folder is unknown, or the path contains a NUL.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        raise DataError(f"{key}: {text!r} contains a NUL character, which no path can")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise DataError(
+            f"{key}: the home folder in {text} is unknown (HOME is not set, or there is no such user); "
+            "write the full path"
+        ) from None
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn an OSError into a DataError about this path."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror or error}") from None
+
+
+def _mode(path: str | Path) -> int | None:
+    """The mode of a path's target; None if there is none."""
+    with reading(path):
+        try:
+            return os.stat(path).st_mode
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return None
+            raise
+
+
+def kind_of(path: Path) -> str:
+    """The type of a path's target, for messages."""
+    mode = _mode(path)
+    if mode is None:
+        return "a broken link"
+    names = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
+    return next((name for test, name in names.items() if test(mode)), "a folder" if stat.S_ISDIR(mode) else "a file")
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,13 @@
-"""Paths from the user: `~`, globs, symbolic links and prepared folders.
-
-A search for text skips nothing silently: an unreadable folder is an error. Links to folders are followed, and each
-folder is visited once.
-"""
+"""Paths from the user: `~`, problems, and prepared folders. find_text.py has what only the search for text needs."""
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_lite.errors import ConfigError, DataError, shortened
+from torchtitan_lite.errors import ConfigError, shortened
 
 
 def expand(path: str | Path) -> Path:
@@ -55,53 +49,6 @@ def problem(path: str | Path) -> str:
     if not os.access(where, os.R_OK | os.X_OK if is_folder else os.R_OK, effective_ids=effective):
         return f"{path}: permission denied to uid {os.geteuid()}"
     return ""
-
-
-def expanded(path: str | Path, key: str) -> Path:
-    """`expand` for data: replace `~`; `key` names the option in messages.
-
-    Raises:
-        DataError: the home folder is unknown, or the path contains a NUL.
-    """
-    text = os.fspath(path)
-    if "\0" in text:
-        raise DataError(f"{key}: {text!r} contains a NUL character, which no path can")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise DataError(
-            f"{key}: the home folder in {text} is unknown (HOME is not set, or there is no such user); "
-            "write the full path"
-        ) from None
-
-
-@contextlib.contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Turn an OSError into a DataError about this path."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path} can't be read: {error.strerror or error}") from None
-
-
-def _mode(path: str | Path) -> int | None:
-    """The mode of a path's target; None if there is none."""
-    with reading(path):
-        try:
-            return os.stat(path).st_mode
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                return None
-            raise
-
-
-def kind_of(path: Path) -> str:
-    """The type of a path's target, for messages."""
-    mode = _mode(path)
-    if mode is None:
-        return "a broken link"
-    names = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
-    return next((name for test, name in names.items() if test(mode)), "a folder" if stat.S_ISDIR(mode) else "a file")
 
 
 _LONGEST_META = 256 << 20  # bytes

@@ -27,6 +27,7 @@ from torchtitan_lite.config.paths import _LONGEST_META
 from torchtitan_lite.errors import DataError
 
 FORMAT_VERSION = 2
+IN_PLACE = 3  # the same, with Megatron's .bin files in place of ours: megatron/tokens.py
 SPLITS = "train", "val"
 PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
 _SPOTS = 64
@@ -106,6 +107,11 @@ class TokenFiles:
         self._split, self._folder = split, folder
         self._vocab_size = meta.vocab_size
         self._files: dict[int, int] = {}  # descriptors
+        self._in_place: Any = None
+        if meta.format_version == IN_PLACE:
+            from torchtitan_lite.data.megatron.tokens import MegatronTokens
+
+            self._in_place = MegatronTokens(folder, meta, split, token_dtype(meta.vocab_size))
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """Tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
@@ -113,6 +119,8 @@ class TokenFiles:
         Raises:
             DataError: a file is unreadable or truncated, or has a token outside the vocabulary.
         """
+        if self._in_place is not None:
+            return self._in_place.read(first, end)
         number, offset = divmod(first, self._shard_tokens)
         n = min(end - first, self._shard_tokens - offset)
         size = self._dtype.itemsize
@@ -195,8 +203,8 @@ def _parsed(file: Path) -> Meta:
     content = json.loads(file.read_bytes())
     if not isinstance(content, dict):
         raise ValueError("meta.json is not a JSON object")
-    if content.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"its format is {content.get('format_version')}, but this version reads {FORMAT_VERSION}")
+    if (version := content.get("format_version")) not in (FORMAT_VERSION, IN_PLACE):
+        raise ValueError(f"its format is {version}, but this version reads {FORMAT_VERSION} and {IN_PLACE}")
     _require_types(Meta, content, "meta.json")
     for name, described in content["files"].items():
         if not isinstance(described, dict):
@@ -225,11 +233,13 @@ def _require_named(meta: Meta) -> None:
         raise ValueError(f"meta.json: {meta.val_documents} of {meta.documents} documents are for validation")
     itemsize = np.dtype(token_dtype(meta.vocab_size)).itemsize
     wanted: dict[str, int] = {}
+    others = {"tokenizer.json", "skipped.log", PAIRS}
+    if in_place := meta.format_version == IN_PLACE:
+        others |= {"megatron.json", "train.extents", "val.extents", *filter(os.path.isabs, meta.files)}
     for split in SPLITS:
-        for number, length in enumerate(shard_lengths(meta.tokens(split), meta.shard_tokens)):
+        for number, length in enumerate(() if in_place else shard_lengths(meta.tokens(split), meta.shard_tokens)):
             wanted[shard_name(split, number)] = length * itemsize
         wanted[f"{split}.idx"] = meta.n_documents(split) * 8
-    others = {"tokenizer.json", "skipped.log", PAIRS}
     for name, file in meta.files.items():
         if name not in others and wanted.get(name) != file.bytes:
             raise ValueError(f"meta.json contradicts itself about {name}")

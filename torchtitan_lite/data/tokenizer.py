@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from torchtitan_lite.config.paths import expanded, kind_of
+from torchtitan_lite.config.find_text import expanded, kind_of
 from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -87,7 +87,7 @@ def answer(opened: Opened, prompt: str, options: Options) -> str:
     times: list[float] = []
 
     def timed() -> Iterator[int]:
-        for token in _tokens(opened, ids, options):
+        for token in tokens_of(opened, ids, options):
             times.append(time.perf_counter())
             yield token
 
@@ -105,7 +105,8 @@ def answer(opened: Opened, prompt: str, options: Options) -> str:
     return f"{len(times)} tokens, {(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s; {first}"
 
 
-def _tokens(opened: Opened, ids: list[int], options: Options) -> Iterable[int]:
+def tokens_of(opened: Opened, ids: list[int], options: Options) -> Iterable[int]:
+    """The tokens that continue a prompt, or answer a source."""
     model, ends = opened.model, opened.ends
     if options.beams > 1:
         return beam_search(model, ids, options.max_tokens, options.beams, ends, options.length_penalty)
@@ -179,7 +180,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _problems(given: argparse.Namespace) -> list[str]:
+def problems_of(given: argparse.Namespace) -> list[str]:
+    """What is wrong with the options, also of `ttl.generate`."""
     found = []
     if given.prompt is None and given.source is None and not given.interactive:
         found.append('nothing to continue; e.g. --prompt "def ", --source "summarize: ..." or --interactive')
@@ -231,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    if problems := _problems(given):
+    if problems := problems_of(given):
         raise ConfigError("\n  ".join(problems))
     try:
         cuda = given.device != "cpu" and torch.cuda.is_available()

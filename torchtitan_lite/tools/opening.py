@@ -121,18 +121,16 @@ def _ready(
         setattr(model, name, torch.empty_like(buffer, device=device))
     model.reset_buffers()
     source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
-    prefix = _source_prefix(folder)
+    prefix = "" if (folder / "config.json").is_file() else source_prefix(hf.folder_of_tokenizer(folder))
     if prefix and answers(model):
         notes = [*notes, f"each source begins with {prefix!r}, as in training"]
     return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes, prefix)
 
 
-def _source_prefix(folder: Path) -> str:
-    """What the run of a checkpoint put before each source; empty for other folders, and for older runs."""
-    if (folder / "config.json").is_file():
-        return ""
+def source_prefix(folder: Path) -> str:
+    """What a run's or a prepared folder's pairs have before each source; empty for other folders and older runs."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        prefix = json.loads((hf.folder_of_tokenizer(folder) / PAIRS).read_bytes()).get("source_prefix")
+        prefix = json.loads((folder / PAIRS).read_bytes()).get("source_prefix")
         return prefix if isinstance(prefix, str) else ""
     return ""
 

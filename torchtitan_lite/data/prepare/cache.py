@@ -18,7 +18,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from torchtitan_lite.config.paths import expanded
+from torchtitan_lite.config.find_text import expanded
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import content, literal

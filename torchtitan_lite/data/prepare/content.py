@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from torchtitan_lite.config import paths
+from torchtitan_lite.config import find_text
 from torchtitan_lite.data.prepare.corpus import Content, Corpus, stat_of
 from torchtitan_lite.data.token_files import HASHED_BYTES, spots
 from torchtitan_lite.errors import DataError
@@ -78,7 +78,7 @@ def _hashes(corpus: Corpus, files: tuple[Path, ...]) -> list[str]:
     in_full = corpus.size() < HASHED_BYTES  # all files together
 
     def of(file: Path) -> str:
-        with paths.reading(file):
+        with find_text.reading(file):
             if not in_full:
                 return spots(file)[:32]
             with file.open("rb") as stream:

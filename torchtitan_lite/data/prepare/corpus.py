@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from torchtitan_lite.config import find_text, paths
+from torchtitan_lite.config import find_text
 from torchtitan_lite.config import find_text as find_text_module
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
@@ -73,7 +73,7 @@ def stat_of(file: Path) -> os.stat_result:
     Raises:
         DataError: the file is missing or unreadable.
     """
-    with paths.reading(file):
+    with find_text.reading(file):
         return file.stat()
 
 
@@ -109,7 +109,7 @@ def find(path: str | list[str], text_key: str = "text") -> Corpus:
 def _texts(entry: str, ignored: set[Path]) -> list[Path]:
     """The files of one entry of `[data] path`, each once, even if a link leads to it as well."""
     found: list[tuple[Path, bool]] = []
-    for path, linked in find_text.matching(paths.expanded(entry, "data.path")):
+    for path, linked in find_text.matching(find_text.expanded(entry, "data.path")):
         if find_text_module.is_folder(path):
             found += [(text, linked or through_link) for text, through_link in _below(path, ignored)]
         elif find_text_module.is_file(path):
@@ -143,9 +143,9 @@ def _below(folder: Path, ignored: set[Path]) -> list[tuple[Path, bool]]:
 
 
 def _nothing(entry: str, ignored: set[Path]) -> DataError:
-    path = paths.expanded(entry, "data.path")
+    path = find_text.expanded(entry, "data.path")
     if path in ignored:
-        return DataError(f"{path} is {paths.kind_of(path)}; supported: {READABLE}")
+        return DataError(f"{path} is {find_text.kind_of(path)}; supported: {READABLE}")
     if find_text_module.is_folder(path) and (path / "tokenizer.json").exists() and (path / "train.idx").exists():
         return DataError(f"{path} looks like a prepared folder, but its meta.json is missing; prepare the text again")
     return DataError(f"no text at {entry}; supported: {READABLE} (looked in {Path.cwd()})")
@@ -157,7 +157,7 @@ def listed(ignored: list[Path]) -> str:
     found = [f"{count:,} x {suffix}" for suffix, count in suffixes.most_common() if suffix]
     for file in ignored:
         if kind(file):
-            found.append(f"{file.name} ({paths.kind_of(file)})")
+            found.append(f"{file.name} ({find_text.kind_of(file)})")
         elif not file.suffix:
             found.append(file.name)
     return ", ".join(found[:10] + ["..."] * (len(found) > 10))

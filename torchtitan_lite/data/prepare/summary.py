@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.token_files import (
     _BLOCK,
+    IN_PLACE,
     SPLITS,
     File,
     Meta,
@@ -21,6 +22,7 @@ from torchtitan_lite.data.token_files import (
     shard_name,
     token_dtype,
 )
+from torchtitan_lite.errors import DataError
 from torchtitan_lite.terminal import counted
 
 
@@ -67,6 +69,13 @@ def identity(files: dict[str, File]) -> str:
     return hashlib.sha256(json.dumps(shards).encode()).hexdigest()
 
 
+def identity_in_place(files: dict[str, File]) -> str:
+    """`tokens_sha256` of a folder whose tokens are in Megatron's files, wherever these are."""
+    extents = [files[f"{split}.{what}"].sha256 for split in SPLITS for what in ("extents", "idx")]
+    tokens = [file.sha256 for name, file in files.items() if name.endswith(".bin")]
+    return hashlib.sha256(json.dumps([extents, tokens]).encode()).hexdigest()
+
+
 def verify(folder: Path) -> list[str]:
     """Read every byte of a prepared folder, and return a line for each problem.
 
@@ -76,14 +85,29 @@ def verify(folder: Path) -> list[str]:
     meta = read_meta(folder)
     now = all_files(folder, list(meta.files))
     wrong = [f"{name}: its SHA-256 is not the one in meta.json" for name in now if now[name] != meta.files[name]]
-    if identity(now) != meta.tokens_sha256:
+    if (identity_in_place if meta.format_version == IN_PLACE else identity)(now) != meta.tokens_sha256:
         wrong.append("meta.json: tokens_sha256 is not that of the token files")
     return wrong + wrong_documents(folder, meta)
 
 
 def wrong_documents(folder: Path, meta: Meta) -> list[str]:
     """A line for each problem in the division into documents, independent of the hashes."""
-    return [line for split in SPLITS for line in _wrong_documents(folder, meta, split)]
+    find = _wrong_in_place if meta.format_version == IN_PLACE else _wrong_documents
+    return [line for split in SPLITS for line in find(folder, meta, split)]
+
+
+def _wrong_in_place(folder: Path, meta: Meta, split: str) -> Iterator[str]:
+    """The same as `_wrong_documents` for tokens in Megatron's files."""
+    try:
+        stream, ends = TokenFiles(folder, meta, split), document_ends(folder, meta, split)
+        for first in range(0, meta.tokens(split), _BLOCK):
+            last = min(first + _BLOCK, meta.tokens(split))
+            found = np.flatnonzero(stream.read(first, last) == meta.end_token) + first + 1
+            low, high = np.searchsorted(ends, [first + 1, last + 1])
+            if not np.array_equal(found, np.concatenate(([1] * (first == 0), ends[low:high]))):
+                yield f"{split}: the end tokens between tokens {first:,} and {last:,} are not where documents end"
+    except DataError as error:
+        yield str(error)
 
 
 def _wrong_documents(folder: Path, meta: Meta, split: str) -> Iterator[str]:

@@ -93,7 +93,7 @@ def score(
     total = torch.zeros(len(found), dtype=torch.float64)
     if indices:
         total.index_add_(0, torch.tensor(indices), torch.cat(nats).double().cpu())
-    total = sum_over_ranks(total.to(world.device)).cpu()
+    total = _summed(total, world)
     counts = np.array(found, dtype=np.float64).reshape(-1, 2)
     return Scores(total.numpy(), counts[:, 0], counts[:, 1])
 
@@ -118,7 +118,12 @@ def score_rows(
         found[0, which] = model(tokens, targets, per_sequence=True).double().cpu()
         found[1, which] = torch.from_numpy(known.sum(1)).double()
         found[2, which] = torch.from_numpy((lengths[np.where(known, rows.targets, 0)] * known).sum(1)).double()
-    return Scores(*sum_over_ranks(found.to(world.device)).cpu().numpy())
+    return Scores(*_summed(found, world).numpy())
+
+
+def _summed(values: Tensor, world: World) -> Tensor:
+    """The sum over ranks. A world of one needs no process group: see api.py."""
+    return sum_over_ranks(values.to(world.device)).cpu() if world.world_size > 1 else values
 
 
 def losses(model: Transformer, batch: list[Window], device: torch.device) -> Tensor:

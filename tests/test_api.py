@@ -1,0 +1,303 @@
+"""The API: `import torchtitan_lite as ttl`, its doctests, docs/notebook.md, and the losses of a run in a plain loop."""
+
+import ast
+import doctest
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchtitan_lite as ttl
+from tests.helpers import ROOT, TINY, losses, ranks, run_python, succeeded, tiny
+from torchtitan_lite import api
+from torchtitan_lite.data.loader import MicroBatch
+
+STEPS = 5
+MORE: dict[str, Any] = {
+    "train.steps": STEPS,
+    "eval.every": STEPS,
+    "checkpoint.every": STEPS,
+    "model.family": "llama",
+    "optim.max_norm": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def place(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory: a text, the configs, and a run on one process."""
+    folder = tmp_path_factory.mktemp("api")
+    shutil.copytree(text, folder / "my_text")
+    (folder / "configs").mkdir()
+    values = [f"{key} = {json.dumps(value)}" for key, value in TINY.items()]
+    (folder / "configs/debug.toml").write_text("\n".join(values))  # smaller than the one that the page names
+    before = Path.cwd()
+    os.chdir(folder)
+    more = {key.replace(".", "__"): value for key, value in MORE.items()}
+    succeeded(ranks(1, *tiny(folder / "my_text", folder / "runs", run__name="default", **more)))
+    yield folder
+    os.chdir(before)
+    assert not dist.is_initialized()
+
+
+def tiny_config(**more: Any) -> Any:
+    values = TINY | MORE | {"data.path": "my_text"} | {key.replace("__", "."): value for key, value in more.items()}
+    return ttl.load_config(overrides=values)
+
+
+def plain_loop(config: Any) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step, as metrics.jsonl has them."""
+    data = ttl.open_data(config)
+    model = ttl.build_model(config, data.vocab_size)
+    optimizer = ttl.build_optimizer(model, config)
+    found = {}
+    for step, batch in data.batches():
+        total = torch.zeros(())
+        for micro in batch.micro_batches:
+            loss = model(*micro.on(torch.device("cpu")))
+            (loss / batch.global_tokens).backward()
+            total += loss.detach()
+        norm = ttl.clip_grad_norm(model, optimizer, config.optim.max_norm)
+        ttl.set_learning_rate(optimizer, config, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found[step] = (total / batch.global_tokens).item(), norm.item()
+    return found
+
+
+# --- names and imports ----------------------------------------------------------------------------------------------
+
+
+def test_ten_names_that_are_documented_and_typed() -> None:
+    assert len(ttl.__all__) == 10
+    stub = ast.parse((ROOT / "torchtitan_lite/__init__.pyi").read_text())
+    typed = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed == set(ttl.__all__)
+    page = (ROOT / "docs/notebook.md").read_text()
+    cells = "".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
+    for name in ttl.__all__:
+        found = getattr(ttl, name)
+        assert found.__doc__, name
+        assert f"ttl.{name}" in cells, name
+        assert name in dir(ttl)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        ttl.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_plain_import_loads_nothing() -> None:
+    code = "import sys, torchtitan_lite; print(sorted(m for m in sys.modules if m.split('.')[0] in %r))"
+    heavy = ("torch", "numpy", "pydantic", "tokenizers", "torchtitan_lite", "typing")
+    said = subprocess.run([sys.executable, "-S", "-c", code % (heavy,)], cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert ast.literal_eval(said.stdout) == ["torchtitan_lite"]
+
+
+@pytest.mark.extended
+def test_mypy_sees_the_types(tmp_path: Path) -> None:
+    file = tmp_path / "user.py"
+    file.write_text("import torchtitan_lite as ttl\nreveal_type(ttl.load_config)\nttl.evaluate(1)\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(file)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "schema.Config" in said
+    assert 'Missing positional arguments "tokenizer", "data"' in said
+
+
+def test_the_stub_is_installed() -> None:
+    assert '"__init__.pyi"' in (ROOT / "pyproject.toml").read_text()
+
+
+# --- what it computes -----------------------------------------------------------------------------------------------
+
+
+def test_a_plain_loop_has_the_losses_of_a_run_bit_for_bit(place: Path) -> None:
+    found, run = plain_loop(tiny_config()), losses(place / "runs/default")
+    assert min(norm for _, norm in run.values()) > MORE["optim.max_norm"]  # so gradients are clipped
+    assert found == run
+    config = ttl.load_config("runs/default/config.toml")
+    assert plain_loop(config) == run
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"optim__name": "muon", "optim__rms_scaling": False},
+        {"optim__name": "sgd", "optim__lr": 0.1, "model__tie_embeddings": True},
+        {"data__packing": "best_fit", "data__document_mask": True, "train__z_loss": 1e-4},
+        {"train__batch_schedule": [[2, 4]], "activation_checkpointing__mode": "full"},
+    ],
+    ids=["muon", "sgd", "documents", "schedule"],
+)
+def test_a_plain_loop_with_other_values(place: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    given = {key.replace(".", "__"): value for key, value in MORE.items()} | more
+    given = {key: str(value).lower() if isinstance(value, bool) else value for key, value in given.items()}
+    succeeded(ranks(1, *tiny(place / "my_text", tmp_path, run__name="run", **given)))
+    assert plain_loop(tiny_config(**more)) == losses(tmp_path / "run")
+
+
+def test_batches_from_a_later_step(place: Path) -> None:
+    config = tiny_config(train__batch_schedule=[[2, 4]])
+    data = ttl.open_data(config)
+    every = dict(data.batches())
+    assert list(every) == list(range(1, STEPS + 1))
+    later = dict(data.batches(first_step=3))
+    assert list(later) == [3, 4, 5]
+
+    def tokens(micro_batches: list[MicroBatch]) -> torch.Tensor:
+        return torch.cat([micro.tokens for micro in micro_batches])
+
+    for step, batch in later.items():
+        assert tokens(batch.micro_batches).equal(tokens(every[step].micro_batches))
+    assert "train_tokens=" in repr(data)
+
+
+@pytest.mark.extended
+def test_scores_and_text_are_those_of_the_commands(place: Path) -> None:
+    model, tokenizer = ttl.load_model("runs/default")
+    command = ["-m", "torchtitan_lite.evaluate", str(place / "runs/default"), "--device", "cpu"]
+    command += ["--json", str(place / "scores.json")]
+    text = str(place / "my_text")
+    succeeded(run_python([*command, "--data", text, "--documents", "2"]))
+    (scored,) = json.loads((place / "scores.json").read_text())["models"]
+    assert ttl.evaluate(model, tokenizer, text, documents=2) == scored["texts"]
+    succeeded(run_python(command))
+    (scored,) = json.loads((place / "scores.json").read_text())["models"]
+    data = ttl.open_data(tiny_config())
+    (own,) = ttl.evaluate(model, tokenizer, data).values()
+    (wanted,) = scored["texts"].values()
+    assert own["loss"] == wanted["loss"]
+
+    words = ["-m", "torchtitan_lite.generate", str(place / "runs/default"), "--prompt", "def ", "--max-tokens", "20"]
+    said = succeeded(run_python([*words, "--device", "cpu"]))
+    assert said == f"def {ttl.generate(model, tokenizer, 'def ', max_tokens=20)}\n"
+
+
+def test_the_state_of_a_model_in_training_stays(place: Path) -> None:
+    config = tiny_config()
+    data = ttl.open_data(config)
+    model = ttl.build_model(config, data.vocab_size)
+    assert ttl.generate(model, data.tokenizer, "def ", max_tokens=3)
+    assert set(ttl.evaluate(model, data.tokenizer, ["my_text", data.dataset.folder], documents=1)) == {
+        "my_text",
+        str(data.dataset.folder),
+        "(total)",
+    }
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
+    succeeded(run_python(["checkpoint.py", "export", str(place / "runs/default"), str(place / "exported")]))
+    model, tokenizer = ttl.load_model("runs/default")
+    published, same = ttl.load_model(place / "exported")
+    tokens = torch.tensor([tokenizer.encode("def main(arguments)")])
+    assert same.encode("def main(arguments)") == tokens[0].tolist()
+    assert tokenizer.decode(tokens[0].tolist()) == "def main(arguments)"
+    torch.testing.assert_close(published(tokens), model(tokens))
+    for source in ("runs/default", "exported"):
+        started = ttl.build_model(tiny_config(model__init_from=source), tokenizer.vocab_size)
+        for name, parameter in started.named_parameters():
+            assert parameter.equal(model.get_parameter(name)), (source, name)
+    (model(tokens, tokens) / 5).backward()  # it can be trained
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_bfloat16_by_autocast(place: Path) -> None:
+    config = tiny_config(fsdp__param_dtype="bfloat16")
+    data = ttl.open_data(config)
+    with pytest.warns(UserWarning, match="use torch.autocast"):
+        model = ttl.build_model(config, data.vocab_size)
+    _, batch = next(data.batches())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(*batch.micro_batches[0].on(torch.device("cpu")))
+    loss.backward()
+    exact = model(*batch.micro_batches[0].on(torch.device("cpu")))
+    assert loss.item() != exact.item()
+    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("ttl.load_config(overrides={'train.stepz': 5})", "overrides: [train] stepz = 5: unknown key"),
+        ("ttl.load_config('nosuch.toml')", "nosuch.toml: no such file"),
+        ("ttl.load_config(overrides={'model.init_from': 'nosuch'})", "model.init_from"),
+        ("ttl.open_data(ttl.load_config(overrides={'data.path': 'nosuch'}))", "nosuch"),
+        ("ttl.build_model(config)", "ttl.build_model(config, data.vocab_size)"),
+        (
+            "ttl.build_model(ttl.load_config(overrides={'model.vocab_size': 300, 'tokenizer.vocab_size': 257}), 517)",
+            "300",
+        ),
+        ("ttl.load_model('nosuch')", "nosuch does not exist"),
+        ("ttl.load_model('my_text')", "is not a run with a checkpoint"),
+        ("ttl.load_model('runs/default', device='tpu')", "device='tpu' should be auto, cpu or cuda"),
+        ("ttl.load_model('runs/default', tokenizer='nosuch.json')", "nosuch.json"),
+        ("data.batches(first_step=0)", "first_step=0 should be 1 or more"),
+        ("ttl.generate(model, tokenizer, '')", 'the prompt is empty; give the model a beginning, e.g. prompt "def "'),
+        ("ttl.generate(model, tokenizer, 'a', max_tokens=0, top_p=2)", "max_tokens=0 should be at least 1\n  top_p=2"),
+        ("ttl.generate(model, tokenizer, 'a', beams=2)", "beams=2 is for encoder-decoders"),
+        ("ttl.evaluate(model, tokenizer, 'nosuch')", "nosuch"),
+        ("ttl.evaluate(model, tokenizer, [])", "no text to score"),
+        ("ttl.evaluate(model, tokenizer, data, split='test')", "split='test' should be val, train or all"),
+        ("ttl.evaluate(model, tokenizer, data, seq_len=100)", "seq_len=100: the model takes at most 37 tokens"),
+        ("ttl.evaluate(model, tokenizer, data, batch_size=0)", "batch_size=0 should be at least 1"),
+    ],
+)
+def test_mistakes_are_user_errors(place: Path, mistake: str, message: str) -> None:
+    with pytest.raises(ttl.UserError) as raised:
+        eval(mistake, example_names())
+    assert message in str(raised.value)
+
+
+# --- what is documented ---------------------------------------------------------------------------------------------
+
+_NAMES: dict[str, Any] = {}
+
+
+def example_names() -> dict[str, Any]:
+    """What the examples in the docstrings use."""
+    if not _NAMES:
+        config = tiny_config()
+        data = ttl.open_data(config)
+        model = ttl.build_model(config, data.vocab_size)
+        optimizer = ttl.build_optimizer(model, config)
+        tokens = torch.tensor([data.tokenizer.encode("def main")])
+        _NAMES.update(ttl=ttl, torch=torch, config=config, data=data, model=model, optimizer=optimizer)
+        _NAMES.update(tokenizer=data.tokenizer, tokens=tokens)
+    return _NAMES
+
+
+@pytest.mark.parametrize("name", [name for name in ttl.__all__ if name != "UserError"])
+def test_the_examples_in_the_docstrings(place: Path, name: str) -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(api, name), name, globs=dict(example_names()))
+    assert test.examples, f"{name} has no example"
+    said: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert not said, "".join(said)
+
+
+def test_each_cell_of_the_page(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    cells = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/notebook.md").read_text(), re.M | re.S)
+    assert len(cells) >= 9
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"cell {number}", "exec"), names)
+        assert not dist.is_initialized()
+    said = capsys.readouterr().out
+    assert re.search(r"^step 20  loss \d\.\d{4}  grad norm \d+\.\d\d$", said, re.M)
+    assert "train.steps" in said
+    assert (place / "weights.pt").is_file()

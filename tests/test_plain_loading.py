@@ -1,0 +1,83 @@
+"""docs/checkpoints.md: what a run wrote, read in five lines without this package."""
+
+import ast
+import builtins
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import torchtitan_lite as ttl
+from tests.helpers import ROOT, checkpoint, ranks, run_python, succeeded, tensors, tiny
+
+PAGE = (ROOT / "docs/checkpoints.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+FULL, SHARDED, EXPORTED = BLOCKS
+
+
+def test_each_is_at_most_five_lines_of_plain_packages() -> None:
+    for block in BLOCKS:
+        assert len([line for line in block.splitlines() if line]) <= 5
+        nodes = list(ast.walk(ast.parse(block)))
+        used = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        used |= {(node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert used <= {"json", "safetensors", "torch", "transformers"}
+
+
+def run(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names after these lines, which must not import our package."""
+    real = builtins.__import__
+
+    def guarded(name: str, *args: Any, **kwargs: Any) -> Any:
+        assert not name.startswith("torchtitan_lite")
+        return real(name, *args, **kwargs)
+
+    names: dict[str, Any] = {}
+    with monkeypatch.context() as patched:
+        patched.chdir(folder)
+        patched.setattr(builtins, "__import__", guarded)
+        exec(compile(block, "docs/checkpoints.md", "exec"), names)
+    return names
+
+
+def a_run(name: str, text: Path, folder: Path, n: int, **more: Any) -> Path:
+    """The last checkpoint of a run of two steps. A link has the name of the page."""
+    values = {
+        "train__steps": 2,
+        "optim__warmup_steps": 1,
+        "eval__every": 0,
+        "eval__samples": 64,
+        "model__family": "llama",
+    }
+    succeeded(ranks(n, *tiny(text, folder / "runs", run__name=name, **values, **more)))
+    last = checkpoint(folder / "runs" / name, 2)
+    last.with_name("step-00000250").symlink_to(last)
+    return last
+
+
+def test_a_checkpoint(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = a_run("default", text, tmp_path, 1)
+    names = run(FULL, tmp_path, monkeypatch)
+    model, _ = ttl.load_model(folder)
+    assert names["weights"].keys() == dict(model.named_parameters()).keys()
+    model.load_state_dict(names["weights"])
+    assert names["weights"].keys() | names["optimizer"].keys() == tensors(folder).keys()
+    assert names["state"]["step"] == 2
+
+    succeeded(run_python(["checkpoint.py", "export", str(folder), str(tmp_path / "exported")]))
+    pytest.importorskip("transformers")
+    names = run(EXPORTED, tmp_path, monkeypatch)
+    ids = names["tokenizer"]("def main", return_tensors="pt").input_ids
+    torch.testing.assert_close(names["model"](ids).logits, model(ids))
+    assert names["weights"].keys() == load_file(tmp_path / "exported/model.safetensors").keys()
+
+
+def test_a_sharded_checkpoint(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = a_run("sharded", text, tmp_path, 2, checkpoint__state_dict="sharded")
+    weights = run(SHARDED, tmp_path, monkeypatch)["weights"]
+    wanted = {name: tensor for name, tensor in tensors(folder).items() if not name.startswith(("exp_avg", "step"))}
+    assert weights.keys() == wanted.keys()
+    assert all(weights[name].equal(wanted[name]) for name in wanted)

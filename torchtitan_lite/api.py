@@ -1,0 +1,427 @@
+"""The API for notebooks and training loops of your own: `import torchtitan_lite as ttl`. docs/notebook.md uses it all.
+
+Everything runs in this process, on a CPU or one GPU: there is no launcher, no process group and no run folder. A model
+is a plain torch.nn.Module with float32 parameters. With the same config, data and number of CPU threads, the loop of
+`build_optimizer` computes the losses of a run of train.py on one process, bit for bit (without dropout).
+
+Mistakes in arguments, files and configs raise `ttl.UserError` with what is wrong and what works. The API is one file,
+mostly docstrings, so that it reads as a reference.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from torchtitan_lite import models
+from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.config import load, paths
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.toml import Loaded
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.loader import Batch, Loader
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.distributed import parallelize
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.sharding import own_tensors
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import UserError as UserError
+from torchtitan_lite.huggingface import weights
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.models.generation import Sampler, answers, pieces
+from torchtitan_lite.optim import optimizer as optim
+from torchtitan_lite.tools import generate as generating
+from torchtitan_lite.tools import opening
+from torchtitan_lite.tools.scoring import evaluate as scoring
+from torchtitan_lite.training import checks
+from torchtitan_lite.training.start import prepared
+
+Text = str | os.PathLike[str]  # a path, or for data also a glob
+
+# --- config, data, model ----------------------------------------------------------------------------------------
+
+
+def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Load and check a config, as train.py does.
+
+    >>> config = ttl.load_config(overrides={"data.path": "my_text", "model.size": "1M", "train.steps": 50})
+    >>> config.train.steps, config.model.n_layers
+    (50, 4)
+
+    Args:
+        file: a TOML file, e.g. of configs/, or the config.toml of a run. None: the defaults.
+        overrides: values by "section.key", as on the command line of train.py.
+
+    Raises:
+        UserError: lists every mistake, with what works.
+    """
+    values = {
+        key: load.ConfigValue(os.fspath(value) if isinstance(value, os.PathLike) else value, "overrides")
+        for key, value in (overrides or {}).items()
+    }
+    model_checks = [checks.check_patterns, checks.check_init_from]
+    path = None if file is None else Path(file)
+    loaded = load.load(path, values, n_gpus=torch.cuda.device_count(), checks=model_checks)
+    for note in loaded.notes:
+        warnings.warn(note, stacklevel=2)
+    return loaded.config
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer, and how documents are marked in the text that a model was trained on."""
+
+    tokenizer: tokenizers.Tokenizer
+    end_tokens: tuple[int, ...]  # they end a document
+    source_prefix: str = ""  # pairs: the text before each source
+    config: Config | None = None  # of the run that trained the model; None: a Hugging Face folder
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of entries."""
+        return self.tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without an end token."""
+        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return str(self.tokenizer.decode(list(tokens)))
+
+
+@dataclass(frozen=True)
+class Data:
+    """The prepared data of a config."""
+
+    config: Config  # with steps in place of epochs
+    tokenizer: Tokenizer
+    dataset: DataSet
+
+    @property
+    def vocab_size(self) -> int:
+        """The vocabulary size of the tokenizer."""
+        return self.dataset.vocab_size
+
+    def batches(self, first_step: int = 1) -> Iterator[tuple[int, Batch]]:
+        """Each step and its global batch, to train.steps: the samples of a run with this config, in the same order.
+
+        A batch has `micro_batches`, and in `global_tokens` the number of targets of all of them. `micro.on(device)`
+        gives the arguments of the model.
+        """
+        if first_step < 1:
+            raise ConfigError(f"first_step={first_step} should be 1 or more")
+        train, data = self.config.train, self.config.data
+        samples = open_samples(self.dataset, "train", self.config)
+        loader = Loader(samples, train.micro_batch_size, 0, 1, self.config.run.seed, data.document_mask)
+
+        def steps() -> Iterator[tuple[int, Batch]]:
+            first = sum(train.batch_size(step) for step in range(1, first_step))
+            for step in range(first_step, train.steps + 1):
+                size = train.batch_size(step)
+                yield step, loader.batch(first, size)
+                first += size
+
+        return steps()
+
+    def __repr__(self) -> str:
+        names = ", ".join(source.name for source in self.dataset.sources)
+        sizes = f"train_tokens={self.dataset.tokens('train'):,}, val_tokens={self.dataset.tokens('val'):,}"
+        return f"Data({names}: {sizes}, vocab_size={self.vocab_size:,})"
+
+
+def open_data(config: Config) -> Data:
+    """Open the data of `[data]`. Text is prepared first, once, in the cache.
+
+    >>> data = ttl.open_data(config)
+    >>> step, batch = next(data.batches())
+    >>> len(batch.micro_batches), batch.micro_batches[0].tokens.shape, batch.global_tokens
+    (3, torch.Size([2, 32]), 192)
+
+    Raises:
+        UserError: the text is missing, unusable or too short, or prepared data is damaged.
+    """
+    loaded, dataset = prepared(Loaded(config, {}))
+    tokenizer = tokenizers.Tokenizer.from_file(str(dataset.folder / "tokenizer.json"))
+    prefix = opening.source_prefix(dataset.folder)
+    return Data(loaded.config, Tokenizer(tokenizer, (dataset.end_token,), prefix, loaded.config), dataset)
+
+
+def build_model(config: Config, vocab_size: int = 0) -> Transformer:
+    """Build the model of `[model]` on `run.device`, with the initial values of a run: random, or of `init_from`.
+
+    >>> model = ttl.build_model(config, data.vocab_size)
+    >>> tokens = torch.tensor([data.tokenizer.encode("def main")])
+    >>> model(tokens).shape[-1] == data.vocab_size
+    True
+
+    `model(tokens)` returns logits, (B, T, V). `model(tokens, targets)` returns the summed loss. Of the config it also
+    applies optim.freeze, train.z_loss, [speed], [activation_checkpointing] and [compile]. It computes in float32; use
+    torch.autocast for bfloat16.
+
+    Args:
+        vocab_size: of the data; a nonzero model.vocab_size overrides it.
+
+    Raises:
+        UserError: see above.
+    """
+    size = config.model.vocab_size or vocab_size
+    if not size:
+        raise ConfigError("the vocabulary size is missing, e.g. ttl.build_model(config, data.vocab_size)")
+    if size < vocab_size:
+        raise ConfigError(f"model.vocab_size = {size} is smaller than the tokenizer's {vocab_size}; 0 takes that")
+    if config.fsdp.param_dtype != "float32":
+        warnings.warn("the model computes in float32, not in fsdp.param_dtype: use torch.autocast", stacklevel=2)
+    with torch.device("meta"):
+        model = models.build(config.model, size)
+    optim.freeze(model, config.optim.freeze)
+    model.output.z_loss = config.train.z_loss
+    parallelize.apply_fast_paths(model, config.speed)
+    parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
+    parallelize.apply_compile(model, config.compile)
+    materialise(model, _device(config.run.device), config.run.seed)
+    if config.model.init_from:
+        _load_initial(model, config)
+    return model
+
+
+def _load_initial(model: Transformer, config: Config) -> None:
+    given = weights.open_weights(Path(config.model.init_from), config.model)
+    targets = own_tensors(model)
+    found = {name: shape for name, (_, shape) in dcp_storage.specs(given).items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+    storage.compare(Path("model.init_from"), found, wanted, "model", "use its [model] and its tokenizer")
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(given[name])
+
+
+def load_model(
+    path: Text, *, device: str = "auto", dtype: torch.dtype = torch.float32, tokenizer: Text | None = None
+) -> tuple[Transformer, Tokenizer]:
+    """Load a trained model: a run (its newest complete checkpoint), a checkpoint, or a Hugging Face folder.
+
+    >>> model, tokenizer = ttl.load_model("runs/default")
+    >>> model.training
+    False
+
+    Args:
+        device: auto (a GPU if there is one), cpu or cuda.
+        dtype: of the parameters.
+        tokenizer: a tokenizer.json, if the folder has none.
+
+    Raises:
+        UserError: there is no such model or tokenizer, or it is damaged.
+    """
+    file = None if tokenizer is None else paths.expand(os.fspath(tokenizer))
+    opened = scoring.open_one(Path(path), _device(device), dtype, file)
+    for note in opened.opened.notes:
+        warnings.warn(note, stacklevel=2)
+    model, own = opened.opened.model, opened.opened
+    return model.requires_grad_(), Tokenizer(own.tokenizer, own.ends, own.prefix, opened.config)
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={wanted!r} should be auto, cpu or cuda")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('device="cuda", but torch sees no GPU here; device="cpu" works')
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+# --- in the loop ------------------------------------------------------------------------------------------------
+
+
+def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Build the optimizer of `[optim]`, with its parameter groups. This is the loop of a run:
+
+    >>> optimizer = ttl.build_optimizer(model, config)
+    >>> for step, batch in data.batches():
+    ...     for micro in batch.micro_batches:
+    ...         loss = model(*micro.on(torch.device("cpu")))
+    ...         (loss / batch.global_tokens).backward()
+    ...     norm = ttl.clip_grad_norm(model, optimizer, config.optim.max_norm)
+    ...     rate = ttl.set_learning_rate(optimizer, config, step)
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+
+    Raises:
+        UserError: a pattern of [[optim.groups]] matches no parameter.
+    """
+    return optim.build_optimizer(model, config.optim)
+
+
+def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+    """Scale the gradients down to a total norm of at most `max_norm`. Returns the norm before that, () float32.
+
+    The same as torch.nn.utils.clip_grad_norm_, with the rounding of a run.
+
+    >>> model(tokens, tokens).backward()
+    >>> norm = ttl.clip_grad_norm(model, optimizer, 1.0)
+    >>> bool(norm > 1), bool(ttl.clip_grad_norm(model, optimizer, 1.0) < 1.001)
+    (True, True)
+    """
+    norm = optim.squared_norm(model, 1).sqrt().float()
+    optim.clip_gradients(optimizer, norm, max_norm, torch.ones_like(norm))
+    if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused step would divide by it, and keep it
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        torch._foreach_div_(
+            [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None], scale
+        )
+    return norm
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
+    """Set the learning rate of a step (from 1) by the schedule of `[optim]` over train.steps, and return it.
+
+    >>> [round(ttl.set_learning_rate(optimizer, config, step), 6) for step in (1, 2, 5)]
+    [0.002, 0.004, 0.0004]
+    """
+    rate = optim.learning_rate(config.optim, step, config.train.steps)
+    optim.set_learning_rate(optimizer, rate)
+    return rate
+
+
+# --- using a model ----------------------------------------------------------------------------------------------
+
+
+def generate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+) -> str:
+    """The text with which a model continues a prompt. Of an encoder-decoder: its answer to a source.
+
+    >>> len(ttl.generate(model, tokenizer, "def ", max_tokens=5)) > 0
+    True
+
+    Args:
+        max_tokens: at most so many; the end of a document, or of the model's context, ends the text earlier.
+        temperature: 0: always the likeliest token.
+        top_k: draw from so many of the likeliest tokens; 0: from all.
+        top_p: draw from the likeliest tokens that together have this probability.
+        seed: the same seed gives the same text.
+        beams: encoder-decoders: more than 1 replaces sampling by beam search.
+        length_penalty: beam search: a larger one prefers longer answers.
+
+    Raises:
+        UserError: an argument is out of range, or the prompt is empty or too long.
+    """
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    search = {"beams": beams, "length_penalty": length_penalty}
+    given = argparse.Namespace(prompt=prompt, source=None, interactive=False, device="auto", **sampling, **search)
+    if problems := generating.problems_of(given):
+        raise ConfigError("\n  ".join(_as_arguments(problem) for problem in problems))
+    if beams > 1 and not answers(model):
+        raise ConfigError(f"beams={beams} is for encoder-decoders, and this is a decoder: beams=1 works")
+    opened = _opened(model, tokenizer)
+    options = generating.Options(max_tokens, Sampler(temperature, top_k, top_p, seed), beams, length_penalty)
+    try:
+        ids = generating.encode(opened, prompt)
+    except ConfigError as error:
+        raise ConfigError(_as_arguments(str(error))) from None
+    with _evaluating(model):
+        tokens = generating.tokens_of(opened, ids, options)
+        return "".join(pieces(tokenizer.tokenizer, [] if answers(model) else ids, tokens))
+
+
+def evaluate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    data: Data | Text | Sequence[Text],
+    *,
+    split: str = "val",
+    text_key: str = "text",
+    documents: int | None = None,
+    seq_len: int = 0,
+    batch_size: int = 8,
+) -> dict[str, dict[str, float]]:
+    """Score a model on texts: the figures of `python -m torchtitan_lite.evaluate`, by text (docs/evaluate.md).
+
+    >>> scores = ttl.evaluate(model, tokenizer, "my_text", documents=2)
+    >>> sorted(scores["my_text"])[:4]
+    ['bits_per_byte', 'bits_per_byte_stderr', 'bytes', 'documents']
+
+    Args:
+        data: the held-out text of `open_data`, a text (a file, a folder or a glob), a prepared folder, or several.
+        split: of prepared data: val, train or all.
+        text_key: the key or column of .jsonl, .csv and .parquet files.
+        documents: score only so many of each text.
+        seq_len: tokens in a window; 0: as in training.
+        batch_size: windows in a batch.
+
+    Returns:
+        by text, and "(total)" of several: documents, tokens, bytes, loss, bits_per_byte, perplexity, and standard
+        errors (NaN where undefined).
+
+    Raises:
+        UserError: an argument is out of range, or a text is missing, unusable, or does not suit the model.
+    """
+    if split not in ("val", "train", "all"):
+        raise ConfigError(f"split={split!r} should be val, train or all")
+    for name, value, least in (("documents", documents, 1), ("seq_len", seq_len, 0), ("batch_size", batch_size, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} should be at least {least}")
+    if isinstance(data, Data):
+        names = {str(source.folder): source.name for source in data.dataset.sources}
+    else:
+        texts = [data] if isinstance(data, str | os.PathLike) else data
+        names = {os.fspath(text): os.fspath(text) for text in texts}
+    if not names:
+        raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
+    given = argparse.Namespace(
+        data=list(names),
+        **{"split": split, "text_key": text_key, "documents": documents, "seq_len": seq_len, "batch_size": batch_size},
+    )
+    config = data.config if isinstance(data, Data) else tokenizer.config
+    named = scoring.Model("the model", _opened(model, tokenizer), config)
+    device = model.tok_embeddings.weight.device
+    try:
+        with _evaluating(model):
+            found = dict(scoring.scores_of(named, given, World(0, 1, device, torch.get_num_threads())))
+    except ConfigError as error:
+        raise ConfigError(_as_arguments(str(error))) from None
+    scores = scoring.with_total(found, {})
+    return {names.get(text, text): scoring.figures(part) for text, part in scores.items()}
+
+
+def _opened(model: Transformer, tokenizer: Tokenizer) -> opening.Opened:
+    prefix = tokenizer.source_prefix
+    return opening.Opened("the model", model, tokenizer.tokenizer, tokenizer.end_tokens, [], prefix)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Transformer) -> Iterator[None]:
+    """Without dropout, and without gradients."""
+    was = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was)
+
+
+def _as_arguments(message: str) -> str:
+    """A message about options of a command, with their names as arguments. Complete commands stay as they are."""
+    if "python -m" in message:
+        return message
+    return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), message)
