@@ -25,6 +25,7 @@ ROOMS = [
     ["checkpointing"],
     ["huggingface"],
     ["monitoring"],
+    ["tasks"],
     ["training"],
     ["tools"],
 ]
