@@ -122,7 +122,7 @@ def test_choices_equal_those_of_transformers(folder: Path, tmp_path: Path) -> No
     from torchtitan_lite.tasks.score import _batches
 
     ours = np.zeros(len(ready.n_tokens))
-    for batch in _batches(ready.windows, 64):
+    for batch in ([span.window() for span in spans] for spans in _batches(ready.spans, 64)):
         for window, nats in zip(batch, losses(opened.model, batch, torch.device("cpu")).tolist(), strict=True):
             ours[window.document] += nats
     model, right = theirs(folder), dict.fromkeys(("plain", "per_byte", "per_token"), 0)
@@ -224,7 +224,7 @@ def test_a_context_without_tokens_needs_one_that_begins_a_text() -> None:
     ]
     for task in tasks:
         found = encode.encoded(task, encoder, encode.Inputs([], [0], LENGTH))
-        assert (found.prompts or [found.windows[0].tokens])[0][0] == 0
+        assert (found.prompts[0][0] if found.prompts else found.spans[0].ids[0]) == 0
         with pytest.raises(UserError, match="question 1 has an empty context"):
             encode.encoded(task, encoder, encode.Inputs([], [], LENGTH))
 

@@ -37,11 +37,28 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Tokens of which all but the first `known` are predicted. Compact: a benchmark has tens of millions of tokens."""
+
+    choice: int  # numbered over all questions
+    ids: NDArray[np.int32]
+    known: int  # at least 1
+
+    def __len__(self) -> int:
+        """The length of its window."""
+        return len(self.ids) - 1
+
+    def window(self) -> Window:
+        ids = self.ids.tolist()
+        return Window(self.choice, ids[:-1], [IGNORE] * (self.known - 1) + ids[self.known :])
+
+
+@dataclass(frozen=True)
 class Encoded:
-    """A task in tokens. Windows belong to a choice, numbered over all questions; an exact match has prompts instead."""
+    """A task in tokens; an exact match has prompts in place of spans."""
 
     task: Task
-    windows: list[Window]
+    spans: list[Span]
     n_tokens: NDArray[np.int64]  # of each choice
     n_bytes: NDArray[np.int64]  # of each choice's text in UTF-8
     prompts: list[list[int]]
@@ -90,7 +107,7 @@ def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
     together = encode([context + choice for _, context, choice in pairs])
     before = dict.fromkeys(context for _, context, _ in pairs)
     lengths = dict(zip(before, map(len, encode(list(before))), strict=True))
-    windows: list[Window] = []
+    spans: list[Span] = []
     n_tokens = []
     for number, ((question, context, _), ids) in enumerate(zip(pairs, together, strict=True)):
         # a choice that merges into the last token of its context would have none
@@ -106,10 +123,10 @@ def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
                 f"task {task.name}: question {question + 1} has an empty context, and the model has no token that "
                 "begins a text; give it a context"
             )
-        windows += _windows(number, stream, start, inputs.length)
+        spans += _spans(number, stream, start, inputs.length)
         n_tokens.append(len(stream) - start)
     n_bytes = [len(choice.encode()) for question in task.questions for choice in question.choices]
-    return Encoded(task, windows, np.array(n_tokens), np.array(n_bytes), [])
+    return Encoded(task, spans, np.array(n_tokens), np.array(n_bytes), [])
 
 
 def _pairs(question: Question) -> list[tuple[str, str]]:
@@ -121,14 +138,13 @@ def _pairs(question: Question) -> list[tuple[str, str]]:
     ]
 
 
-def _windows(number: int, stream: list[int], start: int, length: int) -> list[Window]:
-    """The windows that predict stream[start:] once, the context cut on its left."""
+def _spans(number: int, stream: list[int], start: int, length: int) -> list[Span]:
+    """The spans that predict stream[start:] once, the context cut on its left."""
     found = []
     while start < len(stream):
-        end = len(stream) if len(stream) - start <= length else start + length
+        end = min(len(stream), start + length)
         first = max(end - length - 1, 0)
-        known = start - first - 1
-        found.append(Window(number, stream[first : end - 1], [IGNORE] * known + stream[start:end]))
+        found.append(Span(number, np.array(stream[first:end], np.int32), start - first))
         start = end
     return found
 

@@ -18,7 +18,7 @@ from torchtitan_lite.distributed.process_group import World, sum_over_ranks
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.generation import Continuation
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tasks.encode import Encoded
+from torchtitan_lite.tasks.encode import Encoded, Span
 from torchtitan_lite.tasks.likelihood import Window, losses, padded, ratio
 from torchtitan_lite.tasks.questions import METRICS, Task
 
@@ -89,11 +89,11 @@ def _likelihoods(model: Transformer, encoded: Encoded, world: World) -> tuple[Ar
     most = BATCH_TOKENS
     if needs_logits:
         most = max(min(most, _LOGITS_BYTES // (4 * model.tok_embeddings.num_embeddings)), 1)
-    batches = _batches(encoded.windows, most)
+    batches = _batches(encoded.spans, most)
     found = torch.zeros(2, len(encoded.n_tokens), dtype=torch.float64)
     for first in range(0, len(batches), world.world_size):
         mine = first + world.rank
-        batch = batches[min(mine, len(batches) - 1)]
+        batch = [span.window() for span in batches[min(mine, len(batches) - 1)]]
         if needs_logits:
             nats, wrong = _greedy(model, batch, world.device)
         else:
@@ -105,14 +105,14 @@ def _likelihoods(model: Transformer, encoded: Encoded, world: World) -> tuple[Ar
     return nats.numpy(), (wrong == 0).double().numpy()
 
 
-def _batches(windows: list[Window], most: int) -> list[list[Window]]:
-    """The windows by length, as many as have `most` tokens with padding, at least one."""
-    found: list[list[Window]] = []
-    for window in sorted(windows, key=lambda window: -len(window.tokens)):  # sorting is stable
-        if found and (len(found[-1]) + 1) * len(found[-1][0].tokens) <= most:
-            found[-1].append(window)
+def _batches(spans: list[Span], most: int) -> list[list[Span]]:
+    """The spans by length, as many as have `most` tokens with padding, at least one."""
+    found: list[list[Span]] = []
+    for span in sorted(spans, key=len, reverse=True):  # sorting is stable
+        if found and (len(found[-1]) + 1) * len(found[-1][0]) <= most:
+            found[-1].append(span)
         else:
-            found.append([window])
+            found.append([span])
     return found
 
 
