@@ -47,14 +47,19 @@ def with_chance(figure: dict[str, Any] | None, runs: list[Run]) -> dict[str, Any
         for value in {r[TASK[2] + name] for run in runs for r in run.tasks if r.get(TASK[2] + name)}:
             levels.setdefault(round(value, 3), []).append(name)
     shown = [
-        {"y": value, "text": html.escape("chance" if len(levels) == 1 else f"chance of {', '.join(of)}")}
+        {"y": value, "text": html.escape("chance" if len(levels) == 1 else f"chance of {_listed(of)}")}
         for value, of in levels.items()
     ]
     tops = [*levels, 0.05]
     for trace in figure["traces"]:
         pairs = zip(trace["y"], trace["error_y"]["array"], strict=True)
         tops += [value + (error or 0.0) for value, error in pairs if value is not None]
-    return figure | {"levels": shown, "axis": {"range": [0, 1.1 * max(tops)]}, "from_zero": True}
+    unit = f"score of {names(runs)[0]}" if len(names(runs)) == 1 else "score"
+    return figure | {"unit": unit, "levels": shown, "axis": {"range": [0, 1.1 * max(tops)]}, "from_zero": True}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
