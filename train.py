@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +91,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     per_rank = config.train.micro_batch_size, world.rank, world.world_size
     loader = Loader(samples, *per_rank, config.run.seed, config.data.document_mask, pin=world.device.type == "cuda")
     prefetching = PrefetchingLoader(loader, world.device)
-    validation, to_sample = Validation.of(config, data, *per_rank), prompts(config, data)
+    validation, options = Validation.of(config, data, *per_rank), starting.options(config, data, world)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes)
@@ -118,33 +117,14 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         watchdog=watchdog,
         loader=prefetching,
         validation=validation,
-        prompts=to_sample,
+        **options,
         checkpointer=checkpointer,
         state=state,
         log=log,
         samples=samples,
-        profile=profile(config, world),
         peak_tokens_per_second=starting.peak_tokens_per_second(config, model, world),
         loaded=loaded,
     )
-
-
-def prompts(config: Config, data: DataSet) -> Any:
-    """The prompts of [sample], or None."""
-    if not config.sample.every:
-        return None
-    from torchtitan_lite.training.sampling import Prompts
-
-    return Prompts.of(config, data)
-
-
-def profile(config: Config, world: World) -> Any:
-    """The profiler, if `[profile]` asks for one."""
-    if not config.profile.steps:
-        return None
-    from torchtitan_lite.monitoring.profiler import Profile
-
-    return Profile(config.profile, config.folder, world)
 
 
 def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, log: Log) -> TrainState | None:
@@ -229,6 +209,9 @@ def train(s: Session) -> None:
         if config.eval.every and (due(step, config.eval.every) or step == config.train.steps):
             with s.clock.paused():
                 validate(s, step)
+        if s.tasks is not None and s.tasks.due(step) and not s.preemption.agreed:
+            with s.clock.paused():
+                s.tasks.score(s, step)
         if due(step, config.checkpoint.every) or last:
             check_previous_step(s)
             require_finite(s.model, step)

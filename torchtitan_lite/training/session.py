@@ -57,14 +57,15 @@ class Session:
     watchdog: Watchdog
     loader: Batches
     validation: Validation
-    prompts: Any  # training.sampling.Prompts, or None
     checkpointer: Saves
     state: TrainState
     log: Log
     samples: Mixture  # the loader draws from it
-    profile: Any  # monitoring.profiler.Profile, or None
     peak_tokens_per_second: float  # of all devices together; 0 if unknown
     loaded: TrainState | None = None  # the saved state, if the run is resumed
+    prompts: Any = None  # training.sampling.Prompts
+    tasks: Any = None  # training.tasks.Tasks
+    profile: Any = None  # monitoring.profiler.Profile
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ last: config, run.json, records of steps that will be repeated, checkpoints to s
 import contextlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
@@ -34,6 +35,24 @@ def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
 
         loaded = epochs.resolved(loaded, data, print_line)
     return loaded, data
+
+
+def options(config: Config, data: DataSet, world: World) -> dict[str, Any]:
+    """The parts of a session that only some configs have: prompts, tasks, the profiler."""
+    found: dict[str, Any] = {}
+    if config.sample.every:
+        from torchtitan_lite.training.sampling import Prompts
+
+        found["prompts"] = Prompts.of(config, data)
+    if config.tasks:
+        from torchtitan_lite.training.tasks import Tasks
+
+        found["tasks"] = Tasks.of(config, data)
+    if config.profile.steps:
+        from torchtitan_lite.monitoring.profiler import Profile
+
+        found["profile"] = Profile(config.profile, config.folder, world)
+    return found
 
 
 def start(

@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from torchtitan_lite.monitoring.console import duration
 from torchtitan_lite.terminal import counted
+from torchtitan_lite.tools.report import tasks
 from torchtitan_lite.tools.report.runs import BY_SOURCE, ROUGE, Records, Run
 from torchtitan_lite.tools.report.table import best_validation, changes_of, differing_keys
 
@@ -62,7 +63,7 @@ def lines_figure(
     """A figure over steps; None if no run has values.
 
     Args:
-        parts: records ("steps", "validations" or "rouge"), key, label and style of each line.
+        parts: records ("steps", "validations", "tasks" or "rouge"), key, label and style of each line.
     """
     traces = []
     for i, run in enumerate(runs):
@@ -70,8 +71,10 @@ def lines_figure(
             points = curve(getattr(run, source), key)
             if any(value is not None for value in points[1]):
                 colour = style.get("color", COLOURS[i % len(COLOURS)]) if len(runs) == 1 else COLOURS[i % len(COLOURS)]
-                rest = {k: v for k, v in style.items() if k != "color"}
+                rest = {k: v for k, v in style.items() if k not in ("color", "errors")}
                 traces.append(trace(run, colour, points, what, len(runs) > 1, **rest))
+                if "errors" in style:
+                    traces[-1] |= tasks.error_bars(getattr(run, source), style["errors"], points[0], colour)
     figure = {"title": title, "unit": unit, "traces": traces, "axis": axis, "marks": marks(runs)}
     return figure if traces else None
 
@@ -104,6 +107,7 @@ def time_figure(runs: list[Run]) -> dict[str, Any] | None:
         ("optimizer", "#72b7b2", lambda r: _sum(r.steps, "optimizer_s")),
         ("waiting for data", "#e45756", lambda r: _sum(r.steps, "data_s")),
         ("validation", "#f58518", lambda r: _sum(r.validations + r.averages, "eval_s")),
+        ("tasks", "#9d755d", lambda r: _sum(r.task_times, "task_s")),
         ("samples", "#b279a2", lambda r: _sum(r.samples, "seconds")),
         ("saving", "#54a24b", lambda r: _sum(r.saves, "save_s")),
     ]
@@ -177,6 +181,7 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
             *(runs, "ROUGE of answers to held-out pairs", "F-measure"),
             [("rouge", key, key.replace("rouge", "ROUGE-"), {"color": COLOURS[i]}) for i, key in enumerate(ROUGE)],
         ),
+        tasks.with_chance(lines_figure(runs, "Tasks", "score", tasks.lines(runs)), runs),
         lines_figure(runs, "Learning rate", "", [("steps", "lr", "", {})], tickformat="~e"),
         lines_figure(runs, "Gradient norm, before clipping", "", [("steps", "grad_norm", "", {})]),
         lines_figure(
@@ -300,6 +305,7 @@ def _summary(run: Run, many: bool) -> str:
         newest = run.rouge[-1]
         values = " / ".join(f"{100 * newest[key]:.1f}" for key in ROUGE)
         tiles.append(("ROUGE-1 / 2 / Lsum", values, f"step {newest['step']:,}"))
+    tiles += tasks.tiles(run)
     if last.get("tokens") is not None:
         tiles.append(("tokens", f"{last['tokens']:,}", ""))
     if rates:

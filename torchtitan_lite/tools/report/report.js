@@ -6,7 +6,9 @@ function layoutOf(figure) {
   const style = getComputedStyle(document.documentElement);
   const text = style.getPropertyValue("--text").trim();
   const line = style.getPropertyValue("--line").trim();
+  const soft = style.getPropertyValue("--soft").trim();
   const marks = figure.marks || [];
+  const levels = figure.levels || [];
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
   return {
     font: { color: text, family: "system-ui, sans-serif", size: 12 },
@@ -20,13 +22,19 @@ function layoutOf(figure) {
     shapes: marks.map((mark) => ({
       type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1,
       line: { color: mark.color, width: 1.2, dash: "dash" },
-    })),
+    })).concat(levels.map((level) => ({
+      type: "line", xref: "paper", x0: 0, x1: 1, y0: level.y, y1: level.y,
+      line: { color: soft, width: 1.2, dash: "dot" },
+    }))),
     annotations: marks.map((mark) => ({
       x: mark.x, yref: "paper", y: 1, yanchor: "top", xanchor: "right", textangle: -90, showarrow: false,
       text: mark.text, font: { size: 10, color: mark.color },
-    })),
+    })).concat(levels.map((level) => ({
+      xref: "paper", x: 0, xanchor: "left", y: level.y, yanchor: "bottom", showarrow: false,
+      text: level.text, font: { size: 10, color: soft },
+    }))),
     barmode: "stack",
-    xaxis: { ...axis, title: { text: figure.bars ? figure.unit : "step", standoff: 6 } },
+    xaxis: { ...axis, ...(figure.from_zero ? { rangemode: "tozero" } : {}), title: { text: figure.bars ? figure.unit : "step", standoff: 6 } },
     yaxis: { ...axis, ...(figure.bars ? { autorange: "reversed" } : {}), ...figure.axis },
   };
 }

@@ -32,6 +32,8 @@ class Run:
     skipped: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
     rouge: Records = field(default_factory=list)  # in the order of steps
+    tasks: Records = field(default_factory=list)  # a record for each task and step
+    task_times: Records = field(default_factory=list)
     changes: list[tuple[int, Changed]] = field(default_factory=list)  # what resumes have changed, and after which step
     notes: list[str] = field(default_factory=list)  # files and lines that could not be read
 
@@ -40,7 +42,7 @@ ROUGE = ("rouge1", "rouge2", "rougeLsum")
 # Keys with numbers. A record with anything else there was not written by a run.
 NUMBERS = {
     *("loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
-    *("seconds", "data_s", "optimizer_s", "eval_s", "save_s"),
+    *("seconds", "data_s", "optimizer_s", "eval_s", "save_s", "task_s"),
     *("val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"),
     *("ema_val_loss", "ema_val_loss_stderr", "ema_val_bits_per_byte", "ema_val_bits_per_byte_stderr"),
     *ROUGE,
@@ -54,6 +56,7 @@ LONGEST_LINE = 1 << 24  # characters
 
 
 BY_SOURCE = "val_loss/", "val_bits_per_byte/"  # followed by the name of a source
+TASK = "task/", "task_stderr/", "task_chance/"  # followed by the name of a task
 
 
 def read_run(folder: Path) -> Run:
@@ -74,10 +77,13 @@ def _read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name, folder)
     kinds = {"loss": run.steps, "val_loss": run.validations, "save_s": run.saves, "skipped_samples": run.skipped}
     kinds["ema_val_loss"] = run.averages
+    kinds["task_s"] = run.task_times
     for record in _read_lines(folder / "metrics.jsonl", run.notes):
         for key, records in kinds.items():
             if key in record:
                 records.append(record)
+        if any(key.startswith(TASK[0]) for key in record):
+            run.tasks.append(record)
     if not run.steps:
         damaged = f" ({'; '.join(run.notes)})" if run.notes else ""
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet{damaged}")
@@ -121,7 +127,7 @@ def _record(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
         return None
-    for key in [key for key in record if key in NUMBERS or key.startswith(BY_SOURCE)]:
+    for key in [key for key in record if key in NUMBERS or key.startswith((*BY_SOURCE, *TASK))]:
         value = record[key]
         if value is not None and type(value) not in (int, float):
             return None

@@ -1,20 +1,19 @@
 """The documents that a model is scored on: texts, read as `prepare` reads them, and prepared folders."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.prepare import corpus, split
-from torchtitan_lite.data.prepare.literal import LiteralEncoder, LiteralError, literal
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, read_meta
-from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.tasks.encode import text_encoder
 from torchtitan_lite.tools.opening import Opened
 from torchtitan_lite.training.evaluate import bytes_per_token
 
@@ -95,18 +94,7 @@ def place(name: str, text_key: str = "text", split_name: Split = "val", most: in
 
 
 def _encoded(opened: Opened, texts: Iterable[str]) -> Iterator[Document]:
-    definition, left = opened.tokenizer.to_str(), iter(texts)
-    ends = [end for end in opened.ends if end < bpe.size(opened.tokenizer)]
-    unknown = opened.tokenizer.token_to_id(json.loads(definition)["model"].get("unk_token") or "")
-    plain = literal(definition)
-    encoder = LiteralEncoder(plain, definition, ends[0], -1 if unknown is None else unknown) if ends else None
+    encode, left = text_encoder(opened.tokenizer, opened.ends, "a document"), iter(texts)
     while some := list(islice(left, _TOGETHER)):
-        found: list[Any] = (
-            encoder.batch(some)
-            if encoder
-            else [one.ids for one in plain.encode_batch_fast(some, add_special_tokens=False)]
-        )
-        for text, ids in zip(some, found, strict=True):
-            if isinstance(ids, LiteralError):
-                raise DataError(f"the tokenizer can't encode a document: it {ids}")
-            yield Document([int(i) for i in ids], len(text.encode()))
+        for text, ids in zip(some, encode(some), strict=True):
+            yield Document(ids, len(text.encode()))

@@ -4,6 +4,8 @@ A MODEL is a run (its newest complete checkpoint), a checkpoint, or a Hugging Fa
 data.path takes it, or a prepared folder; without it, each run is scored on its own held-out text, by source. Several
 models are compared with the first one, document by document. Under torchrun the ranks share the work.
 
+--tasks scores tasks (docs/tasks.md), in place of the run's own text unless --data names texts as well.
+
 An encoder-decoder is scored on the targets of pairs: those it was trained on, or prepared folders of pairs.
 """
 
@@ -28,10 +30,14 @@ from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, local_rank, print_once, process_group
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.models.generation import answers
+from torchtitan_lite.tasks.encode import Inputs
+from torchtitan_lite.tasks.likelihood import ratio, ratio_difference
+from torchtitan_lite.tasks.score import TaskScore
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
+from torchtitan_lite.tools.scoring import tasks
 from torchtitan_lite.tools.scoring.documents import Place, place
-from torchtitan_lite.tools.scoring.likelihood import Scores, ratio, ratio_difference, score, score_rows
+from torchtitan_lite.tools.scoring.likelihood import Scores, score, score_rows
 from torchtitan_lite.tools.scoring.trained import config_of, data_of
 from torchtitan_lite.training.evaluate import bytes_per_token
 
@@ -56,7 +62,9 @@ class Model:
             ConfigError: there is none, or it has changed since.
         """
         if self.config is None or self.state is None:
-            raise ConfigError(f"{self.name} is a Hugging Face folder, which has no text of its own: give --data")
+            raise ConfigError(
+                f"{self.name} is a Hugging Face folder, which has no text of its own: give --data, or --tasks"
+            )
         return data_of(self.name, self.config, self.state)
 
 
@@ -82,10 +90,7 @@ def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator
     if answers(model.opened.model) or of_pairs or any(map(_holds_pairs, given.data)):
         yield from _of_pairs(model, given, world)
         return
-    limit = model.opened.model.config.max_seq_len
-    length = given.seq_len or (model.config.train.seq_len if model.config else min(limit, _LONGEST))
-    if length > limit:
-        raise ConfigError(f"--seq-len={length}: {model.name} takes at most {limit} tokens (max_seq_len)")
+    length = _length(model, given)
     for where in _places(model, given):
         documents, prefix = where.documents(model.opened), _prefix(model)
         found = score(model.opened.model, documents, prefix, length, world, given.batch_size)
@@ -94,6 +99,15 @@ def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator
         exact = where.n_bytes()
         scale = exact / found.n_bytes.sum() if exact and found.n_bytes.sum() else 1.0
         yield where.name, Scores(found.nats, found.tokens, found.n_bytes * scale)
+
+
+def _length(model: Model, given: argparse.Namespace) -> int:
+    """The tokens of a window."""
+    limit = model.opened.model.config.max_seq_len
+    length: int = given.seq_len or (model.config.train.seq_len if model.config else min(limit, _LONGEST))
+    if length > limit:
+        raise ConfigError(f"--seq-len={length}: {model.name} takes at most {limit} tokens (max_seq_len)")
+    return length
 
 
 def _places(model: Model, given: argparse.Namespace) -> list[Place]:
@@ -110,13 +124,17 @@ def _holds_pairs(name: str) -> bool:
 def _prefix(model: Model) -> list[int]:
     """What precedes a document: of a run, the end token, as in training; else the token that the tokenizer puts first,
     or the end token."""
-    opened, size = model.opened, model.opened.model.tok_embeddings.num_embeddings
+    size = model.opened.model.tok_embeddings.num_embeddings
+    return _first_token(model) or [end for end in model.opened.ends[:1] if end < size]
+
+
+def _first_token(model: Model) -> list[int]:
+    """Of a run, the end token; of a Hugging Face folder, the token that the tokenizer puts first, if any."""
     if model.config:
-        return list(opened.ends[:1])
-    with_special, without = (opened.tokenizer.encode("a", add_special_tokens=flag).ids for flag in (True, False))
-    if with_special[:1] != without[:1]:
-        return [int(with_special[0])]
-    return [end for end in opened.ends[:1] if end < size]
+        return list(model.opened.ends[:1])
+    encode = model.opened.tokenizer.encode
+    with_special, without = (encode("a", add_special_tokens=flag).ids for flag in (True, False))
+    return [int(with_special[0])] if with_special[:1] != without[:1] else []
 
 
 def _of_pairs(model: Model, given: argparse.Namespace, world: World) -> Iterator[tuple[str, Scores]]:
@@ -263,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own"
     )
+    tasks.add_options(parser)
     return parser
 
 
@@ -278,7 +297,7 @@ def _problems(given: argparse.Namespace) -> list[str]:
         found.append(f"--seq-len={given.seq_len} should be 0 (as in training) or more")
     if given.device == "cuda" and not torch.cuda.is_available():
         found.append("--device=cuda, but torch sees no GPU here; --device=cpu works")
-    return found
+    return found + tasks.problems(given)
 
 
 def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
@@ -291,19 +310,35 @@ def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
         raise ConfigError("\n  ".join(problems))
     results: list[dict[str, Any]] = []
     first: dict[str, Scores] = {}
+    first_tasks: dict[str, TaskScore] = {}
     for path in given.models:
         model = open_one(path, world.device, getattr(torch, given.dtype), given.tokenizer, ema=given.ema)
-        found = dict(scores_of(model, given, world))
+        on_tasks = tasks_of(model, given, world)
+        found = dict(scores_of(model, given, world)) if given.data or not given.tasks else {}
         found = with_total(found, first)
         rows = {name: figures(scores) for name, scores in found.items()}
         differences = compared(found, first)
-        lines = [*model.opened.notes, model.opened.source, *table(rows)]
+        task_differences = tasks.compared(on_tasks, first_tasks)
+        lines = [*model.opened.notes, model.opened.source, *(table(rows) if rows else [])]
         lines += difference_lines(differences, str(given.models[0]))
+        lines += tasks.lines(on_tasks, task_differences, str(given.models[0]))
         if world.rank == 0:
             print("\n".join(lines), flush=True)
         results.append({"model": str(path), "texts": rows} | ({"minus_first": differences} if differences else {}))
-        first = first or found
+        if given.tasks:
+            results[-1]["tasks"] = {name: tasks.row(one) for name, one in on_tasks.items()}
+        if task_differences:
+            results[-1]["tasks_minus_first"] = task_differences
+        first, first_tasks = first or found, first_tasks or on_tasks
     return results
+
+
+def tasks_of(model: Model, given: argparse.Namespace, world: World) -> dict[str, TaskScore]:
+    """The scores of --tasks. Collective. Raises UserError: see `tasks.scores_of`."""
+    if not given.tasks:
+        return {}
+    inputs = Inputs(_first_token(model), _prefix(model), _length(model, given))
+    return tasks.scores_of(model.opened, inputs, model.own_data, given, world)
 
 
 def _run(given: argparse.Namespace) -> int:

@@ -1,6 +1,5 @@
 """The log-likelihood of documents, computed on all ranks."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -14,18 +13,10 @@ from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.tasks.likelihood import Window, losses
 from torchtitan_lite.tools.scoring.documents import Document
 
 _SORTED = 1024  # windows that are sorted by length, so that a batch has little padding
-
-
-@dataclass(frozen=True)
-class Window:
-    """A piece of a document: inputs, and the targets that are predicted from them, IGNORE where there is none."""
-
-    document: int
-    tokens: list[int]
-    targets: list[int]
 
 
 @dataclass(frozen=True)
@@ -124,38 +115,3 @@ def score_rows(
 def _summed(values: Tensor, world: World) -> Tensor:
     """The sum over ranks. A world of one needs no process group: see api.py."""
     return sum_over_ranks(values.to(world.device)).cpu() if world.world_size > 1 else values
-
-
-def losses(model: Transformer, batch: list[Window], device: torch.device) -> Tensor:
-    """The summed loss of each window, (B,) float32."""
-    length = max(len(window.tokens) for window in batch)
-    tokens = torch.zeros(len(batch), length, dtype=torch.int64)
-    targets = torch.full((len(batch), length), IGNORE)
-    for row, window in enumerate(batch):
-        tokens[row, : len(window.tokens)] = torch.tensor(window.tokens)
-        targets[row, : len(window.targets)] = torch.tensor(window.targets)
-    return model(tokens.to(device), targets.to(device), per_sequence=True)
-
-
-Sums = tuple[NDArray[np.float64], NDArray[np.float64]]  # by document: values, and what to divide their sum by
-
-
-def ratio(values: NDArray[np.float64], of: NDArray[np.float64]) -> tuple[float, float]:
-    """sum(values) / sum(of), and its standard error over documents; NaN where it is undefined.
-
-    To first order, the error of a ratio R is that of the mean residual values - R of.
-    """
-    return ratio_difference((values, of), (np.zeros_like(values), of))
-
-
-def ratio_difference(one: Sums, other: Sums) -> tuple[float, float]:
-    """The ratio of one minus that of the other, on the same documents, and its standard error: see `ratio`."""
-    totals = [float(of.sum()) for _, of in (one, other)]
-    if not all(totals):
-        return math.nan, math.nan
-    ratios = [float(values.sum()) / total for (values, _), total in zip((one, other), totals, strict=True)]
-    n, found = len(one[0]), ratios[0] - ratios[1]
-    if n < 2:
-        return found, math.nan
-    residuals = (one[0] - ratios[0] * one[1]) / totals[0] - (other[0] - ratios[1] * other[1]) / totals[1]
-    return found, math.sqrt(float(np.square(residuals).sum()) * n / (n - 1))

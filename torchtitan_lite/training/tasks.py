@@ -1,0 +1,128 @@
+"""Tasks during training: [eval] tasks are scored every so many steps, and at the end.
+
+They change nothing in training: no random number is drawn, and the parameters are sharded again afterwards.
+"""
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.parallelize import reshard
+from torchtitan_lite.distributed.process_group import from_rank0
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.tasks import brackets
+from torchtitan_lite.tasks.encode import Encoded, Inputs, encoded, text_encoder
+from torchtitan_lite.tasks.find import find
+from torchtitan_lite.tasks.questions import METRICS, Task
+from torchtitan_lite.tasks.score import TaskScore, score
+from torchtitan_lite.training.session import Session
+
+TOO_LONG_S = 60
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks of a run, in tokens."""
+
+    every: int
+    steps: int
+    ready: list[Encoded]
+    tokenizer: Tokenizer
+    end: int
+
+    @classmethod
+    def of(cls, config: Config, data: DataSet) -> "Tasks | None":
+        """Read and encode the tasks; None if the default text has too few brackets. Collective.
+
+        Raises:
+            UserError: a task can't be read, does not suit the model, or differs from rank 0's.
+        """
+        wanted = config.eval
+        try:
+            found = find(config.tasks, wanted.tasks_from, lambda: brackets.held_out(data), wanted.task_questions)
+        except DataError:
+            if wanted.tasks != ["auto"]:
+                raise
+            return None
+        ours = _digest(found)
+        if from_rank0(ours) != ours:
+            raise DataError(
+                "eval.tasks: this rank has read other questions than rank 0: is it the same file everywhere?"
+            )
+        tokenizer = bpe.load(data.folder / "tokenizer.json")
+        inputs = Inputs([data.end_token], [data.end_token], config.input_len)
+        encode = text_encoder(tokenizer, (data.end_token,), "a question")
+        ready = [encoded(task, encode, inputs) for task in found]
+        return cls(wanted.tasks_every, config.train.steps, ready, tokenizer, data.end_token)
+
+    def due(self, step: int) -> bool:
+        """Whether to score them after this step."""
+        return step == self.steps or (self.every > 0 and step % self.every == 0)
+
+    def score(self, s: Session, step: int) -> None:
+        """Score, log and record all tasks. Collective."""
+        before = time.perf_counter()
+        s.model.eval()
+        # compiled blocks would be recompiled for each length
+        with torch.compiler.set_stance("force_eager"):
+            scores = [score(s.model, one, self.tokenizer, (self.end,), s.world) for one in self.ready]
+        s.model.train()
+        reshard(s.model)
+        seconds = time.perf_counter() - before
+        for one in scores:
+            s.log.record({"step": step, **record(one)})
+            s.log.info(f"task    step {step}  {line(one)}")
+        s.log.record({"step": step, "task_s": seconds})
+        if seconds > TOO_LONG_S:
+            s.log.info(f"task    step {step}  took {seconds:.0f} s; raise eval.tasks_every or set eval.task_questions")
+
+
+def _digest(tasks: list[Task]) -> str:
+    digest = hashlib.sha256()
+    for task in tasks:
+        digest.update(f"{task.name} {task.kind} {task.main}".encode())
+        for question in task.questions:
+            digest.update(repr(question).encode())
+    return digest.hexdigest()
+
+
+def record(found: TaskScore) -> dict[str, float | None]:
+    """For metrics.jsonl."""
+    name = found.task.name
+    values = {key: value if math.isfinite(value) else None for key, value in found.figures().items()}
+    values = {f"task/{name}": values.pop("score"), **{f"task_{key}/{name}": value for key, value in values.items()}}
+    return {key.replace("task_score_stderr/", "task_stderr/"): value for key, value in values.items()}
+
+
+def line(found: TaskScore) -> str:
+    """The score of a task, for the log."""
+    figures, task = found.figures(), found.task
+
+    def plus_minus(key: str) -> str:
+        value, stderr = figures[key], figures[f"{key}_stderr"]
+        if not math.isfinite(value):
+            return "not finite"
+        return f"{value:.3f}" + (f" +- {stderr:.3f}" if math.isfinite(stderr) else "")
+
+    others = [f"{key.replace('_', ' ')} {figures[key]:.3f}" for key in METRICS[task.kind] if key != task.main]
+    parts = [f"chance {task.chance:.3f}", f"{len(task.questions)} questions", *others]
+    return f"{task.name}  {plus_minus('score')}  ({'; '.join(parts)})"
+
+
+def wrong_tasks(config: Config) -> dict[str, str]:
+    """The problems of [eval] tasks, by key; those that need the data are found later."""
+    if FAMILIES[config.model.family].encoder_decoder:
+        return {"eval.tasks": f"eval.tasks: tasks are for decoders, not {config.model.family}; eval.tasks = [] works"}
+    try:
+        find(config.tasks, config.eval.tasks_from, None)
+    except DataError as error:
+        return {"eval.tasks": f"eval.tasks: {error}"}
+    return {}
