@@ -10,7 +10,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import DataError
 
 OURS = re.compile(
-    r"(train|val)(-\d+\.bin|\.idx)|skipped\.log|(meta|progress|tokenizer|pairs)\.json(\.new)?"
+    r"(train|val)(-\d+\.bin|\.idx|\.origins)|skipped\.log|(meta|progress|tokenizer|pairs|origins)\.json(\.new)?"
     r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
 )  # the names in a prepared folder
 _PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.new)?")  # in a packed-* folder

@@ -113,9 +113,9 @@ def score_rows(
             continue
         which = np.arange(first, min(first + batch_size, samples.n_samples))
         rows = samples.draw(which, None)
-        tokens, targets = (torch.from_numpy(part).to(world.device) for part in (rows.tokens, rows.targets))
+        tokens, targets = (torch.from_numpy(part) for part in (rows.tokens, rows.targets))
         known = rows.targets != IGNORE
-        found[0, which] = model(tokens, targets, per_sequence=True).double().cpu()
+        found[0, which] = row_losses(model, tokens, targets, None, world.device).double().cpu()
         found[1, which] = torch.from_numpy(known.sum(1)).double()
         found[2, which] = torch.from_numpy((lengths[np.where(known, rows.targets, 0)] * known).sum(1)).double()
     return Scores(*sum_over_ranks(found.to(world.device)).cpu().numpy())
@@ -129,7 +129,15 @@ def losses(model: Transformer, batch: list[Window], device: torch.device) -> Ten
     for row, window in enumerate(batch):
         tokens[row, : len(window.tokens)] = torch.tensor(window.tokens)
         targets[row, : len(window.targets)] = torch.tensor(window.targets)
-    return model(tokens.to(device), targets.to(device), per_sequence=True)
+    return row_losses(model, tokens, targets, None, device)
+
+
+def row_losses(
+    model: Transformer, tokens: Tensor, targets: Tensor, positions: Tensor | None, device: torch.device
+) -> Tensor:
+    """The summed loss of each row, (B,) float32. `positions` confines attention to documents."""
+    places = None if positions is None else positions.to(device)
+    return model(tokens.to(device), targets.to(device), None, places, per_sequence=True)
 
 
 Sums = tuple[NDArray[np.float64], NDArray[np.float64]]  # by document: values, and what to divide their sum by
