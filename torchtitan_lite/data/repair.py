@@ -10,8 +10,8 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import DataError
 
 OURS = re.compile(
-    r"(train|val)(-\d+\.bin|\.(idx|extents|position|n|file|at))|skipped\.log"
-    r"|(meta|progress|tokenizer|pairs|megatron)\.json(\.new)?"
+    r"(train|val)(-\d+\.bin|\.(idx|extents|position|n|file|at|origins))|skipped\.log"
+    r"|(meta|progress|tokenizer|pairs|megatron|origins)\.json(\.new)?"
     r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
 )  # the names in a prepared folder
 _PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.new)?")  # in a packed-* folder

@@ -28,7 +28,7 @@ from torchtitan_lite.data.prepare import plan as plan_module
 from torchtitan_lite.data.prepare.corpus import Corpus, stat_of
 from torchtitan_lite.data.prepare.plan import Options, plan_of
 from torchtitan_lite.data.prepare.readers import Chunk, Problem, chunks
-from torchtitan_lite.data.prepare.writer import Progress, Writer, read_progress
+from torchtitan_lite.data.prepare.writer import Progress, Writer, read_progress, write_origins
 from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import sync_folder, write_durably
@@ -75,6 +75,8 @@ def encode(
         if plan_of(corpus, job, options) != plan:
             raise DataError(content.CHANGED)
         content.require_unchanged(corpus)
+        if progress.origins:
+            write_origins(partial, corpus)
         meta = _finish(partial, job, progress, options, bpe.sha256(tokenizer))
     except DataError as error:
         if not options.keep_partial and not isinstance(error, worker.WorkerError):

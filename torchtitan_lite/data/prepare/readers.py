@@ -64,11 +64,16 @@ def chunks(corpus: Corpus, max_document_bytes: int, first: int = 0) -> Iterator[
         yield from _chunks_of(corpus, number, limit, max_document_bytes)
 
 
+def unit_of(file: Path) -> str:
+    """What the place of a document in this file is."""
+    return "row" if kind(file) == ".parquet" else "line"
+
+
 def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterator[Chunk]:
     file = corpus.files[number]
     what = ".txt" if corpus.python_source else kind(file)
     texts: Literal["plain", "json"] = "json" if what == ".jsonl" or corpus.target_key else "plain"
-    unit = "row" if what == ".parquet" else "line"
+    unit = unit_of(file)
     chunk, size = Chunk(number, 0, texts, unit), 0
     raw: list[BinaryIO] = []
     for item in _items(corpus, file, what, limit, longest, raw):

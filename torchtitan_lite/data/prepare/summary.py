@@ -10,6 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from torchtitan_lite.data.documents import document_ends
+from torchtitan_lite.data.prepare.writer import read_origins
 from torchtitan_lite.data.token_files import (
     _BLOCK,
     IN_PLACE,
@@ -87,6 +88,10 @@ def verify(folder: Path) -> list[str]:
     wrong = [f"{name}: its SHA-256 is not the one in meta.json" for name in now if now[name] != meta.files[name]]
     if (identity_in_place if meta.format_version == IN_PLACE else identity)(now) != meta.tokens_sha256:
         wrong.append("meta.json: tokens_sha256 is not that of the token files")
+    try:
+        read_origins(folder)
+    except DataError as error:
+        wrong.append(str(error))
     return wrong + wrong_documents(folder, meta)
 
 

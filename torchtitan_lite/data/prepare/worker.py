@@ -36,6 +36,7 @@ class Encoded:
 
     tokens: NDArray[Any]  # documents, each followed by the end token
     lengths: NDArray[np.int32]  # of the documents, including end tokens
+    places: NDArray[np.int64]  # the line or row of each document
     text_bytes: int = 0
     unknown: int = 0  # number of unknown tokens
 
@@ -59,17 +60,16 @@ def texts(chunk: Chunk, key: str, target_key: str = "", prefix: str = "") -> tup
     return [what for what in found if isinstance(what, tuple)], chunk.problems + problems
 
 
-def _read(chunk: Chunk, keys: list[str], prefix: str) -> Iterator[tuple[str, Texts | Problem]]:
-    """The place of each document, and its texts or its problem."""
+def _read(chunk: Chunk, keys: list[str], prefix: str) -> Iterator[tuple[int, Texts | Problem]]:
+    """The line or row of each document, and its texts or its problem."""
     for number, document in zip(chunk.places, chunk.documents, strict=True):
-        place = f"{chunk.unit} {number}"
         if chunk.texts == "json" and not document.strip():
             continue  # an empty line holds no text
         what = _json_texts(document, keys) if chunk.texts == "json" else _plain_text(document, number, chunk.unit)
         if isinstance(what, Problem):
-            yield place, what if what.place else Problem(place, what.reason, what.detail)
+            yield number, what if what.place else Problem(f"{chunk.unit} {number}", what.reason, what.detail)
         else:
-            yield place, (prefix + what[0], *what[1:])
+            yield number, (prefix + what[0], *what[1:])
 
 
 def _plain_text(document: bytes, number: int, unit: str) -> Texts | Problem:
@@ -118,11 +118,12 @@ def _json_texts(line: bytes, keys: list[str]) -> Texts | Problem:
 def encode(chunk: Chunk, job: Job, literal: LiteralEncoder) -> Result:
     """The tokens of all documents, by split."""
     ids: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
+    places: tuple[list[int], list[int]] = ([], [])
     sizes = [0, 0]
     problems = list(chunk.problems)
     dtype = token_dtype(job.vocab_size)
     end = np.array([job.end_token], dtype=dtype)
-    documents: list[tuple[str, str]] = []
+    documents: list[tuple[int, str]] = []
     keys = [job.text_key, job.target_key] if job.target_key else [job.text_key]
     for place, what in _read(chunk, keys, job.source_prefix):
         if isinstance(what, Problem):
@@ -135,27 +136,29 @@ def encode(chunk: Chunk, job: Job, literal: LiteralEncoder) -> Result:
         split = document_hash(first.encode()) < job.held_out_below
         together = encoded[i : i + len(keys)]
         if wrong := [str(one) for one in together if isinstance(one, LiteralError)]:
-            problems.append(Problem(place, "a text that the tokenizer can't encode", wrong[0]))
+            where = f"{chunk.unit} {place}"
+            problems.append(Problem(where, "a text that the tokenizer can't encode", wrong[0]))
             continue
         for (_, text), tokens in zip(documents[i : i + len(keys)], together, strict=True):
             sizes[split] += len(text.encode())
+            places[split].append(place)
             ids[split].append(np.append(np.asarray(tokens, dtype), end))
     none = np.empty(0, dtype)
     train, val = (
-        _joined(np.concatenate(x) if x else none, [len(i) for i in x], n, job.unknown)
-        for x, n in zip(ids, sizes, strict=True)
+        _joined(np.concatenate(x) if x else none, [len(i) for i in x], p, n, job.unknown)
+        for x, p, n in zip(ids, places, sizes, strict=True)
     )
     return Result(train, val, problems)
 
 
-def _joined(tokens: NDArray[Any], lengths: list[int], text_bytes: int, unknown: int) -> Encoded:
+def _joined(tokens: NDArray[Any], lengths: list[int], places: list[int], text_bytes: int, unknown: int) -> Encoded:
     n_unknown = int((tokens == unknown).sum()) if unknown >= 0 else 0
-    return Encoded(tokens, np.array(lengths, np.int32), text_bytes, n_unknown)
+    return Encoded(tokens, np.array(lengths, np.int32), np.array(places, np.int64), text_bytes, n_unknown)
 
 
-def _batches(documents: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+def _batches(documents: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:
     """Batches with a bounded number of characters: the library's encodings are much larger than the text."""
-    batches: list[list[tuple[str, str]]] = [[]]
+    batches: list[list[tuple[int, str]]] = [[]]
     size = 0
     for place, text in documents:
         if size and size + len(text) > _BATCH_BYTES // 8:
@@ -221,7 +224,9 @@ class Worker:
             at += tokens.nbytes
             lengths_of = np.frombuffer(payload, np.int32, n_documents, at)
             at += lengths_of.nbytes
-            splits.append(Encoded(tokens, lengths_of, text_bytes, n_unknown))
+            places = np.frombuffer(payload, np.int64, n_documents, at)
+            at += places.nbytes
+            splits.append(Encoded(tokens, lengths_of, places, text_bytes, n_unknown))
         problems = [Problem(**problem) for problem in header["problems"]]
         return Result(splits[0], splits[1], chunk.problems + problems)
 
@@ -281,7 +286,7 @@ def main() -> None:
                 "splits": [(len(s.tokens), len(s.lengths), s.text_bytes, s.unknown) for s in splits],
                 "problems": [vars(problem) for problem in result.problems],
             }
-            _send(to, head, *(part.tobytes() for s in splits for part in (s.tokens, s.lengths)))
+            _send(to, head, *(part.tobytes() for s in splits for part in (s.tokens, s.lengths, s.places)))
     except (EOFError, BrokenPipeError):
         return
 

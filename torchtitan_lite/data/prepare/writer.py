@@ -2,10 +2,18 @@
 
 Each second the files are synced, and then progress.json records their lengths and the next chunk. After a kill, the
 next run truncates the files to the last commit.
+
+Where each document came from is kept in files of their own, which training never reads:
+
+    origins.json                    the files of the text, the units of places in them, and hashes of the arrays below
+    train.origins, val.origins      for each document: number of the file << 36 | line or row, int64
+
+meta.json does not list them: folders that were prepared without them, and readers that do not know them, stay valid.
 """
 
 import contextlib
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -18,12 +26,16 @@ from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data.prepare import plan as plan_module
 from torchtitan_lite.data.prepare import worker
 from torchtitan_lite.data.prepare.corpus import Corpus
-from torchtitan_lite.data.prepare.readers import Chunk
+from torchtitan_lite.data.prepare.readers import Chunk, unit_of
 from torchtitan_lite.data.repair import foreign
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import flush_to_disk, write_durably
 
 COMMIT_EVERY_S = 1.0
+ORIGINS = "origins.json"
+ORIGINS_VERSION = 1
+PLACE_BITS = 36
+_WITHOUT = f"training does not need it: delete {ORIGINS} to go without, or prepare the text again"
 
 
 @dataclass
@@ -39,6 +51,7 @@ class Progress:
     unknown_tokens: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_bytes: int = 0  # of skipped.log
+    origins: bool = False  # whether they are written; False in a preparation that an older version began
 
 
 def read_progress(folder: Path, plan: str, itemsize: int, shard_tokens: int) -> Progress:
@@ -65,7 +78,7 @@ def read_progress(folder: Path, plan: str, itemsize: int, shard_tokens: int) -> 
         )
     for name in names:
         (folder / name).unlink()
-    return Progress(plan)
+    return Progress(plan, origins=True)
 
 
 def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int) -> str:
@@ -73,6 +86,7 @@ def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int)
     wanted = {"skipped.log": progress.skipped_bytes}
     for split, tokens, documents in zip(metas.SPLITS, progress.tokens, progress.documents, strict=True):
         wanted[f"{split}.idx"] = documents * 8
+        wanted[origins_name(split)] = documents * 8 * progress.origins
         for number, length in enumerate(metas.shard_lengths(tokens, shard_tokens) if tokens > 1 else []):
             wanted[metas.shard_name(split, number)] = length * itemsize
     for name, size in wanted.items():
@@ -91,6 +105,7 @@ class Writer:
         self._shard_tokens = shard_tokens
         self._files = contextlib.ExitStack()
         self._indices, self._shards, self._written = [], [], list(progress.tokens)
+        self._origins = []
         for split, tokens, documents in zip(metas.SPLITS, progress.tokens, progress.documents, strict=True):
             lengths = metas.shard_lengths(tokens, self._shard_tokens)
             for file in folder.glob(f"{split}-*.bin"):
@@ -101,6 +116,8 @@ class Writer:
             if tokens == 1:
                 self._shards[-1].write(np.array([job.end_token], self._dtype).tobytes())
             self._indices.append(self._open(f"{split}.idx", documents * 8))
+            if progress.origins:
+                self._origins.append(self._open(origins_name(split), documents * 8))
         self._skipped = self._open("skipped.log", progress.skipped_bytes)
         write_durably(folder / "tokenizer.json", job.tokenizer.encode())
         if job.target_key:
@@ -123,6 +140,8 @@ class Writer:
             ends = p.tokens[i] + np.cumsum(encoded.lengths, dtype=np.int64)
             self._indices[i].write(ends.tobytes())
             self._append(i, encoded.tokens)
+            if p.origins:
+                self._origins[i].write((encoded.places | chunk.file << PLACE_BITS).tobytes())
             p.tokens[i] += len(encoded.tokens)
             p.documents[i] += len(encoded.lengths)
             p.text_bytes[i] += encoded.text_bytes
@@ -149,7 +168,7 @@ class Writer:
 
     def commit(self) -> None:
         """Sync all files, then record the progress. A restart resumes after the last added chunk."""
-        for stream in (*self._shards, *self._indices, self._skipped):
+        for stream in (*self._shards, *self._indices, *self._origins, self._skipped):
             flush_to_disk(stream)
         write_durably(self._folder / "progress.json", json.dumps(asdict(self._progress)).encode())
         self._committed = time.monotonic()
@@ -157,3 +176,40 @@ class Writer:
     def close(self) -> None:
         """Close the files without a commit."""
         self._files.close()
+
+
+def origins_name(split: str) -> str:
+    """The name of a split's array of origins."""
+    return f"{split}.origins"
+
+
+def write_origins(folder: Path, corpus: Corpus) -> None:
+    """Complete the origins of a folder's documents, if they were written."""
+    names = [origins_name(split) for split in metas.SPLITS]
+    files = [[os.path.abspath(file), unit_of(file)] for file in corpus.files]
+    arrays = {name: asdict(metas.File.of(folder / name)) for name in names}
+    content = {"format_version": ORIGINS_VERSION, "files": files, "arrays": arrays}
+    write_durably(folder / ORIGINS, json.dumps(content).encode())
+
+
+def read_origins(folder: Path) -> list[list[str]] | None:
+    """The files of a folder's text, each with its unit of places; None if it has no origins.
+
+    Raises:
+        DataError: they are damaged.
+    """
+    file = folder / ORIGINS
+    try:
+        content = json.loads(file.read_bytes())
+        if content["format_version"] != ORIGINS_VERSION:
+            raise ValueError(f"its format is {content['format_version']}, but this version reads {ORIGINS_VERSION}")
+        for name, wanted in content["arrays"].items():
+            if metas.File.of(folder / name) != metas.File(**wanted):
+                raise ValueError(f"{name} has changed since it was made")
+        return [[str(name), str(unit)] for name, unit in content["files"]]
+    except FileNotFoundError as error:
+        if Path(error.filename) == file:
+            return None
+        raise DataError(f"{file} is damaged: {error.filename} is missing; {_WITHOUT}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{file} is damaged: {error}; {_WITHOUT}") from None

@@ -104,9 +104,9 @@ def score_rows(
             continue
         which = np.arange(first, min(first + batch_size, samples.n_samples))
         rows = samples.draw(which, None)
-        tokens, targets = (torch.from_numpy(part).to(world.device) for part in (rows.tokens, rows.targets))
+        tokens, targets = (torch.from_numpy(part) for part in (rows.tokens, rows.targets))
         known = rows.targets != IGNORE
-        found[0, which] = model(tokens, targets, per_sequence=True).double().cpu()
+        found[0, which] = row_losses(model, tokens, targets, None, world.device).double().cpu()
         found[1, which] = torch.from_numpy(known.sum(1)).double()
         found[2, which] = torch.from_numpy((lengths[np.where(known, rows.targets, 0)] * known).sum(1)).double()
     return Scores(*_summed(found, world).numpy())
@@ -115,3 +115,11 @@ def score_rows(
 def _summed(values: Tensor, world: World) -> Tensor:
     """The sum over ranks. A world of one needs no process group: see api.py."""
     return sum_over_ranks(values.to(world.device)).cpu() if world.world_size > 1 else values
+
+
+def row_losses(
+    model: Transformer, tokens: Tensor, targets: Tensor, positions: Tensor | None, device: torch.device
+) -> Tensor:
+    """The summed loss of each row, (B,) float32. `positions` confines attention to documents."""
+    places = None if positions is None else positions.to(device)
+    return model(tokens.to(device), targets.to(device), None, places, per_sequence=True)

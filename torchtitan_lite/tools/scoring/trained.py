@@ -37,9 +37,14 @@ def data_of(name: str, config: Config, state: TrainState) -> DataSet:
         ConfigError: it has changed since the checkpoint was saved.
     """
     data = prepare_all(config.data, config.tokenizer, lambda _: None)
+    require_same_data(name, data, state)
+    return data
+
+
+def require_same_data(name: str, data: DataSet, state: TrainState) -> None:
+    """Raise ConfigError if this is not the data that a run was trained on."""
     here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
     if changed := [key for key, value in here.items() if state.identity.get(key, value) != value]:
         raise ConfigError(
             f"the data of {name} has changed since it was trained ({', '.join(changed)}): its held-out text was another"
         )
-    return data

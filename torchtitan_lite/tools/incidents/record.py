@@ -1,0 +1,130 @@
+"""What a run folder says about its steps: the config, the changes of resumes, and the samples of each step."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli
+from numpy.typing import NDArray
+
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import Config, TrainConfig, default_of, known_keys
+from torchtitan_lite.config.toml import Loaded
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.errors import CheckpointError, ConfigError
+from torchtitan_lite.tools.scoring.trained import require_same_data
+from torchtitan_lite.training.start import prepared
+
+_SIZES = "global_batch_size", "batch_schedule"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run, with its config in steps and its data."""
+
+    folder: Path
+    config: Config
+    data: DataSet
+    consumed: NDArray[np.int64]  # (steps + 1,) samples before step 1, 2, ..., and after the last one
+
+    def samples(self, step: int) -> range:
+        """The samples of the run that a step sees.
+
+        Raises:
+            ConfigError: the position of the step is not known.
+        """
+        first, end = self.consumed[step - 1 : step + 1].tolist()
+        if min(first, end) < 0:
+            raise ConfigError(
+                f"{self.folder}: it is not known which samples step {step} saw: the checkpoints before and after it "
+                "are another number of samples apart than train.global_batch_size and changes.jsonl give"
+            )
+        return range(first, end)
+
+
+def read_record(folder: Path) -> Record:
+    """Read a run folder, and open its data, which is prepared again if it is no longer in the cache.
+
+    Raises:
+        ConfigError: this is no run, its config can't be read, or its data has changed.
+        DataError: the data can't be read.
+    """
+    loaded, data = prepared(Loaded(_config(folder), {}))
+    states = _states(folder)
+    for state in states[-1:]:
+        require_same_data(str(folder), data, state)
+    known = {0: 0, **{state.step: state.samples_consumed for state in states}}
+    sizes = _sizes(loaded.config.train, changes_of(folder), max(loaded.config.train.steps, *known))
+    return Record(folder, loaded.config, data, _consumed(sizes, known))
+
+
+def _config(folder: Path) -> Config:
+    """The config of the newest attempt. Keys that this version no longer has are ignored."""
+    file = folder / "config.toml"
+    try:
+        tree = tomli.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is not the folder of a run: it has no config.toml") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} can't be read: {error}") from None
+    kept: dict[str, dict[str, Any]] = {}
+    for section, name in (key.split(".") for key in known_keys()):
+        if isinstance(table := tree.get(section), dict) and name in table:
+            is_tuple = isinstance(default_of(f"{section}.{name}"), tuple)  # TOML has no tuples
+            kept.setdefault(section, {})[name] = tuple(table[name]) if is_tuple else table[name]
+    try:
+        return Config.model_validate(kept, context="layers")
+    except ValueError as error:
+        raise ConfigError(f"{file} can't be read: {error}") from None
+
+
+def _states(folder: Path) -> list[TrainState]:
+    """The states of the checkpoints, oldest first. Unreadable ones are left out."""
+    found = []
+    for checkpoint in storage.checkpoints_of(folder / "checkpoints"):
+        try:
+            found.append(storage.read_state(checkpoint))
+        except CheckpointError:
+            continue
+    return found
+
+
+def changes_of(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """What resumes have changed: the step after which, and [before, now] of each changed key, oldest first."""
+    found: list[tuple[int, dict[str, Any]]] = []
+    file = folder / "changes.jsonl"
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        try:
+            entry = json.loads(line)
+            found.append((int(entry["step"]), dict(entry["changed"])))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return sorted(found, key=lambda change: change[0])
+
+
+def _sizes(train: TrainConfig, changes: Sequence[tuple[int, dict[str, Any]]], steps: int) -> NDArray[np.int64]:
+    """The batch size of each step, (steps,)."""
+    found, end = np.zeros(steps, np.int64), steps
+    for after, changed in [*reversed(changes), (0, {})]:
+        for step in range(after + 1, end + 1):
+            found[step - 1] = train.batch_size(step)
+        end = min(after, end)
+        before = {name: changed[f"train.{name}"][0] for name in _SIZES if f"train.{name}" in changed}
+        train = TrainConfig.model_validate(train.model_dump() | before)
+    return found
+
+
+def _consumed(sizes: NDArray[np.int64], known: dict[int, int]) -> NDArray[np.int64]:
+    """The samples before each step and after the last one; -1 where sizes contradict the known positions around it."""
+    found = np.concatenate(([0], np.cumsum(sizes)))
+    for step, samples in sorted(known.items()):
+        found[step:] += samples - found[step]
+    for before, after in itertools.pairwise(sorted(known)):
+        if known[after] - known[before] != sizes[before:after].sum():
+            found[before + 1 : after] = -1
+    return found

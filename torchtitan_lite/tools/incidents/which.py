@@ -1,0 +1,203 @@
+"""The documents that steps of a run saw: `python -m torchtitan_lite.which RUN --step N [--to M]`.
+
+Each line is a part of a document in a sample: its file with line or row, which of its tokens, and how they begin.
+--rank-by-loss sorts by the mean loss under the checkpoint before the steps, the highest first. --find TEXT gives the
+steps that see the documents that hold a text. The run's data must be where it was in training, or in its cache.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtitan_lite.config import paths
+from torchtitan_lite.errors import ConfigError, OutputError, run_cli
+from torchtitan_lite.terminal import counted, prepare_streams, print_line
+from torchtitan_lite.tools.incidents.losses import checkpoint_before, losses_of
+from torchtitan_lite.tools.incidents.record import Record, read_record
+from torchtitan_lite.tools.incidents.seen import Documents, Part, Seen
+from torchtitan_lite.tools.opening import open_model
+
+_LINES = 200  # of documents on the terminal, if TEXT is in many
+_SHOWN = 60  # characters of a text on the terminal
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of a document in a sample of a step."""
+
+    step: int
+    sample: int
+    part: Part
+    loss: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of --json. What is not known is null."""
+        part = self.part
+        known = {"file": part.file or None, part.unit or "line": part.place or None}
+        side = {"side": part.side} if part.side else {}
+        loss = {} if self.loss is None else {"loss": self.loss if math.isfinite(self.loss) else None}
+        return {
+            **{"step": self.step, "sample": self.sample, "source": part.source, **known},
+            **{"document": part.document, **side, "tokens": part.tokens, "first": part.first, "end": part.end},
+            **{"stream": [part.begin, part.stop], **loss, "text": part.text, "document_text": part.document_text},
+        }
+
+    def line(self) -> str:
+        """The row for the terminal."""
+        part = self.part
+        where = f"{_plain(part.file)} {part.unit} {part.place}" if part.file else f"document {part.document}"
+        loss = "" if self.loss is None else f"  loss {self.loss:.4f}"
+        side = f" ({part.side})" if part.side else ""
+        text = part.text if len(part.text) <= _SHOWN else f"{part.text[:_SHOWN]}..."
+        return (
+            f"step {self.step}  sample {self.sample}{loss}  {_plain(part.source)}: {where}{side}, "
+            f"tokens {part.first:,} to {part.end:,} of {part.tokens:,}: {text!r}"
+        )
+
+
+def _plain(text: str) -> str:
+    return text if text.isprintable() else repr(text)
+
+
+def _rows(record: Record, seen: Seen, steps: range) -> Iterator[Row]:
+    for step in steps:
+        for sample in record.samples(step):
+            yield from (Row(step, sample, part) for part in seen.parts(sample))
+
+
+def _ranked(record: Record, seen: Seen, steps: range, device: torch.device, notes: list[str]) -> list[Row]:
+    """The rows with their losses, the highest first."""
+    folder, damaged = checkpoint_before(record.folder, steps.start)
+    opened = open_model(folder, device, torch.float32, record.data.folder / "tokenizer.json")
+    notes += [*damaged, f"losses under {opened.source}"]
+    rows = []
+    for step in steps:
+        for sample in record.samples(step):
+            parts, losses = seen.parts(sample), losses_of(opened.model, seen, sample, device)
+            rows += [Row(step, sample, part, loss) for part, loss in zip(parts, losses, strict=True)]
+    return sorted(rows, key=lambda row: -math.inf if math.isnan(row.loss or 0.0) else row.loss or 0.0, reverse=True)
+
+
+def _found(record: Record, seen: Seen, steps: range, text: str, notes: list[str]) -> list[Row]:
+    """The rows of documents that hold a text."""
+    wanted = {number: documents.holding(text) for number, documents in enumerate(seen.documents)}
+    held_out = sum(len(Documents(source, "val").holding(text)) for source in record.data.sources)
+    notes.append(
+        f"{counted(sum(map(len, wanted.values())), 'document')} for training with {text!r}, and {held_out:,} that "
+        "no step sees, for validation"
+    )
+    ranges = [record.samples(step) for step in steps]
+    rows = []
+    for sample in seen.samples_with(wanted, range(ranges[0].start, ranges[-1].stop)).tolist():
+        step = int(np.searchsorted([one.stop for one in ranges], sample, side="right")) + steps.start
+        source = int(seen.mixture.interleave.locate(np.array([sample]))[0][0])
+        rows += [Row(step, sample, part) for part in seen.parts(sample) if part.document in wanted[source]]
+    return rows
+
+
+def _steps(given: argparse.Namespace, record: Record) -> range:
+    last = len(record.consumed) - 1
+    first = given.step or 1
+    end = given.to or (given.step or last)
+    for name, step in (("step", given.step), ("to", given.to)):
+        if step is not None and not 1 <= step <= last:
+            raise ConfigError(f"--{name}={step}: the run has the steps 1 to {last} (train.steps)")
+    if end < first:
+        raise ConfigError(f"--to={end} is before --step={first}")
+    return range(first, end + 1)
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.step is None and given.find is None:
+        raise ConfigError("needs --step N or --find TEXT, e.g. which runs/default --step 120")
+    if given.to is not None and given.step is None:
+        raise ConfigError(f"--to={given.to} needs --step, where the steps begin")
+    if given.rank_by_loss and (given.step is None or given.find is not None):
+        raise ConfigError("--rank-by-loss is for the documents of --step, without --find")
+    if given.find is not None and not given.find:
+        raise ConfigError("--find needs a text, e.g. --find 'def main'")
+    if given.json and not paths.expand(given.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json={given.json}: {paths.expand(given.json).absolute().parent} is not a folder")
+    record = read_record(given.run)
+    steps = _steps(given, record)
+    seen = Seen(record.data, record.config)
+    notes = [_unknown(documents) for documents in seen.documents if not documents.known]
+    if given.find is not None:
+        rows = _found(record, seen, steps, given.find, notes)
+    elif given.rank_by_loss:
+        cuda = given.device != "cpu" and torch.cuda.is_available()
+        rows = _ranked(record, seen, steps, torch.device("cuda" if cuda else "cpu"), notes)
+    else:
+        rows = list(_rows(record, seen, steps))
+    _print(given, record, steps, rows, notes)
+    if given.json:
+        _write(given.json, given.run, record, steps, rows, notes)
+    return 0
+
+
+def _unknown(documents: Documents) -> str:
+    return (
+        f"{documents.folder} does not tell where its documents came from: an older version prepared it. Prepared again "
+        "from the same text, it has the same tokens and tells it; runs that use it resume as before"
+    )
+
+
+def _print(given: argparse.Namespace, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
+    for note in notes:
+        print_line(f"note    {note}")
+    if given.find is None:
+        first, end = record.samples(steps.start).start, record.samples(steps.stop - 1).stop
+        which = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps.stop - 1}"
+        print_line(f"{which}: samples {first} to {end - 1}, {counted(len(rows), 'part')} of documents")
+    else:
+        at = sorted({row.step for row in rows})
+        listed = ", ".join(map(str, at[:100])) + (f", and {len(at) - 100:,} more" if len(at) > 100 else "")
+        print_line(f"seen at {counted(len(at), 'step')} of {len(steps):,}: {listed or '-'}")
+    shown = rows if given.find is None else rows[:_LINES]
+    for row in shown:
+        print_line(row.line())
+    if len(shown) < len(rows):
+        print_line(f"and {len(rows) - len(shown):,} more; --json FILE has all")
+
+
+def _write(file: Path, run: Path, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
+    content = {
+        "run": str(run),
+        "notes": notes,
+        "steps": [[step, record.samples(step).start, record.samples(step).stop] for step in steps],
+        "documents": [row.as_json() for row in rows],
+    }
+    try:
+        paths.expand(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise OutputError(f"--json={file}: {error.strerror or error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.which",
+        description="The documents that steps of a run saw, or the steps that see a text.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=paths.argument, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--step", type=int, default=None, metavar="N", help="the step, or the first of several")
+    parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
+    parser.add_argument("--rank-by-loss", action="store_true", help="sort by the loss under the checkpoint before")
+    parser.add_argument("--find", default=None, metavar="TEXT", help="the steps whose documents hold this text")
+    parser.add_argument("--json", type=paths.argument, default=None, metavar="FILE", help="also write all of it here")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute losses")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code."""
+    given = _parser().parse_args(argv)
+    prepare_streams()
+    return run_cli("which", lambda: _run(given))
