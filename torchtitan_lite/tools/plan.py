@@ -27,6 +27,7 @@ from torchtitan_lite.monitoring.mfu import DEVICES, Device, flops_per_token, for
 from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.muon import muon_step
+from torchtitan_lite.tools.estimate.schedule import schedule_lines
 from torchtitan_lite.tools.estimate.work import Product, Work
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 from torchtitan_lite.training import epochs
@@ -392,6 +393,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     parser.add_argument("--device", default="h100", help=f"cpu, {', '.join(DEVICES)}, or own figures (default: h100)")
     parser.add_argument("--mfu", type=float, default=0.4, help="a share of the peak to expect (default: 0.4)")
+    parser.add_argument(
+        "--print-schedule", action="store_true", help="print only the learning rate and batch size by step"
+    )
     own = parser.add_argument_group("own figures, for another device")
     for flag, (_, _, text) in OWN.items():
         own.add_argument(f"--{flag}", type=float, metavar="N", help=text)
@@ -415,7 +419,11 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> int:
     elsewhere = True
     flags = [action.dest.replace("_", "-") for action in _parser()._actions]
     command = cli.parse(rest, elsewhere, flags, n_gpus=0 if device is None else per_node, **sizes)
-    plan = make_plan(epochs.planned(command.loaded), given.world_size, device)
+    config = epochs.planned(command.loaded)
+    if given.print_schedule:
+        print("\n".join(schedule_lines(config)))
+        return 0
+    plan = make_plan(config, given.world_size, device)
     print(describe(plan, given.mfu), flush=True)
     print("\n".join(advice(plan)))
     return 0

@@ -81,11 +81,15 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
 
 
 def planned(loaded: Loaded) -> Config:
-    """The config for a plan: in steps, or with 0 steps if their number needs data that is not prepared here."""
+    """The config for a plan: in steps, or with 0 steps if their number needs data that is not prepared here.
+
+    With these, optim.step_every = "epoch" stays as it is.
+    """
     config = loaded.config
-    if not config.train.epochs:
+    if not config.train.epochs and config.optim.schedule != "step":
         return config
     paths = list(config.data.sources) if config.data.sources else [config.data.path]
     if all(isinstance(path, str) and path and is_prepared(path) for path in paths):
         return resolved(loaded, prepare_all(config.data, config.tokenizer, print)).config
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": 0})})
+    steps = 0 if config.train.epochs else config.train.steps
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

@@ -1,0 +1,53 @@
+"""The first losses of each optimizer in float32, on one thread: `python -m tests.frozen_losses [FILE]` writes the file.
+
+The file has the config too, with every value that the losses depend on: defaults may change, and these numbers stay.
+The real train_step runs; only the text is made up.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import train
+from benchmarks.bare_session import bare_session
+from tests.knob_table import VOCABULARY, FixedSamples
+from torchtitan_lite.config import load
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+
+FILE = Path(__file__).with_suffix(".json")
+
+
+def config_of(sections: dict[str, dict[str, Any]]) -> Config:
+    given = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
+    values = {key: load.ConfigValue(value, "frozen_losses.json") for key, value in given.items()}
+    return load.load(None, values, world_size=1, n_gpus=0, local_world_size=1).config
+
+
+def losses(config: Config, world: World) -> list[float]:
+    """The losses of the run's steps."""
+    model = train.sharded_model(config, VOCABULARY, build_mesh(derive(config, world.world_size), world.device))
+    materialise(model, world.device, config.run.seed)
+    loader = Loader(FixedSamples(config.train.seq_len), config.train.micro_batch_size, 0, 1, seed=config.run.seed)
+    session = bare_session(config, world, model, loader)
+    return [train.train_step(session, step)[0].item() for step in range(1, config.train.steps + 1)]
+
+
+def main(argv: Sequence[str]) -> int:
+    content = json.loads(FILE.read_text())
+    common = content["config"]
+    with process_group(config_of(common).run) as world:
+        for name, optimizer in content["optimizers"].items():
+            config = config_of(common | {"optim": common["optim"] | optimizer | {"name": name}})
+            content["losses"][name] = [round(loss, 6) for loss in losses(config, world)]
+    Path(argv[0] if argv else FILE).write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))
