@@ -398,7 +398,7 @@ def test_the_commands_of_the_page(usual: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old").mkdir()
     (tmp_path / "old/tokenizer.json").write_bytes((usual / "tokenizer.json").read_bytes())
-    write(tmp_path / "old/corpus_text_document", with_ends(tokens_of(usual)))
+    write(tmp_path / "old/text_document", with_ends(tokens_of(usual)))
     assert first[:3] == ["python", "-m", "torchtitan_lite.data.prepare"]
     assert main(first[3:]) == 0
     assert second[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]

@@ -61,25 +61,35 @@ def marks(command: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=marks(c)) for c in COMMANDS if c not in NOT_RUN])
-def test_each_readme_command_runs(command: str, done: Callable[[str], tuple[str, Path]], text: Path) -> None:
-    if "runs/default" in command or ".plan " in command:
+def test_each_readme_command_runs(
+    command: str, done: Callable[[str], tuple[str, Path]], text: Path, tmp_path: Path
+) -> None:
+    if any(name in command for name in ("runs/default", ".plan ", "hf_folder")):
         places = {"runs/default": done(PLAIN)[1] / "default", "--data my_text": f"--data {text}"}
+        places |= {name: tmp_path / name for name in ("hf_folder", "my_model.toml")}
+        if " import " in command:
+            succeeded(run_python(["checkpoint.py", "export", str(places["runs/default"]), str(tmp_path / "hf_folder")]))
         for name, place in places.items():
             command = command.replace(name, str(place))
         said = succeeded(run_python(shlex.split(command)[1:]))
-        assert any(part in said for part in ("complete ", "def ", "report  ", "a step takes at least", "bits/byte"))
+        known = (
+            "complete ",
+            "def ",
+            "report  ",
+            "a step takes at least",
+            "bits/byte",
+            "exported to ",
+            "starts from these",
+        )
+        assert any(part in said for part in known)
         return
     output, out_dir = done(command)
-    if "--print-config" in command or "--help" in command:
+    if "--help" in command:
         assert "train" in output
         return
     if "--dry-run" in command:
         assert "total at the peak" in output
         assert not list(out_dir.iterdir())
-        return
-    if "--inspect" in command:
-        assert "FSDPLlama" in output
-        assert "norm, output" in output
         return
     (folder,) = out_dir.iterdir()
     assert f"the run is in {folder}" in output
@@ -141,7 +151,13 @@ def test_every_flag_is_in_the_readme() -> None:
     from torchtitan_lite.config.cli import SHORTHANDS
 
     text = (ROOT / "README.md").read_text()
-    assert all(flag in text for flag in (*SHORTHANDS, "--config", "--print-config", "--check-config", "--help"))
+    assert all(
+        flag in text for flag in (*SHORTHANDS, "--config", "--print-config", "--check-config", "--inspect", "--help")
+    )
+    for intent in ("your GPUs", "your text", "your model", "your old checkpoint", "score it", "publish it"):
+        assert re.search(rf"^(torchrun|python) .*# {intent}\b", text, re.M), intent
+    assert "`import torchtitan_lite as ttl` ([docs/notebook.md](docs/notebook.md))" in " ".join(text.split())
+    assert len(text.splitlines()) <= 128
     assert "make train" in COMMANDS
     assert "make test" in COMMANDS
 
