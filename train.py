@@ -283,7 +283,7 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     totals = torch.zeros(3 + world.world_size, dtype=torch.float64, device=device)
     totals[0], totals[1] = loss_sum, optim.squared_norm(s.model, s.layout.dp_replicate)
     totals[2:3].fill_(float(s.preemption.requested()))  # totals[2] = 1.0 would make the host wait for the device
-    totals[3 + world.rank] = ~loss_sum.isfinite()
+    totals[3 + world.rank] = loss_sum  # the sums of the others add 0
     sum_over_ranks(totals)
     grad_norm = totals[1].sqrt().float() / s.scaler.scale
     optim.clip_gradients(s.optimizer, grad_norm, s.config.optim.max_norm, s.scaler.scale)
@@ -337,7 +337,7 @@ def start(argv: Sequence[str]) -> int:
             return 0
         for note in command.loaded.notes if prints else ():
             print_line(f"note    {note}")
-        with out_of_memory.explained(config), run_folder.made(config.folder, not (command.inspect or command.dry_run)):
+        with out_of_memory.explained(config), run_folder.made(config.folder, command.trains):
             prepare_and_run(command)
     except KeyboardInterrupt:
         if prints:
@@ -347,23 +347,15 @@ def start(argv: Sequence[str]) -> int:
 
 
 def prepare_and_run(command: cli.Command) -> None:
-    """Prepare the data, then train, inspect or make a dry run."""
+    """Prepare the data, then train, inspect, replay or make a dry run."""
     loaded, data = starting.prepared(command.loaded)
     config = loaded.config
-    if command.dry_run:
-        from torchtitan_lite.tools import dry_run
+    if not command.trains:
+        from torchtitan_lite.tools import instead
 
-        dry_run.run(loaded, data, build, train_step)
+        instead.run(command, loaded, data, build, train_step, sharded_model)
         return
     with process_group(config.run) as world:
-        if command.inspect:
-            from torchtitan_lite.tools import inspect
-
-            mesh = build_mesh(derive(config, world.world_size), world.device)
-            model = sharded_model(config, data.vocab_size, mesh)
-            if world.rank == 0:
-                print(inspect.describe(model, config.fsdp))
-            return
         lock = run_folder.lock(config.folder, world)
         run(loaded, data, world, Log(config.folder, speaks=world.rank == 0))
         lock.release()

@@ -307,12 +307,12 @@ def _nan_on_one_rank(config: OptimConfig) -> None:
     guard.check()
     before = snapshot()
     poison = float("nan") if rank == 1 else 1.0
-    step(2, loss_of(model) * poison, [0.0, 1.0, 0.0, 0.0])
+    step(2, loss_of(model) * poison, [0.0, math.nan, 0.0, 0.0])
     assert all(a.equal(b) for a, b in zip(before, snapshot(), strict=True)), "a NaN reached the parameters"
     with pytest.raises(NonFiniteError, match="step 2: the loss is not finite on rank 1."):
         guard.check()
     # an infinite loss with finite gradients must not pass either
-    step(3, loss_of(model), [0.0, 0.0, 1.0, 0.0])
+    step(3, loss_of(model), [0.0, 0.0, math.inf, 0.0])
     assert all(a.equal(b) for a, b in zip(before, snapshot(), strict=True))
     step(4, loss_of(model), [0.0] * 4)
     assert not all(a.equal(b) for a, b in zip(before, snapshot(), strict=True)), "a good step was withheld"

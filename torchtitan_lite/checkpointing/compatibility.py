@@ -1,8 +1,10 @@
 """What a checkpoint and the run that resumes it must have in common."""
 
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,6 +108,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "widened_products": widens(config, world),
         **_sums_in_shared_memory(config, world),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        "cpu": "" if on_gpu else re.findall(r"model name\s*: (.*)|\Z", Path("/proc/cpuinfo").read_text())[0],
         "deterministic": config.run.deterministic or not on_gpu,
         "threads": world.threads,
         "torch": torch.__version__,

@@ -26,6 +26,8 @@ class Command:
     check_config: bool
     inspect: bool
     dry_run: bool
+    replay: int | None
+    trains: bool  # none of these
 
 
 def parse(
@@ -80,7 +82,8 @@ def parse(
     sizes = {"world_size": world_size, "n_gpus": n_gpus, "local_world_size": local_world_size}
     loaded = load.load(given["config"], overrides, elsewhere=elsewhere, problems=problems, checks=checks, **sizes)
     loaded = replace(loaded, with_changes=given["resume_with_changes"])
-    return Command(loaded, given["print_config"], given["check_config"], given["inspect"], given["dry_run"])
+    modes = {name: given[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
+    return Command(loaded, **modes, trains=all(mode is None or mode is False for mode in modes.values()))
 
 
 @functools.cache
@@ -100,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
     add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
     add_flag("--resume-with-changes", help="resume although this changes what the run learns with (docs/resume.md)")
+    parser.add_argument("--replay", type=int, metavar="N", help="compare step N, made again, with the run, and exit")
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())

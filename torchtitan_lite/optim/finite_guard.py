@@ -1,5 +1,6 @@
 """The guard against updates that are not finite, on the device."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,19 +50,20 @@ class FiniteGuard:
         self.scaler = scaler
         self.max_skipped = max_skipped
         self.skipped = list(skipped)  # the skipped steps, without float16's overflows
+        self.rank_losses: list[float] = []  # the summed loss of each rank in the last checked step
         self._fused = bool(optimizer.defaults.get("fused"))
         self._device = optimizer.param_groups[0]["params"][0].device
         self._pending: tuple[int, HostCopy] | None = None
 
-    def update(self, step: int, bad_ranks: Tensor, grad_norm: Tensor) -> None:
+    def update(self, step: int, rank_losses: Tensor, grad_norm: Tensor) -> None:
         """Step the optimizer if loss and gradients are finite. Call `check` for the previous step first.
 
         Args:
-            bad_ranks: (world_size,), not 0 where a rank's own loss is not finite; equal on all ranks.
+            rank_losses: (world_size,), the summed loss of each rank; equal on all ranks.
             grad_norm: (), global.
         """
-        bad_norm = ~grad_norm.isfinite().to(bad_ranks.device)
-        bad = (bad_ranks != 0).any() | bad_norm
+        bad_norm = ~grad_norm.isfinite().to(rank_losses.device)
+        bad = ~rank_losses.isfinite().all() | bad_norm
         if self._fused:
             # the fused kernel runs where the parameters are: with cpu_offload, on the host
             self.optimizer.found_inf = bad.float().to(self._device)  # type: ignore[attr-defined]
@@ -70,7 +72,7 @@ class FiniteGuard:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.scaler.update(bad)
-        self._pending = step, HostCopy(torch.cat([bad_ranks, torch.stack([bad_norm.float(), self.scaler.scale])]))
+        self._pending = step, HostCopy(torch.cat([rank_losses, torch.stack([bad_norm.float(), self.scaler.scale])]))
 
     def check(self) -> None:
         """Check the result of the last `update`, once.
@@ -82,8 +84,8 @@ class FiniteGuard:
             return
         step, result = self._pending
         self._pending = None
-        *bad_ranks, bad_norm, scale = result.read()
-        ranks = [str(rank) for rank, bad in enumerate(bad_ranks) if bad]
+        *self.rank_losses, bad_norm, scale = result.read()
+        ranks = [str(rank) for rank, loss in enumerate(self.rank_losses) if not math.isfinite(loss)]
         if not ranks and not bad_norm:
             return
         if ranks:

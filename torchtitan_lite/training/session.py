@@ -127,6 +127,7 @@ def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: 
         "step": step,
         "loss": loss if math.isfinite(loss) else None,  # not finite in a skipped step
         "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+        "rank_losses": [total if math.isfinite(total) else None for total in s.guard.rank_losses],  # sums
         "lr": learning_rate(s.config.optim, step, s.config.train.steps),
         "tokens": s.state.tokens,
         "tokens_per_second": n_tokens / seconds,

@@ -1,40 +1,18 @@
 """The mean loss of each part of a document, in the sample that held it, under a checkpoint."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.data.loader import MicroBatch
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.tools.incidents.seen import Part, Range, Seen
 from torchtitan_lite.tools.scoring.likelihood import row_losses
 
 _ROWS = 8  # computed together
-
-
-def checkpoint_before(run: Path, step: int) -> tuple[Path, list[str]]:
-    """The newest complete checkpoint before a step, and the problems of newer ones.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    checkpoints, notes = run / "checkpoints", list[str]()
-    for found in reversed([s for s in storage.find_steps(checkpoints) if s < step]):
-        folder = storage.step_folder(checkpoints, found)
-        problems = storage.verify(folder)
-        if not problems:
-            return folder, notes
-        notes += [f"damaged, skipped: {problem}" for problem in problems]
-    kept = ", ".join(map(str, storage.find_steps(checkpoints)[:8])) or "none"
-    raise ConfigError(
-        "\n  ".join([f"{run} has no complete checkpoint before step {step} (steps with one: {kept})", *notes])
-    )
 
 
 @torch.no_grad()

@@ -94,6 +94,18 @@ def _states(folder: Path) -> list[TrainState]:
     return found
 
 
+def checkpoint_before(run: Path, step: int) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint before a step, if any, and the problems of newer ones."""
+    checkpoints, notes = run / "checkpoints", list[str]()
+    for found in reversed([s for s in storage.find_steps(checkpoints) if s < step]):
+        folder = storage.step_folder(checkpoints, found)
+        problems = storage.verify(folder)
+        if not problems:
+            return folder, notes
+        notes += [f"damaged, skipped: {problem}" for problem in problems]
+    return None, notes
+
+
 def changes_of(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     """What resumes have changed: the step after which, and [before, now] of each changed key, oldest first."""
     found: list[tuple[int, dict[str, Any]]] = []

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import paths
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.terminal import counted, prepare_streams, print_line
-from torchtitan_lite.tools.incidents.losses import checkpoint_before, losses_of
-from torchtitan_lite.tools.incidents.record import Record, read_record
+from torchtitan_lite.tools.incidents.losses import losses_of
+from torchtitan_lite.tools.incidents.record import Record, checkpoint_before, read_record
 from torchtitan_lite.tools.incidents.seen import Documents, Part, Seen
 from torchtitan_lite.tools.opening import open_model
 
@@ -75,6 +76,10 @@ def _rows(record: Record, seen: Seen, steps: range) -> Iterator[Row]:
 def _ranked(record: Record, seen: Seen, steps: range, device: torch.device, notes: list[str]) -> list[Row]:
     """The rows with their losses, the highest first."""
     folder, damaged = checkpoint_before(record.folder, steps.start)
+    if folder is None:
+        kept = ", ".join(map(str, storage.find_steps(record.folder / "checkpoints")[:8])) or "none"
+        what = f"{record.folder} has no complete checkpoint before step {steps.start} (steps with one: {kept})"
+        raise ConfigError("\n  ".join([what, *damaged]))
     opened = open_model(folder, device, torch.float32, record.data.folder / "tokenizer.json")
     notes += [*damaged, f"losses under {opened.source}"]
     rows = []

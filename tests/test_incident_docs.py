@@ -1,0 +1,45 @@
+"""Runs the commands of docs/incidents.md on a small run."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, ranks, run_python, succeeded, tiny
+
+PAGE = (ROOT / "docs/incidents.md").read_text()
+COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines()]
+LAUNCH = "torchrun --nproc-per-node 2 train.py "
+
+
+@pytest.mark.extended
+def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
+    plain = [o for o in tiny(text, tmp_path, train__steps=8, checkpoint__every=4, eval__every=0) if "model.f" not in o]
+    succeeded(ranks(2, *plain))
+    said = {}
+    for line in COMMANDS:
+        command = line.replace("120", "6").replace("118 --to 122", "5 --to 7")
+        command = command.replace("runs/default", str(tmp_path / "default")).replace(
+            "seen.json", f"{tmp_path}/seen.json"
+        )
+        if command.startswith(LAUNCH):
+            said[line] = succeeded(ranks(2, *plain, *shlex.split(command.removeprefix(LAUNCH))))
+        else:
+            said[line] = succeeded(run_python(shlex.split(command)[1:]))
+    replay, step, several, ranked, find = said.values()
+    assert "equal   bit for bit" in replay
+    assert "step 6: samples 30 to 35" in step
+    assert "steps 5 to 7: samples 24 to 41" in several
+    assert {row["step"] for row in json.loads((tmp_path / "seen.json").read_text())["documents"]} == {5, 6, 7}
+    assert "loss" in ranked
+    assert "losses under" in ranked
+    assert re.search(r"seen at \d steps of 8", find)
+
+
+def test_the_page_quotes_what_is_said() -> None:
+    source = (ROOT / "torchtitan_lite/tools/incidents/replay.py").read_text()
+    for quoted in ("tensors differ", "differs: ", "; on all ranks", "the gradient norm", "equal   "):
+        assert quoted in source
+        assert quoted.strip() in PAGE

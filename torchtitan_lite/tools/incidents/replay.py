@@ -1,0 +1,347 @@
+"""`train.py --replay N`: compute step N again, and compare it bit for bit with what the run recorded.
+
+The run's newest checkpoint before N is loaded, and the steps up to N are made in a temporary folder: the run is not
+changed. Every step that was logged is compared: the loss, the gradient norm, and the loss of each rank; and where the
+run has a checkpoint, all of its tensors. A replay needs what a bitwise resume needs, and is refused otherwise.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.compatibility import bitwise_setting, is_learned_with, is_refused
+from torchtitan_lite.config.derive import flatten
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.toml import Loaded, format_value
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed import sharding
+from torchtitan_lite.distributed.agreement import outcome_on_rank0, require_agreement
+from torchtitan_lite.distributed.process_group import from_rank0, process_group
+from torchtitan_lite.errors import ConfigError, NonFiniteError, UserError
+from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.optim.optimizer import learning_rate
+from torchtitan_lite.terminal import counted, print_line
+from torchtitan_lite.tools.incidents.record import changes_of, checkpoint_before
+from torchtitan_lite.training import out_of_memory
+from torchtitan_lite.training.session import Session, check_previous_step
+from torchtitan_lite.training.start import require_same_data
+
+Step = Callable[[Session, int], tuple[Tensor, Tensor]]
+_ALSO = "train.steps", "train.on_nonfinite", "train.max_skipped"  # they change a step, but a resume may change them
+_NEXT = (
+    "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
+    "computes wrong"
+)
+
+
+class DifferentError(UserError):
+    """The replay differs from what the run recorded."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run says about the steps after a checkpoint."""
+
+    start: int  # the step of the checkpoint; 0: the run's beginning
+    last: int
+    checkpoint: str  # its folder; empty: none
+    steps: dict[int, dict[str, Any]]  # the logged ones, by step
+    stopped: str = ""  # how the run ended, if at a loss or gradients that are not finite
+    setting: Mapping[str, Any] = field(default_factory=dict)  # of a bitwise resume
+    config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
+    notes: tuple[str, ...] = ()
+
+
+def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step) -> None:
+    """Replay up to step n, and say how it compares.
+
+    Args:
+        build: `train.build`.
+        step: `train.train_step`.
+
+    Raises:
+        ConfigError: this can't be replayed here.
+        DifferentError: a step differs from what was recorded.
+    """
+    config = loaded.config
+    with process_group(config.run) as world:
+        require_agreement(config, world)
+        require_same_data(config, data, world)
+        recorded, wrong = outcome_on_rank0(world.rank, lambda: read(config, n), world.untimed, (UserError, OSError))
+        if recorded is None:
+            raise ConfigError(wrong)
+        if wrong := from_rank0(not_the_same(recorded, config, bitwise_setting(config, world))):
+            raise ConfigError(wrong)
+        with _elsewhere(config, recorded.checkpoint) as there:
+            log = Log(there.folder, speaks=world.rank == 0)
+            began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
+            for line in (*recorded.notes, f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}"):
+                log.info(line)
+            s = build(there, data, world, log)
+            with contextlib.closing(s), s.watchdog.explained(), out_of_memory.explained(config):
+                result = compute(s, step, recorded, config.folder)
+            if world.rank == 0:
+                print_line(f"equal   {result}")
+
+
+@contextlib.contextmanager
+def _elsewhere(config: Config, checkpoint: str) -> Iterator[Config]:
+    """The run in a temporary folder, from this checkpoint, without what else it writes."""
+    folder = tempfile.mkdtemp(prefix="replay-")
+    parts: dict[str, BaseModel] = {
+        "run": config.run.model_copy(update={"out_dir": folder, "max_minutes": 0.0}),
+        "checkpoint": config.checkpoint.model_copy(update={"resume": checkpoint or "never"}),
+        "sample": config.sample.model_copy(update={"every": 0}),
+        "profile": config.profile.model_copy(update={"steps": []}),
+    }
+    try:
+        there = config.model_copy(update=parts)
+        run_folder.make(there.folder)
+        yield there
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- what was recorded ------------------------------------------------------------------------------------------
+
+
+def read(config: Config, n: int) -> Recorded:
+    """What the run recorded, up to step n or to the first logged one after it.
+
+    Raises:
+        ConfigError: the run did not make this step, or has no record of it.
+    """
+    folder = config.folder.absolute()
+    steps = _logged(folder / "metrics.jsonl")
+    status = _json(folder / "run.json")
+    stopped = str(status.get("reason", "")) if re.match(r"step \d+: .* not finite", str(status.get("reason"))) else ""
+    made = max([*steps, *(int(number) for number in re.findall(r"^step (\d+)", stopped))], default=0)
+    if not 1 <= n <= made:
+        raise ConfigError(f"--replay={n}: {folder} has recorded the steps up to {made}")
+    last = min((step for step in steps if step >= n), default=n)
+    checkpoint, damaged = checkpoint_before(folder, n)
+    start = storage.read_state(checkpoint).step if checkpoint else 0
+    if checkpoint is None and not re.fullmatch(r"auto|never|step-\d+", config.checkpoint.resume):
+        raise ConfigError(
+            f"--replay={n}: the run began from {config.checkpoint.resume}, and has no checkpoint of its own before"
+        )
+    between = {step: record for step, record in steps.items() if start < step <= last}
+    if not between and not stopped:
+        raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
+    setting, values = _setting(folder, status, checkpoint, n)
+    notes = tuple(f"note    {note}" for note in damaged)
+    return Recorded(start, last, str(checkpoint or ""), between, stopped, setting, values, notes)
+
+
+def _setting(
+    folder: Path, status: Mapping[str, Any], checkpoint: Path | None, n: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the steps up to n were made with: the bitwise setting, and the config."""
+    later = [step for step in storage.find_steps(folder / "checkpoints") if step >= n]
+    if later:  # saved by the process that made these steps
+        state = storage.read_state(storage.step_folder(folder / "checkpoints", later[0]))
+        return dict(state.bitwise_setting), dict(state.config)
+    facts = {"world_size": status.get("world_size"), "torch": (status.get("versions") or {}).get("torch")}
+    known = {key: value for key, value in facts.items() if value is not None}  # of the newest attempt
+    if checkpoint is None:
+        return known, {}
+    state = storage.read_state(checkpoint)
+    now = {key: pair[1] for step, changed in changes_of(folder) if step == state.step for key, pair in changed.items()}
+    return {**state.bitwise_setting, **known}, {**state.config, **now}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+        return content if isinstance(content, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _logged(file: Path) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+            if "loss" in record:
+                found[int(record["step"])] = record
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return found
+
+
+def not_the_same(recorded: Recorded, config: Config, setting: Mapping[str, Any]) -> str:
+    """Why the steps can't be repeated bit for bit here; empty if they can."""
+    lines = [
+        f"{key} was {recorded.setting[key]}, and is {value} here"
+        for key, value in setting.items()
+        if recorded.setting.get(key, value) != value
+    ]
+    here = json.loads(json.dumps(flatten(config), default=str))
+    matters = [key for key in here if is_refused(key) or is_learned_with(key) or key in _ALSO]
+    lines += [
+        f"{key} was {format_value(recorded.config[key])}, and is {format_value(here[key])} here"
+        for key in matters
+        if key != "model.init_from" and recorded.config.get(key, here[key]) != here[key]
+    ]
+    sizes = {step: len(record["rank_losses"]) for step, record in recorded.steps.items() if "rank_losses" in record}
+    lines += [
+        f"step {step} was made by {counted(size, 'rank')}, and here are {setting['world_size']}"
+        for step, size in sizes.items()
+        if size != setting["world_size"] and "world_size" not in recorded.setting
+    ]
+    for step, record in recorded.steps.items():
+        rate = learning_rate(config.optim, step, config.train.steps)
+        if not lines and record.get("lr", rate) != rate:
+            lines.append(f"step {step} had the learning rate {record['lr']}, and has {rate} here")
+    if not lines:
+        return ""
+    head = "a replay needs the command, the number of processes, the kind of CPU and the torch of the run:"
+    return "\n  ".join([head, *lines])
+
+
+# --- comparing --------------------------------------------------------------------------------------------------
+
+
+def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
+    """Make the steps and compare each. Collective. Returns a sentence about what was compared.
+
+    Raises:
+        DifferentError: on every rank, at the first difference.
+    """
+    checkpoints = from_rank0(storage.find_steps(folder / "checkpoints"))
+    compared, tensors, equal = 0, 0, recorded.start
+    try:
+        for number in range(recorded.start + 1, recorded.last + 1):
+            s.watchdog.step(number)
+            loss, grad_norm = step(s, number)
+            if number in recorded.steps or number == recorded.last:
+                check_previous_step(s)
+            if record := recorded.steps.get(number):
+                again = {"loss": loss.item(), "grad_norm": grad_norm.item(), "rank_losses": s.guard.rank_losses}
+                if difference := differs(record, again, equal):
+                    raise DifferentError(f"step {number} differs: {difference}. {_unsure(s)}{_NEXT}")
+                compared, equal = compared + 1, number
+            if number in checkpoints:
+                tensors += _compare_tensors(s, storage.step_folder(folder / "checkpoints", number), equal)
+    except NonFiniteError as error:
+        now, then = (text.split(". ")[0] for text in (str(error), recorded.stopped))
+        if now != then:
+            raise DifferentError(f"{now}; the run recorded {then or 'no such thing'}. {_NEXT}") from None
+        return f"bit for bit, and not finite again: {now}. This is the data and the model, not a fault of a machine"
+    if recorded.stopped and recorded.stopped.startswith(f"step {recorded.last}:"):
+        raise DifferentError(f"step {recorded.last} is finite here; the run recorded: {recorded.stopped}. {_NEXT}")
+    what = f"loss, gradient norm and each rank's loss of {counted(compared, 'step')}"
+    if not all("rank_losses" in record for record in recorded.steps.values()):
+        what = f"loss and gradient norm of {counted(compared, 'step')}"
+    also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
+    return (
+        f"bit for bit: {what}{also}. What happened at step {recorded.last} and before follows from the data and the "
+        "model, not from a fault of a machine"
+    )
+
+
+def _unsure(s: Session) -> str:
+    if s.world.device.type == "cuda" and not s.config.run.deterministic:
+        return "Without run.deterministic, a GPU may add in another order each time, so this proves nothing. "
+    return ""
+
+
+def differs(record: Mapping[str, Any], again: Mapping[str, Any], equal: int) -> str:
+    """How a step differs from its record; empty if it is equal.
+
+    Args:
+        equal: the last step that was compared and equal, or where the replay began.
+    """
+    then, now = (_comparable(values) for values in (record, again))
+    step = int(record["step"])
+    ranks = [
+        rank for rank, pair in enumerate(zip(then["rank_losses"], now["rank_losses"], strict=False)) if len({*pair}) > 1
+    ]
+    if ranks and len(ranks) < len(now["rank_losses"]):
+        each = "; ".join(
+            f"rank {rank}: the sum of its losses was {then['rank_losses'][rank]}, and is {now['rank_losses'][rank]}"
+            for rank in ranks
+        )
+        return f"{each}; equal on all other ranks"
+    both = ", ".join(
+        f"{name} was {then[key]}, and is {now[key]}"
+        for key, name in (("loss", "the loss"), ("grad_norm", "the gradient norm"))
+        if then[key] != now[key]
+    )
+    if not both and not ranks:
+        return ""
+    if len(ranks) > 1 and step > equal:
+        first = f"step {equal}" if equal + 1 >= step else f"a step from {equal} to {step - 1}"
+        return f"{both}; on all ranks, so the parameters had differed before: the update of {first}"
+    if not ranks and then["rank_losses"]:
+        return f"{both}; the loss of each rank is equal, so it was a backward pass or a sum over ranks"
+    return both
+
+
+def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: what is not finite is None in a record."""
+    plain = {key: values.get(key) for key in ("loss", "grad_norm")} | {"rank_losses": values.get("rank_losses") or []}
+    finite: Callable[[Any], Any] = lambda x: x if x is None or abs(x) < float("inf") else None  # noqa: E731
+    return {key: [*map(finite, v)] if isinstance(v, list) else finite(v) for key, v in plain.items()}
+
+
+def _compare_tensors(s: Session, checkpoint: Path, equal: int) -> int:
+    """Compare all parameters and moments with a checkpoint of this step. Collective. Returns their number.
+
+    Raises:
+        DifferentError: on every rank: one differs.
+    """
+    parts = {
+        storage.MODEL: sharding.own_tensors(s.model),
+        storage.OPTIMIZER: sharding.optimizer_tensors(s.model, s.optimizer),
+    }
+    saved = _saved(checkpoint, parts) if s.world.rank == 0 else {}
+    wrong = []
+    for name, value in sharding.by_name(parts).items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if s.world.rank == 0 and not _same_bits(whole.cpu(), saved[name]()):
+            wrong.append(name)
+    n = len(sharding.by_name(parts))
+    if wrong := from_rank0(wrong):
+        raise DifferentError(
+            f"after step {equal} {len(wrong):,} of {n:,} tensors differ from {checkpoint}, first {wrong[0]}: the "
+            f"update differed, or the checkpoint was changed. {_unsure(s)}{_NEXT}"
+        )
+    return n
+
+
+def _saved(checkpoint: Path, parts: sharding.Parts) -> dict[str, Callable[[], Tensor]]:
+    """Readers of a checkpoint's tensors, by name in a sharded state dict."""
+    if storage.read_manifest(checkpoint).state_dict == "sharded":
+        from torchtitan_lite.checkpointing import dcp_storage
+
+        whole = dcp_storage.WholeTensors(checkpoint, "")
+        return {name: lambda name=name: whole[name] for name in whole}  # type: ignore[misc]
+    return {
+        f"{sharding.prefix(file)}{name}": lambda file=file, name=name: storage.open_tensors(  # type: ignore[misc]
+            checkpoint / file
+        ).get_tensor(name)
+        for file, tensors in parts.items()
+        for name in tensors
+    }
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    same = one.dtype == other.dtype and one.shape == other.shape
+    return same and one.reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8))
