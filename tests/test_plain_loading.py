@@ -67,8 +67,13 @@ def test_a_checkpoint(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert names["weights"].keys() | names["optimizer"].keys() == tensors(folder).keys()
     assert names["state"]["step"] == 2
 
-    succeeded(run_python(["checkpoint.py", "export", str(folder), str(tmp_path / "exported")]))
+
+@pytest.mark.extended
+def test_an_export(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    folder = a_run("default", text, tmp_path, 1)
+    model, _ = ttl.load_model(folder)
+    succeeded(run_python(["checkpoint.py", "export", str(folder), str(tmp_path / "exported")]))
     names = run(EXPORTED, tmp_path, monkeypatch)
     ids = names["tokenizer"]("def main", return_tensors="pt").input_ids
     torch.testing.assert_close(names["model"](ids).logits, model(ids))
