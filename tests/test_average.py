@@ -140,8 +140,12 @@ def test_a_resume_is_bitwise_and_changes_its_world_size(way: str, text: Path, tm
     assert [record["step"] for record in report.averages] == [3, 4]
 
 
+def test_it_may_begin_or_end_with_a_load_in_all_ways_of_saving(tmp_path: Path) -> None:
+    succeeded(ranks(2, str(tmp_path), entry="tests.average_load_worker"))
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["sharded, dcp"])
 def test_a_resume_may_begin_or_end_it(way: str, text: Path, tmp_path: Path) -> None:
     """It begins from the weights of the resume; training itself is not changed, bit for bit."""
     more = {"train__steps": 4, "checkpoint__every": 1, "eval__every": 0} | WAYS[way]
