@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import checkpoint, ranks, records, succeeded, tiny
+from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools.incidents.replay import Recorded, differs, not_the_same, read
@@ -151,3 +152,9 @@ def test_a_step_that_is_not_finite_is_replayed(text: Path, tmp_path: Path) -> No
     result = replay(text, tmp_path, 6)
     assert result.returncode == 1
     assert "step 6 is finite here; the run recorded: step 6: the loss is not finite on rank 1" in result.stderr
+
+
+def test_a_step_of_0_does_not_train() -> None:
+    assert not cli.parse(["--replay=0"], world_size=1, n_gpus=0).trains
+    assert not cli.parse(["--replay=5"], world_size=1, n_gpus=0).trains
+    assert cli.parse([], world_size=1, n_gpus=0).trains
