@@ -116,7 +116,7 @@ def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str =
         **{"model.max_seq_len": shape.seq_len, "train.seq_len": shape.seq_len, "train.steps": 10**6},
         **{"train.micro_batch_size": shape.micro_batch_size, "run.device": device, "fsdp.param_dtype": shape.dtype},
         "train.global_batch_size": shape.micro_batch_size * world_size,
-        **{"tokenizer.vocab_size": shape.vocab_size, "optim.name": "adamw"},
+        **{"tokenizer.vocab_size": shape.vocab_size, "optim.name": "adamw", "model.qk_norm": False},
     }
     given = {key: load.ConfigValue(value, "benchmark") for key, value in (values | more).items()}
     n_gpus = torch.cuda.device_count() if device == "cuda" else 0

@@ -5,6 +5,7 @@ The gradients are the same on every mesh. The updates of the steps in WITHHELD a
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
                     if step in WITHHELD:
                         whole[0] = torch.nan
                     p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
-                guard.update(step, torch.full((n,), float(step in WITHHELD)), torch.tensor(1.0))
+                guard.update(step, torch.full((n,), math.nan if step in WITHHELD else 1.0), torch.tensor(1.0))
                 guard.check()
                 for name, p in parameters.items():
                     weight, ema = local_rows(p)[0], optimizer.state[p]["ema"]

@@ -323,7 +323,7 @@ def case_clipping_is_that_of_torch() -> None:
 
     With a small eps, AdamW would make steps of the noise in gradients that are exactly 0 in theory.
     """
-    adamw, sgd = {"eps": 1e-3}, {"name": "sgd", "momentum": 0.9, "weight_decay": 0.0}
+    adamw, sgd = {"name": "adamw", "eps": 1e-3}, {"name": "sgd", "momentum": 0.9, "weight_decay": 0.0}
     for mesh, optim, max_norm, scale in (
         ("4", adamw, 0.3, 0.0),
         ("2 x 2", adamw, 0.3, 1024.0),

@@ -78,7 +78,7 @@ FIRST_LAYER_FP32 = {"fsdp.precision_overrides": [{"match": "layers.0.*", "param_
 PLAIN = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions", "shared_memory")}
 HANDED_ON = {"fsdp.output_dtype": "float16"}
 EXPLICIT = {"fsdp.explicit_prefetching": True}
-MUON = {"optim.name": "muon"}
+MUON = {"optim.name": "muon", "optim.muon_embedding_lr_factor": 1.0}
 
 CASES = {
     # how much is gathered, and when

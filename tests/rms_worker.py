@@ -28,7 +28,9 @@ from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
 
 SCALE = 2.0  # of the gradients, as with float16
 GROUPS = [{"match": "layers.1.*", "lr_factor": 0.5, "weight_decay": 0.3}]
-VALUES: dict[str, Any] = {"rms_scaling": True, "weight_decay": 0.1, "groups": GROUPS, "lr": 0.02, "eps": 1e-6}
+VALUES: dict[str, Any] = {
+    **{"name": "adamw", "rms_scaling": True, "weight_decay": 0.1, "groups": GROUPS, "lr": 0.02, "eps": 1e-6}
+}
 
 
 def gradient(step: int, number: int, shape: Any) -> Tensor:

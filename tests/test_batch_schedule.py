@@ -65,7 +65,7 @@ def test_what_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert loaded("[[0, 8]]").train.batch_size(1) == 8
     options = ["--world-size=2", "--train.steps=100", "--train.batch_schedule=[[50, 64]]"]
     assert plan.main(options) == 0
-    assert f"100 steps, {(50 * 16 + 50 * 64) * 256:,} tokens" in capsys.readouterr().out
+    assert f"100 steps, {(50 * 8 + 50 * 64) * 256:,} tokens" in capsys.readouterr().out
 
 
 def loaded(schedule: str, **more: Any) -> Any:

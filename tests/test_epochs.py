@@ -123,7 +123,7 @@ def test_an_epoch_of_a_mixture_has_as_many_samples_as_all_sources(data: Path) ->
     loaded = load.load(None, {key: load.ConfigValue(value, "test") for key, value in values.items()})
     found = prepare_all(loaded.config.data, loaded.config.tokenizer, print)
     n = open_samples(found, "train", loaded.config).n_samples
-    assert epochs.resolved(loaded, found).config.train.steps == 2 * -(-n // 16)
+    assert epochs.resolved(loaded, found).config.train.steps == 2 * -(-n // 8)
 
 
 def test_a_run_can_be_checked_planned_and_tried(

@@ -7,7 +7,13 @@ from tests.helpers import ranks, succeeded, tiny
 
 def test_inspect_prints_the_model_and_its_groups(text: Path, tmp_path: Path) -> None:
     more = {
-        **{"model__family": "llama", "model__hidden_dim": 50, "fsdp__param_dtype": "bfloat16", "run__name": "run"},
+        **{
+            "model__family": "llama",
+            "model__hidden_dim": 50,
+            "model__qk_norm": "false",
+            "fsdp__param_dtype": "bfloat16",
+            "run__name": "run",
+        },
         "fsdp__precision_overrides": '[{match = "layers.0.*", param_dtype = "float32", output_dtype = "bfloat16"}]',
         "optim__freeze": '["layers.1.*"]',
     }

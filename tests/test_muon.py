@@ -15,10 +15,10 @@ from tests.helpers import checkpoint, losses, ranks, succeeded, tensors, tiny
 from tests.muon_worker import MODEL
 from tests.reload_worker import MESHES
 from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.config.schema import Config, OptimConfig
+from torchtitan_lite.config.schema import Config, ModelConfig, OptimConfig
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, parameter_groups
 from torchtitan_lite.tools import plan
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.work import Product
@@ -209,3 +209,19 @@ def test_resume_is_bitwise(way: str, text: Path, tmp_path: Path) -> None:
     assert "resumed after step 3" in succeeded(ranks(3, *command))
     for step, (loss, _) in losses(tmp_path / "run").items():
         assert loss == pytest.approx(losses(tmp_path / "straight")[step][0], rel=1e-4)
+
+
+@pytest.mark.parametrize(("tied", "group", "expected"), [(False, 1.0, 3.0), (False, 0.5, 1.5), (True, 1.0, 1.0)])
+def test_embeddings_learn_faster_unless_they_are_tied(tied: bool, group: float, expected: float) -> None:
+    shape = {"family": "gpt", "dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 8, "tie_embeddings": tied}
+    model = build(ModelConfig.model_validate(shape), 64)
+    groups = [{"match": "tok_embeddings*", "lr_factor": group}]
+    factors = {
+        id(p): chosen["lr_factor"]
+        for chosen in parameter_groups(model, OptimConfig.model_validate({"name": "muon", "groups": groups}))
+        for p in chosen["params"]
+    }
+    assert factors.pop(id(model.tok_embeddings.weight)) == expected
+    assert set(factors.values()) == {1.0}
+    plain = parameter_groups(model, OptimConfig(name="adamw"))
+    assert {chosen["lr_factor"] for chosen in plain} == {1.0}

@@ -108,7 +108,7 @@ def test_another_command_is_refused(trained: Path, text: Path) -> None:
     config = Config.model_validate({"run": {"out_dir": str(trained), "name": "run"}, "train": {"steps": 8}})
     recorded = read(config, 7)
     said = not_the_same(recorded, config, recorded.setting)
-    assert "train.global_batch_size was 6, and is 16 here" in said
+    assert "train.global_batch_size was 6, and is 8 here" in said
     other = Recorded(4, 7, "", recorded.steps, "", recorded.setting)  # of a run without a checkpoint
     assert "step 5 had the learning rate" in not_the_same(other, config, recorded.setting)
     resized = Recorded(4, 7, "", recorded.steps, "")
