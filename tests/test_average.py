@@ -113,6 +113,7 @@ def follows(run: Path, start: int, end: int) -> None:
     assert averages(run, end)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", WAY)
 def test_a_resume_is_bitwise_and_changes_its_world_size(way: str, text: Path, tmp_path: Path) -> None:
     more = EMA | {"train__steps": 4, "checkpoint__every": 1, "eval__every": 3}

@@ -167,6 +167,7 @@ def test_mistakes_are_refused(more: list[str], expected: str, data: Path, tmp_pa
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.extended
 def test_an_interval_of_an_epoch_asks_for_nothing_on_a_resume(data: Path, tmp_path: Path) -> None:
     """optim.step_every is "epoch" by default, which only the schedule "step" reads."""
     for more in (

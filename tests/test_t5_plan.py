@@ -115,6 +115,7 @@ def test_a_dry_run_is_as_planned(text: Path, tmp_path: Path) -> None:
     assert 0.9 < float(line.split()[-1]) < 1.1, out
 
 
+@pytest.mark.extended
 def test_a_plan_has_the_memory_of_the_z_loss() -> None:
     """Computed from all logits, it keeps more of them for backward."""
     for chunked, grows in ((False, True), (True, False)):

@@ -69,6 +69,7 @@ def test_any_number_of_ranks_finds_the_same(text: Path, files: str, tmp_path: Pa
     assert found[0][1]["task_bits_per_byte/choice"] > 0
 
 
+@pytest.mark.extended
 def test_a_resume_finds_the_same(text: Path, files: str, tmp_path: Path) -> None:
     """Killed while tasks are scored at a step that is also saved: each step is recorded once, with the same bits."""
     more = {"train__steps": 7, "checkpoint__every": 3, "eval__every": 0, "eval__tasks": files, "eval__tasks_every": 3}
