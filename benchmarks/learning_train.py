@@ -32,7 +32,7 @@ def _initial(suffixes: tuple[str, ...], factor: float) -> None:
 
 
 def small_residual() -> None:
-    """What is added to the residual stream begins near zero (muP and modded-nanogpt: as zero, which refused)."""
+    """What is added to the residual stream begins near zero (muP: as zero, which train.py refuses)."""
     _initial(("wo.weight", "w2.weight"), 0.01)
 
 

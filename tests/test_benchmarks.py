@@ -1,5 +1,6 @@
 """The benchmarks run. Their results are not checked."""
 
+import json
 import math
 import re
 import sys
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import contenders, gpu
+from benchmarks import contenders, gpu, learning
 from tests.helpers import start, succeeded
 from torchtitan_lite.config import cli
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.models import build
 
 
@@ -57,3 +59,31 @@ def test_peaks_are_found_by_device_name() -> None:
     assert gpu.peak_flops("NVIDIA H100 80GB HBM3") == gpu.peak_flops("NVIDIA H200") == 989e12
     for other in ("NVIDIA H100 PCIe", "NVIDIA GeForce GTX 1080"):  # not in the table
         assert math.isnan(gpu.peak_flops(other))
+
+
+def config_of(options: dict[str, object]) -> Config:
+    """The config of a run of benchmarks/learning.py."""
+    given = [f"--{key}={value}" for key, value in options.items() if key != "variant"]
+    return cli.parse([*given, "--check-config"], world_size=1, n_gpus=0, local_world_size=1).loaded.config
+
+
+def test_each_recipe_is_a_config() -> None:
+    recipes = [make(rate, 614_400) for make, rates in learning.RECIPES.values() for rate in rates]
+    for options in [*learning.CANDIDATES.values(), *recipes, *(job[1] for job in learning.DEFAULTS)]:
+        assert config_of(options).train.steps == options["train.steps"]
+
+
+def test_the_searched_default_is_the_default() -> None:
+    found, default = config_of(learning.default(4e-3, learning.TOKENS)), config_of({})
+    assert (found.model, found.optim, found.tokenizer) == (default.model, default.optim, default.tokenizer)
+    assert found.train.model_copy(update={"micro_batch_size": default.train.micro_batch_size}) == default.train
+
+
+def test_no_result_is_of_a_recipe_that_changed_since() -> None:
+    lines = learning.RESULTS.read_text(encoding="utf-8").splitlines()
+    jobs = [("screen", name, options, 0) for name, options in learning.CANDIDATES.items()]
+    keys = {json.dumps(job) for job in [*jobs, *(("final", *job) for job in learning.DEFAULTS)]}
+    recipes = set(learning.RECIPES)
+    assert lines
+    for one in map(json.loads, lines):
+        assert one["key"] in keys or one["name"] in recipes, one
