@@ -336,3 +336,18 @@ def test_the_reference_is_made_from_the_config() -> None:
 def test_check_and_print_config_exit_with_0() -> None:
     assert "the configuration is fine" in python("--check-config").stdout
     assert "steps = 3   " in ranks(1, "--print-config", "--train.steps=3", "--optim.warmup_steps=0").stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], True),
+        (["--model.dim=64"], False),
+        (["--model.size=1M", "--model.dim=64"], True),
+        (["--model.size=8B"], False),
+    ],
+)
+def test_another_shape_is_a_plain_llama(argv: list[str], expected: bool) -> None:
+    """Switches of the default size are for its shape, unless the size is named."""
+    config = cli.parse([*argv, "--check-config"], world_size=1, n_gpus=0, local_world_size=1).loaded.config
+    assert config.model.qk_norm is expected

@@ -242,7 +242,11 @@ def _size_layer(values: ConfigValues, problems: list[str], refused: set[str]) ->
         refused.add("model.size")
         return {}
     origin = f'size "{size.value}"'
-    return {f"model.{key}": ConfigValue(value, origin, size.level) for key, value in sizes[size.value].items()}
+    layer = {f"model.{key}": ConfigValue(value, origin, size.level) for key, value in sizes[size.value].items()}
+    sized = {key for key, value in layer.items() if type(value.value) is int}
+    if size.level == _DEFAULT and sized & values.keys():  # another shape: without the switches of the default's
+        return {key: value for key, value in layer.items() if not isinstance(value.value, bool)}
+    return layer
 
 
 def _strategy_layer(values: ConfigValues, local_world_size: int, problems: list[str]) -> ConfigValues:
