@@ -16,9 +16,14 @@ ROOT = Path(__file__).parent.parent
 SECONDS = 100
 CANDIDATES = {
     "gpt 1M, lr 4e-3": ["--model.family=gpt", "--optim.lr=4e-3"],
-    "llama 1M, lr 4e-3": ["--model.family=llama", "--optim.lr=4e-3"],
-    "llama 1M, lr 8e-3": ["--model.family=llama", "--optim.lr=8e-3"],
-    "llama 1M, lr 4e-3, tied": ["--model.family=llama", "--optim.lr=4e-3", "--model.tie_embeddings=true"],
+    "llama 1M, lr 4e-3": ["--model.family=llama", "--model.qk_norm=false", "--optim.lr=4e-3"],
+    "llama 1M, lr 8e-3": ["--model.family=llama", "--model.qk_norm=false", "--optim.lr=8e-3"],
+    "llama 1M, lr 4e-3, tied": [
+        "--model.family=llama",
+        "--model.qk_norm=false",
+        "--optim.lr=4e-3",
+        "--model.tie_embeddings=true",
+    ],
 }
 
 
