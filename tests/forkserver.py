@@ -6,10 +6,12 @@ address into os.environ[ADDRESS]. It forks a process for each connection, which 
 one. The workers themselves are forked in the same way (forkworker.py).
 """
 
+import contextlib
 import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -29,9 +31,25 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port for a store that starts later.
+
+    Port 0 would give an ephemeral port, which an outgoing connection of any process may take before the store listens.
+    So this is below the ephemeral range, and random, because other workers of the test run ask for one too.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, _ephemeral_from())
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def _ephemeral_from() -> int:
+    """The first port that the kernel gives to outgoing connections."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 32_768
+    return first if first > 20_000 else 32_768
 
 
 class Ranks:
