@@ -3,6 +3,7 @@
     screen     every candidate at the default experiment (1.8 M parameters, 1,024,000 tokens), one seed
     defaults   the former and the present default on the held-out text of the default split, three seeds, and the
                present one with a part of its tokens
+    larger     Muon and AdamW at three rates with a model of 5 M parameters
     recipes    the present default against those of nanoGPT, litgpt and Hugging Face Trainer after 60, 120 and 300 s
     table      print what is known, and plot it
 
@@ -98,6 +99,26 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "both, momentum 0.9": best(optim__muon_momentum=0.9, **BOTH),
     "both, betas 0.9, 0.99": best(optim__betas="[0.9, 0.99]", **BOTH),
     "both, no weight decay": best(optim__weight_decay=0.0, **BOTH),
+    "both, cautious weight decay": best(optim__muon_cautious_decay="true", **BOTH),
+    "both, NorMuon": best(variant="normuon", **BOTH),
+}
+
+LARGER: dict[str, Any] = {"model__size": "3M", "model__qk_norm": "true"}  # 5.0 M with this vocabulary
+LARGER_TOKENS = TOKENS * 5 // 4
+
+
+def larger(tokens: int = LARGER_TOKENS, **keys: Any) -> dict[str, Any]:
+    """A run of the larger model with 8 sequences a step."""
+    return recipe(8, tokens=tokens, **(ADAMW | keys | LARGER))
+
+
+_MUON: dict[str, Any] = {"optim__name": "muon", "optim__muon_embedding_lr_factor": 3.0}
+LARGER_JOBS: dict[str, dict[str, Any]] = {
+    "adamw, rate 4e-3": larger(),
+    "muon, 75 % of the steps": larger(LARGER_TOKENS * 3 // 4, **_MUON),
+    "adamw, rate 2e-3": larger(optim__lr=2e-3),
+    "adamw, rate 8e-3": larger(optim__lr=8e-3),
+    "muon": larger(**_MUON),
 }
 
 
@@ -291,6 +312,16 @@ def screen_table(search: Search) -> list[str]:
     return lines + [f"| {name} | {bits:.4f} | {seconds:,.0f} |" for bits, name, seconds in sorted(rows)]
 
 
+def larger_table(search: Search) -> list[str]:
+    """The runs of the larger model."""
+    lines = ["| 5 M parameters | steps | bits per byte | seconds |", "|---|---:|---:|---:|"]
+    for name, options in LARGER_JOBS.items():
+        if one := search.result("larger", name, options, 0):
+            row = name, f"{options['train.steps']:,}", f"{one['bits_per_byte']:.4f}", f"{one['seconds']:,.0f}"
+            lines.append(f"| {' | '.join(row)} |")
+    return lines
+
+
 def defaults_table(search: Search) -> list[str]:
     """Both defaults over seeds, and the present one on a part of its tokens."""
     lines = ["| | tokens | bits per byte, by seed | mean | seconds |", "|---|---:|---:|---:|---:|"]
@@ -348,7 +379,7 @@ def plot(search: Search, file: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["screen", "defaults", "recipes", "table"])
+    parser.add_argument("stage", choices=["screen", "defaults", "larger", "recipes", "table"])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "learning.svg")
@@ -358,11 +389,13 @@ def main() -> None:
         search.run(((name, options, 0) for name, options in CANDIDATES.items()), "screen")
     if given.stage == "defaults":
         search.run(DEFAULTS, "final")
+    if given.stage == "larger":
+        search.run(((name, options, 0) for name, options in LARGER_JOBS.items()), "larger")
     if given.stage == "recipes":
         search.run(cost_jobs(), "cost")
         search.run(rate_jobs(search), "rate")
         search.run([recipe_job(search, name, seconds) for seconds in SECONDS for name in RECIPES], "final")
-    for lines in (screen_table(search), defaults_table(search), recipe_tables(search)):
+    for lines in (screen_table(search), defaults_table(search), larger_table(search), recipe_tables(search)):
         print("\n".join(["", *lines]))
     if given.stage == "table":
         plot(search, given.plot)

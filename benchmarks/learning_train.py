@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan_lite.models import llama, transformer
 from torchtitan_lite.models.loss import Head
+from torchtitan_lite.optim import muon
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,6 +78,24 @@ def softcap() -> None:
         return 15 * torch.tanh(forward(self, x, **keys) / 15)
 
     Head.forward = capped  # type: ignore[method-assign]
+
+
+def normuon() -> None:
+    """Rows of Muon's updates divided by their running size, whole updates as large as before (NorMuon; one process)."""
+    given = muon.orthogonalised
+    sizes: dict[int, Tensor] = {}
+
+    def normalised(matrices: list[torch.nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
+        found = []
+        for matrix, update in zip(matrices, given(matrices, rows, first), strict=True):
+            square = update.square().mean(dim=1, keepdim=True)
+            size = sizes.setdefault(id(matrix), square).lerp(square, 0.05)
+            sizes[id(matrix)] = size
+            even = update / (size.sqrt() + 1e-10)
+            found.append(even * (update.norm() / (even.norm() + 1e-10)))
+        return found
+
+    muon.orthogonalised = normalised
 
 
 if __name__ == "__main__":

@@ -69,7 +69,12 @@ def config_of(options: dict[str, object]) -> Config:
 
 def test_each_recipe_is_a_config() -> None:
     recipes = [make(rate, 614_400) for make, rates in learning.RECIPES.values() for rate in rates]
-    for options in [*learning.CANDIDATES.values(), *recipes, *(job[1] for job in learning.DEFAULTS)]:
+    for options in [
+        *learning.CANDIDATES.values(),
+        *learning.LARGER_JOBS.values(),
+        *recipes,
+        *(job[1] for job in learning.DEFAULTS),
+    ]:
         assert config_of(options).train.steps == options["train.steps"]
 
 
@@ -82,6 +87,7 @@ def test_the_searched_default_is_the_default() -> None:
 def test_no_result_is_of_a_recipe_that_changed_since() -> None:
     lines = learning.RESULTS.read_text(encoding="utf-8").splitlines()
     jobs = [("screen", name, options, 0) for name, options in learning.CANDIDATES.items()]
+    jobs += [("larger", name, options, 0) for name, options in learning.LARGER_JOBS.items()]
     keys = {json.dumps(job) for job in [*jobs, *(("final", *job) for job in learning.DEFAULTS)]}
     recipes = set(learning.RECIPES)
     assert lines
