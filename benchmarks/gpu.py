@@ -57,6 +57,8 @@ SETTINGS = {
     "  Python collects garbage as it likes": [*FIELD, "--speed.gc_every=0"],
     "  explicit prefetching": [*FIELD, "--fsdp.explicit_prefetching=true"],
     "  parameters stay gathered": [*FIELD, "--fsdp.reshard_after_forward=false"],
+    "  muon": [*FIELD, "--optim.name=muon"],
+    "  muon in float32": [*FIELD, "--optim.name=muon", "--optim.muon_dtype=float32"],
     "  micro-batch 4": [*FIELD, "--train.micro_batch_size=4"],
     "  micro-batch 8": [*FIELD, "--train.micro_batch_size=8"],
     "  no checkpointing, micro-batch 1": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=1"],
