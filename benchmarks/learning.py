@@ -19,6 +19,7 @@ start of the process and without scoring; "60 s" is 120 of them, as on two cores
 
 import argparse
 import concurrent.futures
+import hashlib
 import json
 import os
 import statistics
@@ -151,7 +152,9 @@ class Search:
     def _one(self, stage: str, name: str, options: dict[str, Any], seed: int) -> None:
         if self.result(stage, name, options, seed):
             return
-        folder = f"{stage}-{''.join(c if c.isalnum() else '-' for c in name)}-{seed}"
+        key = json.dumps([stage, name, options, seed])
+        digest = hashlib.sha256(key.encode()).hexdigest()[:8]  # a name stands for several rates and lengths
+        folder = f"{stage}-{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{digest}"
         options = options.copy()
         given = ["--run.device=cpu", "--run.threads=1", f"--run.out_dir={self.out}", f"--run.name={folder}"]
         given += [f"--run.seed={seed}", "--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--log.every=25"]
@@ -167,7 +170,7 @@ class Search:
         _cpu_seconds([sys.executable, *score], self.out / f"{folder}.log")
         [row] = json.loads(scored.read_text(encoding="utf-8"))["models"][0]["texts"].values()
         found = {
-            "key": json.dumps([stage, name, options, seed]),
+            "key": key,
             **{"stage": stage, "name": name, "seed": seed, "seconds": seconds, "cpu": cpu()},
             **{"bits_per_byte": row["bits_per_byte"], "stderr": row["bits_per_byte_stderr"]},
         }
@@ -394,6 +397,8 @@ def main() -> None:
     if given.stage == "recipes":
         search.run(cost_jobs(), "cost")
         search.run(rate_jobs(search), "rate")
+        if missing := [job for job in rate_jobs(search) if not search.result("rate", *job)]:
+            sys.exit(f"{len(missing)} rates have no result, so the best ones are not known")
         search.run([recipe_job(search, name, seconds) for seconds in SECONDS for name in RECIPES], "final")
     for lines in (screen_table(search), defaults_table(search), larger_table(search), recipe_tables(search)):
         print("\n".join(["", *lines]))
