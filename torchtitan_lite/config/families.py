@@ -70,13 +70,13 @@ LLAMA: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "gpt": Family("torchtitan_lite.models.gpt:GPT", GPT, keys=("dropout",)),
+    "gpt": Family("torchtitan_lite.models.gpt:GPT", GPT, keys=("dropout", "mup_base_dim")),
     "llama": Family(
         "torchtitan_lite.models.llama:Llama",
         LLAMA,
         keys=(
             *("n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "rope_theta", "rope_factor"),
-            *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_seq_len"),
+            *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_seq_len", "mup_base_dim"),
         ),
         hidden_dim=(8, 3, 64),
         fused_functions=True,

@@ -133,7 +133,7 @@ def objective_conflicts(config: Any) -> dict[str, str]:
             'data.objective = "pairs" needs data.target_len, the maximum tokens of a target, e.g. data.target_len = 32 '
             "(train.seq_len is that of a source)"
         )
-    found |= _pair_key_conflicts(data)
+    found |= _pair_key_conflicts(data) | (_mup_conflicts(config) if model.mup_base_dim else {})
     if data.objective == "pairs" and not encoder_decoder and train.seq_len <= model.max_seq_len < config.input_len:
         found["train.seq_len data.target_len model.max_seq_len"] = (
             f"a source of train.seq_len = {train.seq_len} and a target of data.target_len = {data.target_len} tokens "
@@ -146,6 +146,22 @@ def objective_conflicts(config: Any) -> dict[str, str]:
                 f'data.{key} = {json.dumps(value)} is for data.objective = "causal", not "{data.objective}"; '
                 f"leave it out"
             )
+    return found
+
+
+def _mup_conflicts(config: Any) -> dict[str, str]:
+    base, found = config.model.mup_base_dim, {}
+    if config.model.tie_embeddings:
+        found["model.mup_base_dim model.tie_embeddings"] = (
+            f"model.mup_base_dim = {base} gives embeddings and output matrix different initial values and rates, and "
+            "model.tie_embeddings = true makes them one matrix; model.tie_embeddings = false works"
+        )
+    if config.optim.name == "sgd" or config.optim.rms_scaling:
+        other = 'optim.name = "sgd"' if config.optim.name == "sgd" else "optim.rms_scaling = true"
+        found["model.mup_base_dim optim.name optim.rms_scaling"] = (
+            f"model.mup_base_dim = {base} scales the rates of Adam and Muon, whose updates have a fixed size, and "
+            f'those of {other} do not; optim.name = "muon" or "adamw" works'
+        )
     return found
 
 

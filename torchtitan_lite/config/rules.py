@@ -118,7 +118,8 @@ def length_conflicts(config: Config) -> dict[str, str]:
 
 
 def _objective_conflicts(config: Config) -> dict[str, str]:
-    if config.data.objective == "causal" and not FAMILIES[config.model.family].encoder_decoder:
+    model = config.model
+    if config.data.objective == "causal" and not FAMILIES[model.family].encoder_decoder and not model.mup_base_dim:
         return {}
     from torchtitan_lite.config.presets import objective_conflicts
 

@@ -198,6 +198,8 @@ t5: encoder and decoder"""
     """t5: gated GELU in the feed-forward (v1.1); false: ReLU (v1.0)"""
     scale_output: bool = False
     """t5: multiply the decoder's output by dim^-0.5 (v1.0)"""
+    mup_base_dim: WidthOrZero = 0
+    """gpt, llama: the dim that rates and initial values were tuned at: they are scaled from there (muP); 0: off"""
     norm_eps: PositiveFloat = 1e-5
     """epsilon of the norms"""
     qk_norm: bool = False

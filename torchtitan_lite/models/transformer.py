@@ -23,6 +23,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, blocks: list[nn.Module], norm: nn.Module) -> None:
         super().__init__()
         self.config = config
+        self.width = config.dim / config.mup_base_dim if config.mup_base_dim else 1.0  # what muP scales with
         self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
@@ -101,13 +102,17 @@ class Transformer(nn.Module):
             weights of norms                         1
             biases                                   0
 
+        With model.mup_base_dim, matrices of the blocks are divided by sqrt(width), and output by width.
+
         Args:
             normal_: fills one parameter. It gets the name, so that values need not depend on the sharding.
         """
         self.reset_buffers()
         residual = 0.02 / math.sqrt(2 * len(self.layers))
+        scales = {"layers": self.width**-0.5, "output": 1 / self.width}
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             else:
-                normal_(name, parameter, residual if name.endswith(("wo.weight", "w2.weight")) else 0.02)
+                deviation = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
+                normal_(name, parameter, deviation * scales.get(name.partition(".")[0], 1.0))

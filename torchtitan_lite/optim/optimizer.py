@@ -72,7 +72,8 @@ def _by_name(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.O
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Parameters by weight decay and `lr_factor`. [[optim.groups]] override the defaults; only matrices decay.
 
-    With muon, a group's key `muon` tells the matrices of the blocks from the others.
+    With muon, a group's key `muon` tells the matrices of the blocks from the others. With model.mup_base_dim, rates of
+    the blocks' matrices and of the head fall with the width, and rate times decay does not (Yang et al., 2022).
     """
     chosen: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -88,6 +89,10 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             decay = decay if group.weight_decay is None else group.weight_decay
             factor *= group.lr_factor
         by_muon = config.name == "muon" and parameter.ndim == 2 and name.startswith("layers.")
+        if parameter.ndim == 2 and name.startswith(("layers.", "output.")):
+            power = -1.0 if not by_muon else -0.5 if config.muon_scale == "adamw" else 0.0
+            scale = getattr(model, "width", 1.0) ** power
+            decay, factor = decay / scale, factor * scale
         chosen.setdefault((decay, factor, by_muon), []).append(parameter)
     wrong = list(unused("optim.groups", names, patterns))
     if wrong:

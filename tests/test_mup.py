@@ -1,0 +1,124 @@
+"""model.mup_base_dim: rates and initial values of a wide model, derived from those of a narrow one."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import losses, ranks, succeeded, tiny
+from torchtitan_lite import models
+from torchtitan_lite.config import cli
+from torchtitan_lite.config.schema import ModelConfig, OptimConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.optim import optimizer as optim
+
+WIDTHS = 64, 128, 256, 512, 1024
+VOCABULARY = 64
+
+
+def built(width: int, base: int, family: str = "llama") -> models.Transformer:
+    """A model of two blocks with heads of one size, with initial values of one seed."""
+    sizes: dict[str, Any] = {"dim": width, "n_layers": 2, "n_heads": width // 32, "max_seq_len": 32}
+    model = models.build(ModelConfig(family=family, mup_base_dim=base, **sizes), VOCABULARY)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    model.reset_parameters(lambda _, parameter, deviation: parameter.normal_(0, deviation, generator=generator))
+    return model
+
+
+def sizes_after(model: models.Transformer, steps: int, **config: Any) -> dict[str, float]:
+    """The root mean square of each module's output after some steps on the same batch, by the module's name."""
+    settings = OptimConfig.model_validate({"lr": 4e-3, "warmup_steps": 0, **config})
+    optimizer = optim.build_optimizer(model, settings)
+    optim.set_learning_rate(optimizer, settings.lr)
+    tokens = torch.randint(VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        model(tokens[:, :-1], tokens[:, 1:]).div(4 * 32).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found: dict[str, float] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, given: Any, out: Tensor) -> None:
+            found[name] = out.detach().square().mean().sqrt().item()
+
+        return hook
+
+    model.output.chunked = False
+    wanted = "wq", "wk", "wv", "wo", "w1", "w2", "layers.0", "layers.1", "output"
+    hooks = [m.register_forward_hook(keep(n)) for n, m in model.named_modules() if n.endswith(wanted)]
+    with torch.no_grad():
+        model(tokens[:, :-1])
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def growth(widths: tuple[int, ...], base: int, **config: Any) -> dict[str, float]:
+    """By module: the power of the width with which its output grows, by least squares (0: flat)."""
+    by_width = [sizes_after(built(width, base), **config) for width in widths]
+    x = torch.tensor([math.log(width) for width in widths])
+    x = x - x.mean()
+    return {
+        name: (x @ torch.tensor([math.log(one[name]) for one in by_width]) / (x @ x)).item() for name in by_width[0]
+    }
+
+
+@pytest.mark.parametrize("widths", [WIDTHS[:3], pytest.param(WIDTHS, marks=pytest.mark.extended)], ids=["3", "5"])
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_activations_have_one_size_at_every_width(name: str, widths: tuple[int, ...]) -> None:
+    """The coordinate check of muP (Yang et al., 2022, appendix D); in the extended test for widths 64 to 1,024."""
+    scaled, plain = (growth(widths, base, steps=3, name=name) for base in (64, 0))
+    print({key: (round(scaled[key], 2), round(plain[key], 2)) for key in scaled})
+    assert max(abs(power) for power in scaled.values()) < 0.2, scaled
+    assert min(plain.values()) > 0.3, "without the scaling, every activation grows"
+
+
+@pytest.mark.parametrize("scale", ["adamw", "original", None])
+def test_rates_fall_with_the_width_and_decay_does_not(scale: str | None) -> None:
+    """Four times as wide. With Muon's original scale the rate of matrices needs no factor."""
+    named = {"name": "muon", "muon_scale": scale, "muon_embedding_lr_factor": 3.0} if scale else {"name": "adamw"}
+    groups = [{"match": "output*", "lr_factor": 10.0}]
+    settings = OptimConfig.model_validate({**named, "weight_decay": 0.1, "groups": groups})
+    model = built(256, 64)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    factors, decays = {}, {}
+    for group in optim.parameter_groups(model, settings):
+        for parameter in group["params"]:
+            factors[names[id(parameter)]] = group["lr_factor"]
+            decays[names[id(parameter)]] = group["lr_factor"] * group["weight_decay"]
+    matrices = {"adamw": 0.5, "original": 1.0, None: 0.25}[scale]
+    assert factors["layers.0.attention.wq.weight"] == factors["layers.1.feed_forward.w2.weight"] == matrices
+    assert factors["output.weight"] == 2.5
+    assert factors["tok_embeddings.weight"] == (3.0 if scale else 1.0)
+    assert factors["norm.weight"] == factors["layers.0.attention_norm.weight"] == 1.0
+    assert decays["layers.0.attention.wq.weight"] == pytest.approx(0.1)
+    assert decays["output.weight"] == pytest.approx(1.0), "a group multiplies both"
+    assert decays["norm.weight"] == 0
+
+
+def test_the_base_width_itself_is_the_plain_model(text: Path, tmp_path: Path) -> None:
+    """Bit for bit, on two ranks; another width is another run."""
+    found = []
+    for name, base in {"off": 0, "same": 32, "half": 16}.items():
+        more = {"model__family": "llama", "model__dim": 32, "model__mup_base_dim": base}
+        succeeded(ranks(2, *tiny(text, tmp_path, run__name=name, train__steps=4, **more)))
+        found.append(losses(tmp_path / name))
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--model.tie_embeddings=true"], "makes them one matrix; model.tie_embeddings = false works"),
+        (["--optim.name=sgd"], 'those of optim.name = "sgd" do not'),
+        (["--optim.name=adamw", "--optim.rms_scaling=true"], "those of optim.rms_scaling = true do not"),
+        (["--model.family=t5", "--data.objective=span_corruption"], "mup_base_dim"),
+    ],
+)
+def test_what_it_does_not_scale_is_refused(options: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        cli.parse([*options, "--model.mup_base_dim=64", "--check-config"], world_size=1, n_gpus=0, local_world_size=1)
