@@ -256,9 +256,9 @@ def default(rate: float, tokens: int) -> dict[str, Any]:
 SHORT = 122_880  # tokens of a run that measures what they cost
 RECIPES: dict[str, tuple[Callable[[float, int], dict[str, Any]], tuple[float, ...]]] = {
     "torchtitan_lite": (default, (4e-3,)),
-    "nanoGPT": (nanogpt, (1e-3, 3e-3, 6e-3)),
-    "litgpt": (litgpt, (4e-4, 2e-3, 6e-3)),
-    "Hugging Face Trainer": (hf_trainer, (5e-5, 5e-4, 3e-3)),
+    "nanoGPT": (nanogpt, (1e-3, 3e-3, 6e-3, 4e-4)),
+    "litgpt": (litgpt, (4e-4, 2e-3, 6e-3, 1.2e-2)),
+    "Hugging Face Trainer": (hf_trainer, (5e-5, 5e-4, 3e-3, 8e-3)),
 }
 SECONDS = 60, 120, 300  # of two cores
 DEFAULTS: list[Job] = [
