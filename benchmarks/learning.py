@@ -4,6 +4,7 @@
     defaults   the former and the present default on the held-out text of the default split, three seeds, and the
                present one with a part of its tokens
     larger     Muon and AdamW at three rates with a model of 5 M parameters
+    widths     rates of models of three widths, with and without model.mup_base_dim
     recipes    the present default against those of nanoGPT, litgpt and Hugging Face Trainer after 60, 120 and 300 s
     table      print what is known, and plot it
 
@@ -21,6 +22,7 @@ import argparse
 import concurrent.futures
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -105,7 +107,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 }
 
 LARGER: dict[str, Any] = {"model__size": "3M", "model__qk_norm": "true"}  # 5.0 M with this vocabulary
-LARGER_TOKENS = TOKENS * 5 // 4
+LARGER_TOKENS = TOKENS // 2
 
 
 def larger(tokens: int = LARGER_TOKENS, **keys: Any) -> dict[str, Any]:
@@ -120,6 +122,23 @@ LARGER_JOBS: dict[str, dict[str, Any]] = {
     "adamw, rate 2e-3": larger(optim__lr=2e-3),
     "adamw, rate 8e-3": larger(optim__lr=8e-3),
     "muon": larger(**_MUON),
+}
+
+
+def of_width(dim: int, rate: float, base: int) -> dict[str, Any]:
+    """A short run of the default experiment with a model of another width, scaled from `base` by muP (0: not)."""
+    keys = {"dim": dim, "n_layers": 4, "n_heads": dim // 32, "n_kv_heads": dim // 64, "hidden_dim": 3 * dim}
+    keys |= {"mup_base_dim": base, "max_seq_len": 256}
+    model = {f"model__{key}": value for key, value in keys.items()}
+    return best(tokens=153_600, optim__lr=rate, optim__warmup_steps=10, **model, **BOTH)
+
+
+RATES = 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2
+WIDTHS = [(dim, base) for dim in (64, 128, 256) for base in (128, 0) if (dim, base) != (128, 0)]
+WIDTH_JOBS = {
+    (dim, base, rate): (f"dim {dim}, {f'scaled from {base}' if base else 'not scaled'}", of_width(dim, rate, base), 0)
+    for dim, base in WIDTHS
+    for rate in RATES
 }
 
 
@@ -325,6 +344,30 @@ def larger_table(search: Search) -> list[str]:
     return lines
 
 
+def widths_table(search: Search) -> list[str]:
+    """Bits per byte by rate for each width, and the best rate of a parabola through the best three."""
+    lines = [f"| | {' | '.join(f'{rate:g}' for rate in RATES)} | best rate |", "|---|" + "---:|" * (len(RATES) + 1)]
+    for dim, base in WIDTHS:
+        jobs = {rate: WIDTH_JOBS[dim, base, rate] for rate in RATES}
+        found = {rate: one["bits_per_byte"] for rate, job in jobs.items() if (one := search.result("widths", *job))}
+        if found:
+            cells = [f"{found[rate]:.3f}" if rate in found else "" for rate in RATES]
+            lines.append(f"| {jobs[RATES[0]][0]} | {' | '.join(cells)} | {lowest(found)} |")
+    return lines
+
+
+def lowest(found: dict[float, float]) -> str:
+    """The minimum of a parabola through the lowest value and its neighbours, over the logarithm of the rate."""
+    rates = sorted(found)
+    i = min(range(len(rates)), key=lambda i: found[rates[i]])
+    if not 0 < i < len(rates) - 1:
+        return f"{'below' if i == 0 else 'above'} {rates[i]:g}"
+    x, y = [math.log(rate) for rate in rates[i - 1 : i + 2]], [found[rate] for rate in rates[i - 1 : i + 2]]
+    left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    middle = (x[0] + x[1]) / 2 - left * (x[2] - x[0]) / 2 / (right - left)  # where the slope is 0
+    return f"{math.exp(middle):.2g}"
+
+
 def defaults_table(search: Search) -> list[str]:
     """Both defaults over seeds, and the present one on a part of its tokens."""
     lines = ["| | tokens | bits per byte, by seed | mean | seconds |", "|---|---:|---:|---:|---:|"]
@@ -382,7 +425,7 @@ def plot(search: Search, file: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["screen", "defaults", "larger", "recipes", "table"])
+    parser.add_argument("stage", choices=["screen", "defaults", "larger", "widths", "recipes", "table"])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "learning.svg")
@@ -394,13 +437,21 @@ def main() -> None:
         search.run(DEFAULTS, "final")
     if given.stage == "larger":
         search.run(((name, options, 0) for name, options in LARGER_JOBS.items()), "larger")
+    if given.stage == "widths":
+        search.run(WIDTH_JOBS.values(), "widths")
     if given.stage == "recipes":
         search.run(cost_jobs(), "cost")
         search.run(rate_jobs(search), "rate")
         if missing := [job for job in rate_jobs(search) if not search.result("rate", *job)]:
             sys.exit(f"{len(missing)} rates have no result, so the best ones are not known")
         search.run([recipe_job(search, name, seconds) for seconds in SECONDS for name in RECIPES], "final")
-    for lines in (screen_table(search), defaults_table(search), larger_table(search), recipe_tables(search)):
+    for lines in (
+        screen_table(search),
+        defaults_table(search),
+        larger_table(search),
+        recipe_tables(search),
+        widths_table(search),
+    ):
         print("\n".join(["", *lines]))
     if given.stage == "table":
         plot(search, given.plot)

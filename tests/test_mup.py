@@ -23,9 +23,13 @@ VOCABULARY = 64
 def built(width: int, base: int, family: str = "llama") -> models.Transformer:
     """A model of two blocks with heads of one size, with initial values of one seed."""
     sizes: dict[str, Any] = {"dim": width, "n_layers": 2, "n_heads": width // 32, "max_seq_len": 32}
-    model = models.build(ModelConfig(family=family, mup_base_dim=base, **sizes), VOCABULARY)  # type: ignore[arg-type]
+    model = models.build(ModelConfig(family=family, mup_base_dim=base, **sizes), VOCABULARY)
     generator = torch.Generator().manual_seed(0)
-    model.reset_parameters(lambda _, parameter, deviation: parameter.normal_(0, deviation, generator=generator))
+
+    def fill(name: str, parameter: Tensor, deviation: float) -> None:
+        parameter.normal_(0, deviation, generator=generator)
+
+    model.reset_parameters(fill)
     return model
 
 
