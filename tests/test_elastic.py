@@ -5,15 +5,16 @@ tests/faults/machines.py does it to real runs, many times.
 
 import os
 import signal
-import subprocess
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.elastic_machines import ELASTIC, Machines, until
+from tests.elastic_machines import Machines, until
 from tests.forkserver import free_port
-from tests.helpers import HANGS_S, ROOT
+from tests.helpers import HANGS_S, python, succeeded
+from torchtitan_lite.tools.elastic import __main__
 
 # A process of the run: it writes down its world, and runs until it is told to end.
 PROGRAM = """
@@ -162,23 +163,32 @@ def test_a_machine_that_does_not_answer_is_lost(started: Callable[..., Machines]
     until(lambda: not any(is_alive(int(words[7])) for words in both), "its old process is gone")
 
 
-def test_mistakes_are_explained(started: Callable[..., Machines], tmp_path: Path) -> None:
+@pytest.mark.extended
+def test_machines_that_are_killed_and_come_back_lose_nothing() -> None:
+    """A small part of `python -m tests.faults.machines`, with real runs."""
+    said = succeeded(python("6", "3", "--forked", script="-m tests.faults.machines"))
+    assert "none lost or doubled" in said.splitlines()[-1]
+
+
+def test_mistakes_are_explained(
+    started: Callable[..., Machines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     machines = started()
     machines.join("a")
     world(tmp_path, 0, 1)
 
     def refused(*words: str) -> str:
-        result = subprocess.run([*ELASTIC, *words], cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)
-        assert result.returncode == 2, result.stdout + result.stderr
-        assert "Traceback" not in result.stderr
-        return result.stderr
+        assert __main__.main(words) == 2
+        return capsys.readouterr().err
 
     port, other = machines.port, free_port()
     assert "a runs another command: " in refused("join", f"127.0.0.1:{port}", "other.py")
     assert f"no coordinator answers at 127.0.0.1:{other}" in refused("join", "--patience=0", f"127.0.0.1:{other}", "x")
     assert "should be HOST:PORT" in refused("join", "node0", "train.py")
     assert "--nproc-per-node=0 should be at least 1" in refused("join", "--nproc-per-node=0", "node0:1", "train.py")
-    assert "join needs a program" in refused("join", "node0:1")
+    with pytest.raises(SystemExit):
+        __main__.main(["join", "node0:1"])
+    assert "join needs a program" in capsys.readouterr().err
     assert f"port {port} can't be used" in refused("coordinate", str(port))
     assert "--nnodes=3:2: MIN should be at least 1, and MAX at least MIN" in refused("coordinate", "0", "--nnodes=3:2")
     assert "--nnodes=many should be MIN:MAX" in refused("coordinate", "0", "--nnodes=many")
@@ -190,8 +200,6 @@ def test_mistakes_are_explained(started: Callable[..., Machines], tmp_path: Path
 
 def send_rubbish(port: int) -> bytes:
     """What the coordinator answers to something that is not a machine: nothing."""
-    import socket
-
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         if answer := connection.recv(100):

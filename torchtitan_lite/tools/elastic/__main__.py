@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--nnodes", default="1:1000", metavar="MIN:MAX", help="train on so many machines (1:1000)")
     one.add_argument("--settle", type=float, default=5.0, metavar="S", help="wait so long for more machines (5)")
     one.add_argument("--save-timeout", type=float, default=300.0, metavar="S", help="SIGKILL after SIGTERM (300)")
-    one.add_argument("--max-restarts", type=int, default=5, metavar="N", help="failures in a row, not of machines (5)")
+    one.add_argument("--max-restarts", type=int, default=6, metavar="N", help="failures in a row, not of machines (6)")
     one.set_defaults(run=_coordinate)
     each = commands.add_parser("join", help="on each machine: trains while it is there", allow_abbrev=False)
     each.add_argument("coordinator", metavar="HOST:PORT", help="where the coordinator runs")
