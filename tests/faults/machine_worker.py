@@ -38,10 +38,12 @@ def install() -> None:
     world = f"{os.environ['TORCHELASTIC_RUN_ID']}.{env_int('TORCHELASTIC_RESTART_COUNT', 0)}"
 
     def recorded_batch(self: Loader, first: int, size: int) -> Any:
-        if not isinstance(self.samples, Recorded):
-            object.__setattr__(self, "samples", Recorded(self.samples))  # it is frozen
+        source: Any = self.samples
+        if not isinstance(source, Recorded):
+            source = Recorded(source)
+            object.__setattr__(self, "samples", source)  # it is frozen
         result = batch(self, first, size)
-        drawn[first] = self.samples.last
+        drawn[first] = source.last
         return result
 
     def recorded_step(s: Any, step: int) -> Any:

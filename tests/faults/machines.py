@@ -119,7 +119,7 @@ def _machine(words: Sequence[str]) -> int:
         assert command[2] == WORKER, command
         return ForkedProcess(lambda: _worker(command[3:]), env, dies=True)
 
-    machine.subprocess = SimpleNamespace(Popen=forked)  # type: ignore[attr-defined]
+    vars(machine)["subprocess"] = SimpleNamespace(Popen=forked)
     return __main__.main(words)
 
 
@@ -183,11 +183,11 @@ class Soak:
             machines.kill(name)
             self.counts["all killed"] += not machines.alive
 
-    def events(self, number: int) -> None:
-        """Let so many changes happen: some at once after the last, some once the run trains again."""
+    def events(self, number: int, minutes: float) -> int:
+        """Let changes happen: some soon after the last, some once the run trains again. Returns how many."""
         self.machines.join("a")
-        happened = 0.0
-        for i in range(number):
+        happened, ends, i = 0.0, time.monotonic() + 60 * minutes, 0
+        while i < number and time.monotonic() < ends:
             if self._rng.random() < 0.6:
                 self.recovered(happened)
                 time.sleep(self._rng.uniform(0, 2))
@@ -198,8 +198,10 @@ class Soak:
             if not self.machines.alive:  # nothing happens before one comes back
                 self.machines.join(self._rng.choice(NAMES))
                 self.counts["returned"] += 1
-            print(f"{i + 1:4d} {self.counts} alive: {sorted(self.machines.alive)}", flush=True)
+            i += 1
+            print(f"{i:4d} {self.counts} alive: {sorted(self.machines.alive)}", flush=True)
         self.recovered(happened)
+        return i
 
     def recovered(self, happened: float) -> None:
         """Wait until all machines that are there train in one world."""
@@ -229,11 +231,11 @@ class Soak:
                 world, step, when, numbers = line.split(" ")
                 drawn = [int(number) for number in numbers.split(",") if number]
                 records.setdefault(int(step), []).append((float(when), world, drawn))
-        seen = {}
-        for step, found in records.items():
-            last = max(found)[1]
-            seen[step] = sorted(number for _, world, drawn in found if world == last for number in drawn)
-        return seen
+        last = {step: max(found)[1] for step, found in records.items()}
+        return {
+            step: sorted(number for _, world, drawn in found if world == last[step] for number in drawn)
+            for step, found in records.items()
+        }
 
 
 def main() -> None:
@@ -242,16 +244,17 @@ def main() -> None:
     parser.add_argument("events", nargs="?", type=int, default=20)
     parser.add_argument("seed", nargs="?", type=int, default=1)
     parser.add_argument("--forked", action="store_true")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no event after so long")
     given = parser.parse_args()
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
     if given.forked:
         for module in ("train", "torch._dynamo"):
             importlib.import_module(module)
         gc.freeze()
-    print(soak(given.events, given.seed, forked=given.forked))
+    print(soak(given.events, given.seed, minutes=given.minutes, forked=given.forked))
 
 
-def soak(events: int, seed: int, *, forked: bool) -> str:
+def soak(events: int, seed: int, *, minutes: float, forked: bool) -> str:
     """Let the events happen and check the run. Returns a summary."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -260,7 +263,7 @@ def soak(events: int, seed: int, *, forked: bool) -> str:
         (text / "argparse.txt").write_text(inspect.getsource(argparse))
         s = Soak(folder, text, seed, forked)
         try:
-            s.events(events)
+            happened = s.events(events, minutes)
             s.end()
         finally:
             s.machines.close()
@@ -275,7 +278,7 @@ def soak(events: int, seed: int, *, forked: bool) -> str:
         difference = max(abs(disturbed[step][0] - straight[step][0]) for step in straight)
         assert difference < 1e-4, f"the losses differ by {difference}"
         return (
-            f"{events} events {s.counts}; {s.machines.worlds()} worlds, {trained} steps; recovery: median "
+            f"{happened} events {s.counts}; {s.machines.worlds()} worlds, {trained} steps; recovery: median "
             f"{statistics.median(s.recoveries):.1f} s, worst {max(s.recoveries):.1f} s of {len(s.recoveries)}; "
             f"{trained * BATCH} samples, none lost or doubled; losses within {difference:.1e}"
         )
