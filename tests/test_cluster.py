@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -233,34 +234,35 @@ def test_torchrun_loses_a_machine_and_gets_one_back(text: Path, tmp_path: Path) 
     store, launch = re.findall(r"^(python -c .*|TORCH_DISABLE\S* torchrun .*)$", DOC, re.M)
     port = str(free_port())
     options = tiny(text, tmp_path, train__steps=100_000, optim__schedule="constant", checkpoint__every=2)
-    run = tmp_path / "mine"
+    run, log = tmp_path / "mine", tmp_path / "mine/train.log"
     replaced = launch.replace("torchrun", f"{sys.executable} -m torch.distributed.run --local-addr 127.0.0.1")
     replaced = replaced.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("node0:29400", f"127.0.0.1:{port}")
     command = f"exec env {replaced} {shlex.join(options)}"
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
+    killed: list[subprocess.Popen[bytes]] = []
 
     def started(line: str) -> subprocess.Popen[bytes]:
         with (tmp_path / "said.txt").open("ab") as out:
             processes.append(subprocess.Popen(["sh", "-c", line], cwd=ROOT, env=ENV, stdout=out, stderr=out))
         return processes[-1]
 
-    def worlds() -> list[str]:
-        file = run / "train.log"
-        return re.findall(r"  cpu  world (\d)", file.read_text()) if file.exists() else []
-
     def trains(world: str, after: int = 0) -> bool:
-        found = worlds()[after:]
-        return bool(found) and found[-1] == world and len(records(run)) > 2
+        ended = [process.poll() for process in processes if process not in killed]
+        assert not any(code is not None for code in ended), (tmp_path / "said.txt").read_text()[-3000:]
+        text = log.read_text() if log.exists() else ""
+        size, _, rest = text.rpartition("  cpu  world ")[2].partition(" = ")
+        return size == world and "\nstep " in rest and text.count("  cpu  world ") > after
 
     try:
         started("exec " + store.replace("python", sys.executable, 1).replace("29400", port))
+        until(lambda: not socket.socket().connect_ex(("127.0.0.1", int(port))), "the store")
         first = started(command)
         until(lambda: trains("1"), "one machine")
         second = started(command)
         until(lambda: trains("2"), "two machines")
+        killed.append(first)
         first.kill()
-        before = len(worlds())
-        until(lambda: trains("1", before), "the second alone")
+        until(lambda: trains("1", 2), "the second alone")
         second.send_signal(signal.SIGTERM)
         second.wait(HANGS_S)
     finally:

@@ -65,8 +65,12 @@ class ForkedProcess:
     def __init__(self, main: Any, env: dict[str, str], out: Path | None = None, dies: bool = False) -> None:
         self.returncode: int | None = None
         parent = os.getpid()
+        # until it has handlers of its own, a signal for the child would go through this process's pipe of signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
-        if self.pid == 0:
+        if self.pid != 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        else:
             code = 1
             try:
                 if dies:
@@ -77,6 +81,7 @@ class ForkedProcess:
                 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                     signal.signal(number, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 os.setpgid(0, 0)
                 os.closerange(3, 1024)
                 if out is not None:
