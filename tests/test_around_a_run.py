@@ -154,6 +154,8 @@ def test_the_closing_block_fits_the_launcher_and_the_text(monkeypatch: pytest.Mo
 def test_torchrun_s_traceback_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preemption.launcher_note("SIGINT") == ""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert preemption.launcher_note("SIGINT") == "", "tools.elastic prints none"
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     assert "torchrun now prints a traceback of its own" in preemption.launcher_note("SIGINT")
     assert preemption.launcher_note("run.max_minutes = 1") == "", "every rank exits with 0"
 

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+import shlex
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -11,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.elastic_machines import until
 from tests.forkserver import free_port
 from tests.helpers import HANGS_S, ROOT, losses, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 
+DOC = (ROOT / "docs/cluster.md").read_text()
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -191,3 +196,79 @@ def test_the_slurm_script_uses_only_the_status_of_this_attempt(
     assert result.returncode == expected, result.stdout + result.stderr
     assert f"is: {status or 'unknown'} (exit code {code})" in result.stdout
     assert (tmp_path / "requeued").exists() == requeued
+
+
+JOINED = """#!/usr/bin/env python3
+import os, sys
+if "--check-config" in sys.argv:
+    print("the configuration is fine; its run is in here")
+else:
+    print("COMMAND", *sys.argv[1:])
+    sys.exit(int(os.environ["CODE"]))
+"""
+
+
+@pytest.mark.parametrize(("code", "expected", "requeued"), [(75, 0, True), (0, 0, False), (1, 1, False)])
+@pytest.mark.extended
+def test_the_slurm_script_joins_a_coordinator(
+    code: int, expected: int, requeued: bool, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """A machine that left on a signal is requeued, whatever the status of the run: others continue it."""
+    python = tmp_path / "bin/played-python"
+    python.write_text(JOINED)
+    python.chmod(stat.S_IRWXU)
+    played = {"PYTHON": str(python), "CODE": str(code), "COORDINATOR": "login1:29400", "NPROC": "8"}
+    result = subprocess.run(
+        ["bash", "scripts/slurm.sbatch", "--run.name=run"],
+        cwd=ROOT, env=slurm | played, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == expected, result.stdout + result.stderr
+    command = "-m torchtitan_lite.tools.elastic join --nproc-per-node 8 login1:29400 train.py --run.name=run"
+    assert f"COMMAND {command}\n" in result.stdout
+    assert (tmp_path / "requeued").exists() == requeued
+
+
+@pytest.mark.extended
+def test_torchrun_loses_a_machine_and_gets_one_back(text: Path, tmp_path: Path) -> None:
+    """The commands of docs/cluster.md for torchrun."""
+    store, launch = re.findall(r"^(python -c .*|TORCH_DISABLE\S* torchrun .*)$", DOC, re.M)
+    port = str(free_port())
+    options = tiny(text, tmp_path, train__steps=100_000, optim__schedule="constant", checkpoint__every=2)
+    run, log = tmp_path / "mine", tmp_path / "mine/train.log"
+    replaced = launch.replace("torchrun", f"{sys.executable} -m torch.distributed.run --local-addr 127.0.0.1")
+    replaced = replaced.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("node0:29400", f"127.0.0.1:{port}")
+    command = f"exec env {replaced} {shlex.join(options)}"
+    processes: list[subprocess.Popen[bytes]] = []
+    killed: list[subprocess.Popen[bytes]] = []
+
+    def started(line: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / "said.txt").open("ab") as out:
+            processes.append(subprocess.Popen(["sh", "-c", line], cwd=ROOT, env=ENV, stdout=out, stderr=out))
+        return processes[-1]
+
+    def trains(world: str, after: int = 0) -> bool:
+        ended = [process.poll() for process in processes if process not in killed]
+        assert not any(code is not None for code in ended), (tmp_path / "said.txt").read_text()[-3000:]
+        text = log.read_text() if log.exists() else ""
+        size, _, rest = text.rpartition("  cpu  world ")[2].partition(" = ")
+        return size == world and "\nstep " in rest and text.count("  cpu  world ") > after
+
+    try:
+        started("exec " + store.replace("python", sys.executable, 1).replace("29400", port))
+        until(lambda: not socket.socket().connect_ex(("127.0.0.1", int(port))), "the store")
+        first = started(command)
+        until(lambda: trains("1"), "one machine")
+        second = started(command)
+        until(lambda: trains("2"), "two machines")
+        killed.append(first)
+        first.kill()
+        until(lambda: trains("1", 2), "the second alone")
+        second.send_signal(signal.SIGTERM)
+        second.wait(HANGS_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(HANGS_S)
+    about = json.loads((run / "run.json").read_text())
+    assert about["status"] == "preempted", (tmp_path / "said.txt").read_text()[-3000:]
+    assert [record["step"] for record in records(run) if "loss" in record] == list(range(1, about["step"] + 1))

@@ -9,7 +9,8 @@ import pytest
 
 from tests.helpers import ROOT, ranks, run_python, succeeded, tiny
 
-PAGE = (ROOT / "docs/incidents.md").read_text()
+# the sections after that are tested by test_operator_docs.py
+PAGE = (ROOT / "docs/incidents.md").read_text().split("\n## A lost machine")[0]
 COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines()]
 LAUNCH = "torchrun --nproc-per-node 2 train.py "
 

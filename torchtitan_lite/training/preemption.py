@@ -139,7 +139,7 @@ def prepare_process() -> None:
 
 def launcher_note(reason: str = "SIGINT") -> str:
     """A line for a run that stops: torchrun reports every signal as an error, with a long traceback."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or reason.startswith("run."):
+    if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or reason.startswith("run."):
         return ""
     return "\nnote    torchrun now prints a traceback of its own for the signal: it is expected, and nothing is lost"
 

@@ -1,0 +1,293 @@
+"""Machines that are killed and come back at random: `python -m tests.faults.machines [events [seed]] [--forked]`.
+
+Three machines train one run (`python -m torchtitan_lite.tools.elastic`). At random moments, also while they start, one
+of them is killed with all its processes (SIGKILL), or comes back, or leaves on SIGTERM, or the coordinator is killed
+and started again. Each step must have seen each of its samples once, whichever machines trained it, and the losses must
+be those of an undisturbed run of one process.
+
+With --forked the machines and their processes are forked from a process that has torch, instead of importing it each
+time: ten times as fast, and the same signals.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from tests.elastic_machines import Machines, until
+from tests.helpers import HANGS_S, losses, options, ranks, succeeded
+from torchtitan_lite.checkpointing import storage
+
+NAMES = ("a", "b", "c")
+BATCH = 6
+WORKER = "tests/faults/machine_worker.py"
+
+
+def arguments(folder: Path, text: Path, name: str, **more: Any) -> list[str]:
+    """A tiny run without dropout, whose masks would depend on the number of ranks."""
+    values = {
+        **{"run.name": name, "run.out_dir": folder, "data.path": text, "run.device": "cpu", "run.timeout_minutes": 10},
+        **{"model.family": "gpt", "model.dim": 32, "model.n_layers": 2, "model.n_heads": 2, "model.max_seq_len": 37},
+        **{"tokenizer.vocab_size": 517, "train.seq_len": 32, "train.micro_batch_size": 2, "run.threads": 1},
+        **{"train.global_batch_size": BATCH, "train.steps": 100_000, "optim.warmup_steps": 2, "optim.lr": 0.0005},
+        **{"optim.schedule": "constant", "eval.every": 0, "sample.every": 0, "log.every": 1, "checkpoint.every": 3},
+        **{"checkpoint.state_dict": "sharded", "checkpoint.keep_latest": 3},
+    }
+    return options(values | {key.replace("__", "."): value for key, value in more.items()})
+
+
+class Forked(Machines):
+    """Machines that are forked from this process."""
+
+    def join(self, name: str, *options: str, command: Sequence[str] | None = None) -> None:
+        words = ["join", "--name", name, *options, f"127.0.0.1:{self.port}", *(command or self._command)]
+        out = self._folder / f"{name}.txt"
+        self.alive[name] = ForkedProcess(lambda: _machine(words), self._env, out)  # type: ignore[assignment]
+
+
+class ForkedProcess:
+    """What is used of subprocess.Popen, of a child that is forked without exec."""
+
+    def __init__(self, main: Any, env: dict[str, str], out: Path | None = None, dies: bool = False) -> None:
+        self.returncode: int | None = None
+        parent = os.getpid()
+        # until it has handlers of its own, a signal for the child would go through this process's pipe of signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self.pid = os.fork()
+        if self.pid != 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        else:
+            code = 1
+            try:
+                if dies:
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+                    if os.getppid() != parent:
+                        os._exit(1)
+                signal.set_wakeup_fd(-1)
+                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                    signal.signal(number, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                os.setpgid(0, 0)
+                os.closerange(3, 1024)
+                if out is not None:
+                    with out.open("ab") as stream:
+                        os.dup2(stream.fileno(), 1)
+                        os.dup2(stream.fileno(), 2)
+                os.environ.update(env)
+                code = main()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def wait(self, seconds: float) -> int:
+        until(lambda: self.poll() is not None, "the end of a process", seconds)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _machine(words: Sequence[str]) -> int:
+    from torchtitan_lite.tools.elastic import __main__, machine
+
+    def forked(command: Sequence[str], env: dict[str, str], **_: Any) -> ForkedProcess:
+        assert command[2] == WORKER, command
+        return ForkedProcess(lambda: _worker(command[3:]), env, dies=True)
+
+    vars(machine)["subprocess"] = SimpleNamespace(Popen=forked)
+    return __main__.main(words)
+
+
+def _worker(argv: Sequence[str]) -> NoReturn:
+    import train
+    from tests.faults import machine_worker
+    from torchtitan_lite.distributed.process_group import exit_process
+
+    machine_worker.install()
+    exit_process(train.main(argv))
+
+
+class Soak:
+    """One run, and what happens to it."""
+
+    def __init__(self, folder: Path, text: Path, seed: int, forked: bool) -> None:
+        self._rng, self._folder, self._text = random.Random(seed), folder, text
+        self._samples = folder / "samples"
+        self._samples.mkdir()
+        self.run = folder / "run"
+        env = {"SAMPLES": str(self._samples), "PACE_S": "0.05" if forked else "0.2"}
+        kind = Forked if forked else Machines
+        command = [WORKER, *arguments(folder, text, "run")]
+        self.machines = kind(folder, command, "--nnodes", "1:3", "--settle", "0.5", "--max-restarts", "2", env=env)
+        self.counts = dict.fromkeys(
+            ("killed", "killed with rank 0", "all killed", "returned", "left", "coordinator"), 0
+        )
+        self.recoveries: list[float] = []
+        self._worlds = 0  # how many there had been before the last change
+
+    def newest(self) -> float:
+        """When rank 0 trained its last step, in seconds of the clock; 0: never."""
+        file = self._samples / "0.txt"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return float(lines[-1].split()[2]) if lines else 0.0
+
+    def event(self) -> None:
+        """One random change."""
+        rng, machines = self._rng, self.machines
+        alive, gone = sorted(machines.alive), [name for name in NAMES if name not in machines.alive]
+        if rng.random() < 0.08:
+            self.counts["coordinator"] += 1
+            machines.coordinator.kill()
+            machines.coordinator.wait(HANGS_S)
+            time.sleep(rng.uniform(0, 3))  # it is not there for a while: part of what happens
+            machines.coordinate()
+        elif gone and rng.random() < (0.5 if len(gone) == 1 else 0.85):
+            self.counts["returned"] += 1
+            machines.join(rng.choice(gone))
+        elif rng.random() < 0.15:
+            self.counts["left"] += 1
+            name = rng.choice(alive)
+            machines.alive[name].send_signal(signal.SIGTERM)
+            # -15: it had not started yet
+            assert machines.alive.pop(name).wait(HANGS_S) in (75, -15), machines.said(name)[-3000:]
+        else:
+            name = rng.choice(alive)
+            last = next((line for line in reversed(machines.said().splitlines()) if ": world " in line), "")
+            self.counts["killed with rank 0"] += last.rpartition(": ")[2].split(", ")[0] == name
+            self.counts["killed"] += 1
+            machines.kill(name)
+            self.counts["all killed"] += not machines.alive
+
+    def events(self, number: int, minutes: float) -> int:
+        """Let changes happen: some soon after the last, some once the run trains again. Returns how many."""
+        self.machines.join("a")
+        happened, ends, i = 0.0, time.monotonic() + 60 * minutes, 0
+        while i < number and time.monotonic() < ends:
+            if self._rng.random() < 0.6:
+                self.recovered(happened)
+                time.sleep(self._rng.uniform(0, 2))
+            else:
+                time.sleep(self._rng.uniform(0, 4))  # perhaps while they start
+            self._worlds, happened = self.machines.worlds(), time.time()
+            self.event()
+            if not self.machines.alive:  # nothing happens before one comes back
+                self.machines.join(self._rng.choice(NAMES))
+                self.counts["returned"] += 1
+            i += 1
+            print(f"{i:4d} {self.counts} alive: {sorted(self.machines.alive)}", flush=True)
+        self.recovered(happened)
+        return i
+
+    def recovered(self, happened: float) -> None:
+        """Wait until all machines that are there train in one world."""
+        until(self._all_train, "a step after the last change")
+        if happened and self.machines.worlds() > self._worlds:  # otherwise nothing had to recover
+            self.recoveries.append(self.newest() - happened)
+
+    def _all_train(self) -> bool:
+        said = self.machines.said()
+        assert self.machines.coordinator.poll() is None, said[-2000:] + "".join(map(self.machines.said, NAMES))[-6000:]
+        last = said.splitlines()[-1]
+        names = sorted(last.rpartition(": ")[2].split(", ")) if ": world " in last else []
+        started = (self._folder / "coordinator.txt").stat().st_mtime
+        return names == sorted(self.machines.alive) and self.newest() > started
+
+    def end(self) -> None:
+        """Save, and compare with what should have been."""
+        self.machines.coordinator.send_signal(signal.SIGTERM)
+        codes = self.machines.codes()
+        assert not any(codes.values()), (codes, self.machines.said()[-3000:])
+
+    def seen(self) -> dict[int, list[int]]:
+        """The samples that each step saw in the world that trained it last."""
+        records: dict[int, list[tuple[float, str, list[int]]]] = {}
+        for file in self._samples.glob("*.txt"):
+            for line in file.read_text().splitlines():
+                world, step, when, numbers = line.split(" ")
+                drawn = [int(number) for number in numbers.split(",") if number]
+                records.setdefault(int(step), []).append((float(when), world, drawn))
+        last = {step: max(found)[1] for step, found in records.items()}
+        return {
+            step: sorted(number for _, world, drawn in found if world == last[step] for number in drawn)
+            for step, found in records.items()
+        }
+
+
+def main() -> None:
+    """Run the soak, and print what happened."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("events", nargs="?", type=int, default=20)
+    parser.add_argument("seed", nargs="?", type=int, default=1)
+    parser.add_argument("--forked", action="store_true")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no event after so long")
+    given = parser.parse_args()
+    os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
+    if given.forked:
+        for module in ("train", "torch._dynamo"):
+            importlib.import_module(module)
+        gc.freeze()
+    print(soak(given.events, given.seed, minutes=given.minutes, forked=given.forked))
+
+
+def soak(events: int, seed: int, *, minutes: float, forked: bool) -> str:
+    """Let the events happen and check the run. Returns a summary."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = folder / "text"
+        text.mkdir()
+        (text / "argparse.txt").write_text(inspect.getsource(argparse))
+        s = Soak(folder, text, seed, forked)
+        try:
+            happened = s.events(events, minutes)
+            s.end()
+        finally:
+            s.machines.close()
+        trained = storage.find_steps(s.run / "checkpoints")[-1]
+        seen = s.seen()
+        assert sorted(seen) == list(range(1, trained + 1)), "a step is missing"
+        for step, numbers in seen.items():
+            assert numbers == list(range((step - 1) * BATCH, step * BATCH)), f"step {step} saw samples {numbers}"
+        succeeded(ranks(1, *arguments(folder, text, "straight", train__steps=trained, checkpoint__every=0)))
+        disturbed, straight = losses(s.run), losses(folder / "straight")
+        assert sorted(disturbed) == sorted(straight) == list(range(1, trained + 1))
+        difference = max(abs(disturbed[step][0] - straight[step][0]) for step in straight)
+        assert difference < 1e-4, f"the losses differ by {difference}"
+        return (
+            f"{happened} events {s.counts}; {s.machines.worlds()} worlds, {trained} steps; recovery: median "
+            f"{statistics.median(s.recoveries):.1f} s, worst {max(s.recoveries):.1f} s of {len(s.recoveries)}; "
+            f"{trained * BATCH} samples, none lost or doubled; losses within {difference:.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Train on machines that come and go.
+
+    python -m torchtitan_lite.tools.elastic coordinate 29400 --nnodes 1:4
+    python -m torchtitan_lite.tools.elastic join --nproc-per-node 8 node0:29400 train.py --run.name=mine
+
+The first on a machine that stays, the second on each machine that trains: docs/cluster.md.
+"""
+
+import argparse
+import asyncio
+import re
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+
+from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.terminal import prepare_streams
+from torchtitan_lite.tools.elastic.coordinator import Coordinator, Limits
+from torchtitan_lite.tools.elastic.machine import SIGNALS, Machine
+
+
+def _coordinate(given: argparse.Namespace) -> int:
+    if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", given.nnodes)):
+        raise ConfigError(f"--nnodes={given.nnodes} should be MIN:MAX, e.g. --nnodes=1:4")
+    least, most = int(found[1]), int(found[2] or found[1])
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nnodes={given.nnodes}: MIN should be at least 1, and MAX at least MIN")
+    limits = Limits(least, most, given.settle, given.save_timeout, given.max_restarts)
+    coordinator = Coordinator(uuid.uuid4().hex, limits)
+
+    async def serve() -> int:
+        def stop() -> None:
+            coordinator.stopping = True
+
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        return await coordinator.serve(given.port)
+
+    try:
+        return asyncio.run(serve())
+    except OSError as error:
+        raise ConfigError(f"port {given.port} can't be used: {error.strerror or error}; choose another") from None
+
+
+def _join(given: argparse.Namespace) -> int:
+    host, _, port = given.coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{given.coordinator!r} should be HOST:PORT of the coordinator, e.g. node0:29400")
+    if given.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node={given.nproc_per_node} should be at least 1")
+    machine = Machine(given.name, given.nproc_per_node, given.command, given.patience)
+    return asyncio.run(machine.run(host, int(port)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.tools.elastic",
+        description="Train on machines that come and go: docs/cluster.md.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("coordinate", help="on one machine that stays: decides which machines train")
+    one.add_argument("port", type=int, metavar="PORT", help="where the machines find it")
+    one.add_argument("--nnodes", default="1:1000", metavar="MIN:MAX", help="train on so many machines (1:1000)")
+    one.add_argument("--settle", type=float, default=5.0, metavar="S", help="wait so long for more machines (5)")
+    one.add_argument("--save-timeout", type=float, default=300.0, metavar="S", help="SIGKILL after SIGTERM (300)")
+    one.add_argument("--max-restarts", type=int, default=6, metavar="N", help="failures in a row, not of machines (6)")
+    one.set_defaults(run=_coordinate)
+    each = commands.add_parser("join", help="on each machine: trains while it is there", allow_abbrev=False)
+    each.add_argument("coordinator", metavar="HOST:PORT", help="where the coordinator runs")
+    each.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="processes on this machine (1)")
+    each.add_argument("--name", default=socket.gethostname(), help="of this machine (its host name)")
+    each.add_argument("--patience", type=float, default=600.0, metavar="S", help="look for the coordinator (600)")
+    each.add_argument("command", nargs=argparse.REMAINDER, metavar="train.py ...", help="the same on each machine")
+    each.set_defaults(run=_join)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code."""
+    given = _parser().parse_args(argv)
+    prepare_streams()
+    if given.run is _join and not given.command:
+        _parser().error("join needs a program after HOST:PORT, e.g. train.py --run.name=mine")
+    return run_cli("elastic", lambda: int(given.run(given)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""One machine of the run: it runs its processes as the coordinator says, and ends when the run is over."""
+
+import asyncio
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.terminal import print_error
+from torchtitan_lite.tools.elastic.wire import ALIVE_S, LEFT, MACHINE_SILENCE_S, QUICK_S, free_port, receive, send
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_POLL_S = 0.1
+_SAME_REQUEST_S = 2.0  # signals within two seconds are one, as in training/preemption.py
+
+
+class Processes:
+    """The processes of this machine in one world."""
+
+    def __init__(self, command: Sequence[str], count: int, env: dict[str, str]) -> None:
+        first = int(env["RANK"])
+        env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | env
+        self._kill_at = math.inf
+        prctl = getattr(ctypes.CDLL(None), "prctl", None)
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            """Set before exec, because importing torch takes seconds in which this machine may be lost."""
+            if prctl is not None:
+                prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+                if os.getppid() != parent:
+                    os._exit(1)
+
+        self._all = [
+            subprocess.Popen(
+                [sys.executable, "-u", *command],
+                env=env | {"RANK": str(first + i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(count)},
+                preexec_fn=die_with_parent,
+                process_group=0,  # Ctrl-C in this terminal goes to this process only, which tells the coordinator
+            )
+            for i in range(count)
+        ]
+
+    def stop(self, seconds: float) -> None:
+        """SIGTERM now, SIGKILL after so many seconds."""
+        if self._kill_at == math.inf:
+            self._signal(signal.SIGTERM)
+        self._kill_at = min(self._kill_at, time.monotonic() + seconds)
+
+    def codes(self) -> list[int] | None:
+        """The exit codes, as a shell has them, once all have ended. When one fails, the others are stopped."""
+        codes = [process.poll() for process in self._all]
+        if any(codes):
+            self.stop(QUICK_S)
+        if time.monotonic() > self._kill_at:
+            self._signal(signal.SIGKILL)
+        ended = [code if code >= 0 else 128 - code for code in codes if code is not None]
+        return ended if len(ended) == len(codes) else None
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._all:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+
+class Machine:
+    """Stays in contact with the coordinator until the run is over.
+
+    Args:
+        name: of this machine, in messages and as an address for the others.
+        patience_s: how long to look for a coordinator that does not answer.
+    """
+
+    def __init__(self, name: str, count: int, command: Sequence[str], patience_s: float) -> None:
+        self._name, self._count, self._command, self._patience_s = name, count, list(command), patience_s
+        self._processes: Processes | None = None
+        self._asked = 0.0  # when a signal asked this machine to leave; 0: never
+        self._sent_leave = False
+
+    async def run(self, host: str, port: int) -> int:
+        """Returns the exit code."""
+        for number in SIGNALS:
+            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):  # nohup
+                asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+        give_up = time.monotonic() + self._patience_s
+        while True:
+            try:
+                streams = await asyncio.wait_for(asyncio.open_connection(host, port), MACHINE_SILENCE_S)
+            except (OSError, TimeoutError) as error:
+                if self._asked:
+                    return LEFT
+                if time.monotonic() > give_up:
+                    raise ConfigError(
+                        f"no coordinator answers at {host}:{port} ({error or 'timed out'}); start one there: "
+                        f"python -m torchtitan_lite.tools.elastic coordinate {port}"
+                    ) from None
+                await asyncio.sleep(1)
+                continue
+            code = await self._talk(*streams)
+            await self._end_processes()
+            if code is not None:
+                return code
+            print_error(f"{self._name}: the coordinator at {host}:{port} is gone; looking for it")
+            give_up = time.monotonic() + self._patience_s
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
+        """Obey the coordinator. Returns the exit code, or None if the connection is lost."""
+        self._sent_leave = False
+        hello = {"name": self._name, "processes": self._count, "command": self._command, "port": free_port()}
+        send(writer, join=hello)
+        working = asyncio.create_task(self._work(writer))
+        try:
+            while True:
+                message = await receive(reader, MACHINE_SILENCE_S)
+                if "start" in message:
+                    self._processes = Processes(self._command, self._count, message["start"])
+                if "stop" in message and self._processes:
+                    self._processes.stop(message["stop"])
+                if "refused" in message:
+                    raise ConfigError(f"the coordinator refuses this machine: {message['refused']}")
+                if "done" in message:
+                    return int(message["done"])
+        except ConnectionError:
+            return None
+        finally:
+            working.cancel()
+            writer.close()
+
+    async def _work(self, writer: asyncio.StreamWriter) -> None:
+        """Report to the coordinator: that this machine is there, that it leaves, and how its processes ended."""
+        reported = 0.0
+        while True:
+            if self._asked and not self._sent_leave:
+                self._sent_leave = True
+                send(writer, leave=True)
+            if self._processes and (codes := self._processes.codes()) is not None:
+                self._processes = None
+                send(writer, ended=codes, port=free_port())
+            if time.monotonic() - reported >= ALIVE_S:
+                reported = time.monotonic()
+                send(writer, alive=True)
+            await asyncio.sleep(_POLL_S)
+
+    async def _end_processes(self) -> None:
+        if self._processes:
+            self._processes.stop(QUICK_S)
+            while self._processes.codes() is None:
+                await asyncio.sleep(_POLL_S)
+            self._processes = None
+
+    def _signalled(self, number: int) -> None:
+        now = time.monotonic()
+        if not self._asked:
+            self._asked = now
+            print_error(f"{self._name}: {signal.Signals(number).name}: this machine leaves after the next save")
+        elif now - self._asked > _SAME_REQUEST_S:
+            os._exit(128 + number)  # and the processes end with it
