@@ -64,11 +64,11 @@ def _flip_at(step: int) -> None:
 
         def once(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
             if not done:
-                with torch.no_grad():
-                    output.detach().view(torch.int32)[0, 0, 0] ^= 1 << 30
+                values = output.detach().view(-1)
+                values.view(torch.int32)[values.abs().argmin()] ^= 1 << 30  # times 2^128
             done.append(True)
 
-        with s.model.layers[-1].register_forward_hook(once):
+        with s.model.norm.register_forward_hook(once):
             return honest(s, number)
 
     setattr(train, "train_step", train_step)  # noqa: B010

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,6 +19,11 @@ from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import DataConfig, LogConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import trackers
+from torchtitan_lite.tools.incidents import which
+from torchtitan_lite.tools.incidents.record import read_record
+from torchtitan_lite.tools.report.marks import marks
+from torchtitan_lite.tools.report.page import page
+from torchtitan_lite.tools.report.runs import read_run
 from torchtitan_lite.training.spikes.watch import limit
 
 extended = pytest.mark.extended
@@ -282,6 +288,121 @@ def test_tensorboard_has_each_step_once_after_a_rewind(text: Path, tmp_path: Pat
     assert [step for step, _ in theirs] == [step for step, _ in ours] == list(range(1, 25))
     assert [value for _, value in theirs] == pytest.approx([value for _, value in ours])
     assert scalars_of(tmp_path / "run/tensorboard", "rewound_from") == [(13, 17.0)]
+
+
+# --- recheck ----------------------------------------------------------------------------------------------------
+
+EQUAL = "Computed again, it is equal bit for bit: this is the data and the model, not a fault of a machine"
+CHECK = (
+    PLAIN | SPIKE | {"train__steps": 18, "spike__action": "skip", "spike__recheck": True, "train__on_nonfinite": "skip"}
+)
+
+
+def test_a_flipped_bit_in_a_product_is_told_from_the_data_and_names_its_rank(text: Path, tmp_path: Path) -> None:
+    """Step 11 is hit on rank 1, step 17 is poisoned. The other steps do not notice that one was computed again."""
+    said = succeeded(run(2, text, tmp_path, "run", env=POISON | {"FLIP": "1:11"}, **CHECK))
+    assert "FLIP at step 11" in said
+    (hit, poisoned) = re.findall(r"^note    step (1[17])( is not finite\.|:) (Computed again.*)$", said, re.M)
+    assert (hit[0], poisoned[0]) == ("11", "17")
+    assert re.match(r"Computed again, it differs, so a machine computed wrong: rank 1: the sum of its losses", hit[2])
+    assert "rank 0" not in hit[2]
+    assert poisoned[2] == EQUAL
+    (found,) = [record["spike"] for record in records(tmp_path / "run") if record.get("spike") and record["step"] == 17]
+    assert found["recheck"] == EQUAL
+    succeeded(run(2, text, tmp_path, "without", env=POISON | {"FLIP": "1:11"}, **CHECK | {"spike__recheck": False}))
+    assert_same_end(tmp_path / "run", tmp_path / "without", 18)
+
+
+@extended
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_step_that_is_not_finite_is_computed_again_before_the_run_stops(n: int, text: Path, tmp_path: Path) -> None:
+    """A NaN of the first forward pass only: the second time it is finite. Without [spike] action."""
+    keys = PLAIN | {"train__steps": 8, "spike__recheck": True, "train__micro_batch_size": 6}
+    result = ranks(n, *tiny(text, tmp_path, run__name="run", **keys), fault=f"nan:{n - 1}:6:forward")
+    assert result.returncode == 1
+    assert f"step 6: the loss is not finite on rank {n - 1}" in result.stderr
+    assert (
+        f"Computed again, it differs, so a machine computed wrong: rank {n - 1}: the sum of its losses" in result.stderr
+    )
+    keys |= {"run__name": "always", "optim__lr": 1e30, "optim__max_norm": "inf"}
+    result = ranks(n, *tiny(text, tmp_path, **keys))
+    assert result.returncode == 1
+    assert "not finite" in result.stderr
+    assert EQUAL in result.stderr
+
+
+@extended
+def test_a_second_look_changes_nothing_in_float16_with_muon(text: Path, tmp_path: Path) -> None:
+    more = {"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 256.0, "grad_scaler__growth_interval": 4}
+    more |= {"optim__name": "muon", "optim__lr": 2e-3, "fsdp__grad_sync": "last", "model__dropout": 0.1}
+    said = succeeded(run(2, text, tmp_path, "run", **CHECK | more))
+    assert EQUAL in said
+    succeeded(run(2, text, tmp_path, "without", **CHECK | more | {"spike__recheck": False}))
+    assert_same_end(tmp_path / "run", tmp_path / "without", 18)
+
+
+# --- tools ------------------------------------------------------------------------------------------------------
+
+
+def forget(folder: Path, copy: Path, *steps: int) -> Path:
+    """A copy of a run without these checkpoints: as if it had been killed before they were saved."""
+    shutil.copytree(folder, copy)
+    for step in steps:
+        shutil.rmtree(checkpoint(copy, step))
+    return copy
+
+
+def positions(folder: Path) -> list[tuple[int, int]]:
+    record = read_record(folder)
+    return [(record.samples(step).start, record.samples(step).stop) for step in range(1, 25)]
+
+
+def test_each_step_of_a_run_that_rewound_has_its_samples(rewound: Path, text: Path, tmp_path: Path) -> None:
+    expected = [(6 * i, 6 * i + 6) for i in range(12)] + [(102 + 6 * i, 108 + 6 * i) for i in range(12)]
+    assert positions(rewound) == expected
+    assert positions(forget(rewound, tmp_path / "killed", 18, 24)) == expected  # metrics.jsonl alone tells it
+    nothing = forget(rewound, tmp_path / "nothing", 6, 12, 18, 24)
+    (nothing / "metrics.jsonl").unlink()
+    file = nothing / "config.toml"
+    file.write_text(file.read_text().replace("skip_samples = []", "skip_samples = [[72, 102]]"))
+    assert positions(nothing) == expected  # steps that are still to come
+
+
+def test_which_tells_what_was_skipped(rewound: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not which.main([str(rewound), "--step", "13"])
+    said = capsys.readouterr().out
+    assert "note    the samples 72 to 101 were skipped before step 13" in said
+    assert "step 13: samples 102 to 107" in said
+    assert not which.main([str(rewound), "--samples", "72", "102"])
+    said = capsys.readouterr().out
+    assert said.startswith("samples 72 to 101: ")
+    assert {int(line.split()[3]) for line in said.splitlines() if line.startswith("step -")} == set(range(72, 102))
+    assert not which.main([str(rewound), "--find", "e", "--step", "11", "--to", "14"])
+    found = {int(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step 1")}
+    assert found == {*range(60, 72), *range(102, 114)}
+    assert which.main([str(rewound), "--samples", "9", "9"]) == 2
+    assert "--samples needs the first sample and the one after the last" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", [14, pytest.param(24, marks=extended)])
+def test_a_run_that_rewound_is_replayed(step: int, rewound: Path, text: Path) -> None:
+    command = tiny(text, rewound.parent, run__name="run", **REWIND)
+    said = succeeded(ranks(2, *command, f"--replay={step}", entry="tests.spike_worker", env=POISON))
+    assert f"replay  steps {13 if step == 14 else 19} to {step}" in said
+    assert "equal   bit for bit" in said
+
+
+def test_the_report_marks_spikes_and_rewinds(rewound: Path, tmp_path: Path) -> None:
+    run = read_run(rewound)
+    assert marks([run]) == [{"x": 13, "text": "rewound from step 17", "color": "#888888"}]
+    shown = page([run])
+    assert "run: 1 rewind, the first from step 17 to 12; what was abandoned is in spikes.jsonl." in shown
+    with (forget(rewound, tmp_path / "run") / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 20, "spike": {"action": "skip"}}\n{"step": 21, "spike": 3, "rewound_from": "<b>"}\n')
+    run = read_run(tmp_path / "run")
+    assert next((mark["x"], mark["text"]) for mark in marks([run])) == (20, "spike skipped")
+    assert "run: 1 loss spike, the first at step 20." in page([run])
+    assert len(run.rewinds) == 1
 
 
 # --- samples that a run is told to skip -------------------------------------------------------------------------

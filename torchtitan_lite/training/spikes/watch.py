@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.config.schema import SpikeConfig
-from torchtitan_lite.errors import UserError
+from torchtitan_lite.errors import NonFiniteError, UserError
 from torchtitan_lite.optim.finite_guard import HostCopy
 from torchtitan_lite.terminal import counted
 from torchtitan_lite.training.session import Session
@@ -67,6 +67,8 @@ class Spikes:
         self._config = config
         self._limits = math.inf, math.inf
         self._pending: HostCopy | None = None
+        self._compute: Callable[..., Tensor] | None = None
+        self._scale: Tensor | None = None  # the loss scale of the last step
 
     def suspect(self, s: Session, step: int, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
         """Compare a step, without waiting. Call `check` for the previous step first.
@@ -83,6 +85,7 @@ class Spikes:
         if c.action != "off" and step > s.config.optim.warmup_steps:
             self._limits = limit(losses, c.window, c.loss_deviations), limit(norms, c.window, c.norm_deviations)
         flag = (loss.double() > self._limits[0]) | (grad_norm.double() > self._limits[1])
+        self._scale = s.scaler.scale
         self._pending = HostCopy(torch.stack([loss, grad_norm, flag.float()]))
         return None if c.action == "log" else flag
 
@@ -95,19 +98,35 @@ class Spikes:
             SpikeError: it was a spike, and there were too many.
         """
         pending, self._pending = self._pending, None
-        s.guard.check()
-        if pending is None or self._config.action == "off":
+        skipped = len(s.guard.skipped)
+        try:
+            s.guard.check()
+        except NonFiniteError as error:
+            again = self._again(s, pending.read()[1]) if pending else ""
+            raise NonFiniteError(f"{error}. {again}" if again else str(error)) from None
+        if pending is None:
             return
         loss, grad_norm, flag = pending.read()
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            return  # train.on_nonfinite decides
+            # train.on_nonfinite has decided; float16's overflows are nothing special
+            if len(s.guard.skipped) > skipped and (again := self._again(s, grad_norm)):
+                s.log.info(f"note    step {s.state.step} is not finite. {again}")
+            return
         if flag:
             self._act(s, self._record(s, loss, grad_norm))
-        if not flag or self._config.action == "log":
+        if self._config.action == "log" or (self._config.action != "off" and not flag):
             window = self._config.window
             more = {"losses": loss, "norms": grad_norm}
             lists = {key: [*s.state.spikes.get(key, ()), value][-window:] for key, value in more.items()}
             s.state = replace(s.state, spikes={**s.state.spikes, **lists})
+
+    def _again(self, s: Session, grad_norm: float) -> str:
+        """What computing the last step again says; empty without spike.recheck."""
+        if not self._config.recheck or self._compute is None or self._scale is None:
+            return ""
+        from torchtitan_lite.training.spikes.recheck import compute_again
+
+        return compute_again(s, self._compute, grad_norm, self._scale)
 
     def _record(self, s: Session, loss: float, grad_norm: float) -> dict[str, Any]:
         first = s.state.samples_consumed - s.config.train.batch_size(s.state.step)
@@ -118,8 +137,12 @@ class Spikes:
     def _act(self, s: Session, spike: dict[str, Any]) -> None:
         """Record a spike. Raises Rewind or SpikeError."""
         step, action = s.state.step, self._config.action
+        again = self._again(s, spike["grad_norm"]) if action != "log" else ""
+        spike |= {"recheck": again} if again else {}
         s.log.record({"step": step, "spike": spike | {"action": action}})
         s.log.info(f"SPIKE   step {step}: {describe(spike)}{'' if action == 'log' else '; the update was withheld'}")
+        if again:
+            s.log.info(f"note    step {step}: {again}")
         if action == "log":
             return
         if action == "rewind" and (steps := rewind.checkpoints_before(s, step - self._config.rewind_steps)):
@@ -150,6 +173,7 @@ class Spikes:
         Args:
             compute: train.compute.
         """
+        self._compute = compute
         s.checkpointer.saver.older_by = self._config.rewind_steps
         while True:
             try:
