@@ -2,13 +2,14 @@
 
 The tokens of these samples of the run are random, so that the loss jumps. FLIP="rank:step" flips a high bit in a
 product of this rank's forward pass, once: its loss jumps without a reason in the data. KILL="rank:step" kills this
-rank at this step after a rewind.
+rank at this step after a rewind. DAMAGE=file cuts a byte off this file at step 16.
 """
 
 import json
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,20 @@ def main(argv: Sequence[str]) -> int:
         rank, step = os.environ["KILL"].split(":")
         if os.environ.get("RANK", "0") == rank:
             _kill_at(int(step))
+    if "DAMAGE" in os.environ and os.environ.get("RANK", "0") == "0":
+        _damage(Path(os.environ["DAMAGE"]))
     return train.main(argv)
+
+
+def _damage(file: Path) -> None:
+    honest = train.train_step
+
+    def train_step(s: Any, number: int) -> Any:
+        if number == 16 and file.exists():
+            os.truncate(file, file.stat().st_size - 1)
+        return honest(s, number)
+
+    setattr(train, "train_step", train_step)  # noqa: B010
 
 
 def _kill_at(step: int) -> None:
