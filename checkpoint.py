@@ -82,8 +82,8 @@ class Checkpointer:
         self.world = world
         self.notes: list[str] = []  # from a load, for the log: damaged checkpoints
         self.aside: list[tuple[int, str]] = []  # steps to set aside, see select.py
-        self._saver = Saver(folder, config, world)
-        self.finished, self.wait = self._saver.finished, self._saver.wait
+        self.saver = Saver(folder, config, world)
+        self.finished, self.wait = self.saver.finished, self.saver.wait
         self._buffers: Tensors = {}  # host copies of this rank's rows, reused by each save
 
     def save(self, state: TrainState) -> None:
@@ -101,7 +101,7 @@ class Checkpointer:
         }[self.config.state_dict, self.config.api]
         background = self.config.async_save
         write = way(parts, background)
-        self._saver.start(state, write, _n_bytes(parts), began, background=background)
+        self.saver.start(state, write, _n_bytes(parts), began, background=background)
 
     def require_space(self) -> None:
         """Raise CheckpointError on every rank if the disk has no room for one checkpoint."""
@@ -129,7 +129,7 @@ class Checkpointer:
         with optimizer_as_saved(self.optimizer, state):
             on_rank0(self.world, lambda: self._require_same_tensors(folder, manifest))
             self._load_tensors(folder, manifest)
-        self._saver.protect = {state.step}
+        self.saver.protect = {state.step}
         return state
 
     def _parts(self) -> sharding.Parts:
@@ -162,7 +162,7 @@ class Checkpointer:
             from torchtitan_lite.checkpointing.state_dict import HostGather, needed_copies
 
             copies = self._copied(needed_copies(live, self.world.rank))
-            gather = HostGather(live, copies, self._saver.group)
+            gather = HostGather(live, copies, self.saver.group)
         return functools.partial(self._gather_and_write, specs, gather)
 
     def _gather_and_write(
@@ -195,7 +195,7 @@ class Checkpointer:
 
     def _gather(self, value: Tensor) -> Tensor:
         """The whole tensor on rank 0's CPU, an empty one elsewhere."""
-        dist.barrier(group=self._saver.group)  # untimed: rank 0's disk may be slow, and the gather below has a timeout
+        dist.barrier(group=self.saver.group)  # untimed: rank 0's disk may be slow, and the gather below has a timeout
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.cpu().contiguous() if self.world.rank == 0 else torch.empty(0)
 
@@ -238,7 +238,7 @@ class Checkpointer:
         def write(folder: Path) -> dict[str, FileRecord]:
             writer = dcp_storage.ShardWriter(folder, copies)
             try:
-                dcp.save(state, storage_writer=writer, process_group=self._saver.group)
+                dcp.save(state, storage_writer=writer, process_group=self.saver.group)
             except CheckpointException as error:  # a BaseException, with every rank's traceback in its text
                 whys = (f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
                 raise CheckpointError("; ".join(whys)) from error

@@ -29,7 +29,7 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.loader import Loader, PrefetchingLoader
+from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
@@ -161,7 +161,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         log.attach(trackers)
     try:
         with s.preemption, s.watchdog.explained(), out_of_memory.explained(config), on_schedule(config.speed.gc_every):
-            train(s)
+            train(s) if s.spikes is None else s.spikes.train(s, train, compute)
     except Exception as error:
         # every rank has raised this error, so a background save can still complete
         if isinstance(error, UserError) and not isinstance(error, StuckError):
@@ -247,7 +247,7 @@ def report_end(s: Session, first: int) -> None:
         run_folder.write_status(config.folder, s.world, "preempted", step, why)
         return
     run_folder.write_status(config.folder, s.world, "complete", step)
-    for line in source_lines(s.samples, s.state.samples_consumed):
+    for line in source_lines(s.samples, s.state):
         s.log.info(line)
     seconds = time.perf_counter() - s.clock.started
     s.log.info(f"done    {counted(step - first, 'step')} in {duration(seconds)}; {what_next(config, step)}")
@@ -264,9 +264,39 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         parallelize.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
     with s.clock.timing("data_s"):
         size = s.config.train.batch_size(step)
-        batch = s.loader.batch(s.state.samples_consumed, size)
+        first = s.config.data.position(s.state.samples_consumed, size)
+        batch = s.loader.batch(first, size)
     s.watchdog.computing()
+    totals = compute(s, step, batch)
+    loss, grad_norm = totals[0].float() / batch.global_tokens, totals[1].sqrt().float() / s.scaler.scale
+    optim.clip_gradients(s.optimizer, grad_norm, s.config.optim.max_norm, s.scaler.scale)
 
+    check_previous_step(s)  # the device has finished that step by now, so this does not wait
+    optim.set_learning_rate(s.optimizer, optim.learning_rate(s.config.optim, step, s.config.train.steps))
+    with s.clock.timing("optimizer_s"):
+        suspect = None if s.spikes is None else s.spikes.suspect(s, step, loss, grad_norm)
+        s.guard.update(step, totals[3:], grad_norm, suspect)
+    s.preemption.share(totals[2])
+
+    skipped = [[step - 1, s.state.samples_consumed, first]] if first > s.state.samples_consumed else []
+    s.state = replace(
+        s.state,
+        step=step,
+        val_loss=None,
+        tokens=s.state.tokens + batch.global_tokens,
+        samples_consumed=first + size,
+        jumps=[*s.state.jumps, *skipped],
+    )
+    return loss, grad_norm
+
+
+def compute(s: Session, step: int, batch: Batch) -> torch.Tensor:
+    """Forward and backward of a step.
+
+    Returns:
+        sums over ranks, (3 + world_size,) float64: the loss, the squared gradient norm, the requests to stop, and the
+        loss of each rank.
+    """
     device, world = s.world.device, s.world
     loss_sum = torch.zeros((), device=device)
     for i, micro in enumerate(batch.micro_batches):
@@ -284,24 +314,7 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     totals[0], totals[1] = loss_sum, optim.squared_norm(s.model, s.layout.dp_replicate)
     totals[2:3].fill_(float(s.preemption.requested()))  # totals[2] = 1.0 would make the host wait for the device
     totals[3 + world.rank] = loss_sum  # the sums of the others add 0
-    sum_over_ranks(totals)
-    grad_norm = totals[1].sqrt().float() / s.scaler.scale
-    optim.clip_gradients(s.optimizer, grad_norm, s.config.optim.max_norm, s.scaler.scale)
-
-    check_previous_step(s)  # the device has finished that step by now, so this does not wait
-    optim.set_learning_rate(s.optimizer, optim.learning_rate(s.config.optim, step, s.config.train.steps))
-    with s.clock.timing("optimizer_s"):
-        s.guard.update(step, totals[3:], grad_norm)
-    s.preemption.share(totals[2])
-
-    s.state = replace(
-        s.state,
-        step=step,
-        val_loss=None,
-        tokens=s.state.tokens + batch.global_tokens,
-        samples_consumed=s.state.samples_consumed + size,
-    )
-    return totals[0].float() / batch.global_tokens, grad_norm
+    return sum_over_ranks(totals)
 
 
 def due(step: int, every: int) -> bool:

@@ -157,6 +157,10 @@ def test_batches_from_a_later_step(place: Path) -> None:
     for step, batch in later.items():
         assert tokens(batch.micro_batches).equal(tokens(every[step].micro_batches))
     assert "train_tokens=" in repr(data)
+    size = config.train.batch_size(1)
+    without_first = ttl.open_data(tiny_config(data__skip_samples=[[0, size]])).batches()
+    plain = dict(ttl.open_data(tiny_config()).batches())
+    assert tokens(next(without_first)[1].micro_batches).equal(tokens(plain[2].micro_batches))
 
 
 @pytest.mark.extended

@@ -166,6 +166,7 @@ NOT_LOADED = (
     "torchtitan_lite.monitoring.profiler",
     "torchtitan_lite.optim.average",
     "torchtitan_lite.training.average",
+    *("torchtitan_lite.training.spikes", "torchtitan_lite.monitoring.sources"),
     *("plotly", "pyarrow", "rouge_score", "tensorboard", "wandb", "transformers"),
 )
 _RUN = """

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, ranks, run_python, succeeded, tiny
+from tests.helpers import ROOT, checkpoint, ranks, run_python, succeeded, tiny
+from torchtitan_lite.checkpointing import storage
 
 # the sections after that are tested by test_operator_docs.py
 PAGE = (ROOT / "docs/incidents.md").read_text().split("\n## A lost machine")[0]
@@ -21,7 +22,8 @@ def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
     succeeded(ranks(2, *plain))
     said = {}
     for line in COMMANDS:
-        command = line.replace("120", "6").replace("118 --to 122", "5 --to 7")
+        command = line.replace("120", "6").replace("118 --to 122", "5 --to 7").replace("step-100", "step-4")
+        command = command.replace("800 960", "24 36").replace("[[800, 960]]", "[[24, 36]]")
         command = command.replace("runs/default", str(tmp_path / "default")).replace(
             "seen.json", f"{tmp_path}/seen.json"
         )
@@ -29,7 +31,7 @@ def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
             said[line] = succeeded(ranks(2, *plain, *shlex.split(command.removeprefix(LAUNCH))))
         else:
             said[line] = succeeded(run_python(shlex.split(command)[1:]))
-    replay, step, several, ranked, find = said.values()
+    replay, step, several, ranked, find, skip, spike, samples, by_hand = said.values()
     assert "equal   bit for bit" in replay
     assert "step 6: samples 30 to 35" in step
     assert "steps 5 to 7: samples 24 to 41" in several
@@ -37,10 +39,22 @@ def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
     assert "loss" in ranked
     assert "losses under" in ranked
     assert re.search(r"seen at \d steps of 8", find)
+    assert "finished: step 8" in spike
+    assert samples.startswith("samples 24 to 35: ")
+    assert "resumed after step 4" in by_hand
+    assert storage.read_state(checkpoint(tmp_path / "default", 8)).jumps == [[4, 24, 36]]
+    assert "finished: step 8" in skip
 
 
 def test_the_page_quotes_what_is_said() -> None:
     source = (ROOT / "torchtitan_lite/tools/incidents/replay.py").read_text()
+    spikes = ROOT / "torchtitan_lite/training/spikes"
+    for quoted in ("Computed again, it is equal bit for bit", "Computed again, it differs, ", "the gradient norm"):
+        assert quoted in (spikes / "recheck.py").read_text()
+        assert quoted in PAGE
+    for file, quoted in (("watch.py", "SPIKE"), ("rewind.py", "REWOUND")):
+        assert f"{quoted} " in (spikes / file).read_text()
+        assert f"`{quoted}`" in PAGE
     for quoted in ("tensors differ", "differs: ", "; on all ranks", "the gradient norm", "equal   "):
         assert quoted in source
         assert quoted.strip() in PAGE

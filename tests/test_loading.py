@@ -27,6 +27,7 @@ from torchtitan_lite.data.samples import Mixture, Samples
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.monitoring import sources
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
 from torchtitan_lite.training.evaluate import Validation
@@ -146,7 +147,7 @@ def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
     source = mixture.sources[smallest]
     indices = source.indices(numbers[which == smallest], seed=1)[: source.n_samples * 2].reshape(2, -1)
     assert all(sorted(epoch) == list(range(source.n_samples)) for epoch in indices.tolist())
-    seen = mixture.seen(n)
+    seen = sources.seen(mixture, n)
     assert [s["tokens"] for s in seen.values()] == [count * 32 for count in consumed]
 
 

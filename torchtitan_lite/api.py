@@ -126,11 +126,12 @@ class Data:
         loader = Loader(samples, train.micro_batch_size, 0, 1, self.config.run.seed, data.document_mask)
 
         def steps() -> Iterator[tuple[int, Batch]]:
-            first = sum(train.batch_size(step) for step in range(1, first_step))
-            for step in range(first_step, train.steps + 1):
-                size = train.batch_size(step)
-                yield step, loader.batch(first, size)
-                first += size
+            end = 0
+            for step in range(1, train.steps + 1):
+                first = data.position(end, train.batch_size(step))
+                end = first + train.batch_size(step)
+                if step >= first_step:
+                    yield step, loader.batch(first, end - first)
 
         return steps()
 

@@ -1,10 +1,12 @@
-"""What a message suggests in place of a misspelled key, option or pattern. Loaded only by a command that fails."""
+"""What a message suggests in place of a misspelled key, option or pattern; differences of a checkpoint. Loaded only by
+a command that fails."""
 
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # what people call these keys; in nobody's spelling close enough to be found
 _MEANT = {
@@ -134,3 +136,18 @@ def sibling(path: Path) -> str:
 
 def _shown(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}... ({len(text):,} characters)"
+
+
+def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The values of a checkpoint that differ from the wanted ones, at most 16 of them."""
+    missing = "-"
+    found = [
+        f"{key} is {_cut(saved.get(key, missing))} in the checkpoint and {_cut(wanted.get(key, missing))} here"
+        for key in sorted({*saved, *wanted})
+        if saved.get(key, missing) != wanted.get(key, missing)
+    ]
+    return found[:16] + ([f"and {len(found) - 16} more"] if len(found) > 16 else [])
+
+
+def _cut(value: Any) -> str:
+    return value[:12] + "..." if isinstance(value, str) and len(value) == 64 else str(value)  # a SHA-256, shortened

@@ -78,7 +78,10 @@ def is_refused(key: str) -> bool:
     return key in _REFUSED
 
 
-_LEARNED_WITH = "train.global_batch_size", "train.batch_schedule", "train.z_loss", "model.init_from"
+_LEARNED_WITH = (
+    *("train.global_batch_size", "train.batch_schedule", "train.z_loss", "model.init_from"),
+    "data.skip_samples",
+)
 
 
 def is_learned_with(key: str) -> bool:

@@ -45,6 +45,7 @@ class Saver:
         self.config = config
         self.world = world
         self.protect: set[int] = set()  # steps that retention must not delete
+        self.older_by = 0  # nor those since the newest that is so many steps older than the last one
         self.group = untimed_group()  # not shared: a save may run in the background of training and of loads
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
@@ -126,6 +127,8 @@ class Saver:
             return ""
         c, keep = self.config, {*self.protect, step}
         try:
+            steps = storage.find_steps(self.folder)
+            keep.update(steps[max(sum(found <= step - self.older_by for found in steps) - 1, 0) :])
             select.purge(self.folder, select.to_keep(self.folder, c.keep_latest, c.keep_every, c.keep_best, keep))
         except Exception as caught:
             return str(caught) or repr(caught)

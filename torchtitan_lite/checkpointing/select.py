@@ -74,17 +74,11 @@ def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World)
     selection.notes += [f"damaged: {text}" for _, text in damaged]
     selection.aside = [(step, "bad") for step, _ in damaged]
     if selection.folder is None and wanted != "auto":
-        selection.folder = on_rank0(world, lambda: _newest_of(Path(wanted).expanduser()))
+        from torchtitan_lite.checkpointing.verify import newest_of
+
+        selection.folder = on_rank0(world, lambda: newest_of(Path(wanted).expanduser()))
         selection.manifest = _require_complete(selection.folder, config, world)
     return selection
-
-
-def _newest_of(folder: Path) -> Path:
-    """The newest checkpoint of another run, or the checkpoint that the folder is."""
-    found = storage.checkpoints_of(folder)
-    if not found:
-        raise CheckpointError(f'checkpoint.resume = "{folder}" is not a checkpoint, or a run with one')
-    return found[-1]
 
 
 def _verified(folder: Path, config: CheckpointConfig, world: World) -> tuple[Manifest | None, list[str]]:

@@ -53,6 +53,8 @@ class TrainState:
     val_loss: float | None = None  # if there was a validation at this step
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
     skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
+    jumps: list[list[int]] = field(default_factory=list)  # [step, first, end]: after it, these samples were skipped
+    spikes: Mapping[str, Any] = field(default_factory=dict)  # see training/spikes/watch.py
     end_token: int | None = None  # token id; None in checkpoints older than this field
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see evaluate.py
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
@@ -328,16 +330,8 @@ def compare(
     Raises:
         CheckpointError: values differ; it lists each key with both values.
     """
-    missing = "-"
-    differences = [
-        f"{key} is {_show(saved.get(key, missing))} in the checkpoint and {_show(wanted.get(key, missing))} here"
-        for key in sorted({*saved, *wanted})
-        if saved.get(key, missing) != wanted.get(key, missing)
-    ]
-    if differences:
-        shown = differences[:16] + ([f"and {len(differences) - 16} more"] if len(differences) > 16 else [])
+    if dict(saved) != dict(wanted):
+        from torchtitan_lite.hints import differences
+
+        shown = differences(saved, wanted)
         raise CheckpointError("\n  ".join([f"{folder} belongs to another {what}:", *shown, advice]))
-
-
-def _show(value: Any) -> str:
-    return value[:12] + "..." if isinstance(value, str) and len(value) == 64 else str(value)  # a SHA-256, shortened

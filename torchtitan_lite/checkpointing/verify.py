@@ -36,3 +36,11 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
     if errors := list(dict.fromkeys(text for _, text in found if text)):
         raise CheckpointError("\n  ".join(errors))
     return manifest, [wrong for some, _ in found for wrong in some]
+
+
+def newest_of(folder: Path) -> Path:
+    """The newest checkpoint of another run, or the checkpoint that the folder is."""
+    found = storage.checkpoints_of(folder)
+    if not found:
+        raise CheckpointError(f'checkpoint.resume = "{folder}" is not a checkpoint, or a run with one')
+    return found[-1]

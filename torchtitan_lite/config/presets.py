@@ -20,7 +20,7 @@ import tomli
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import is_prepared, problem
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, shortened
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"reshard_after_forward": True, "dp_replicate": 1},
@@ -327,9 +327,16 @@ def block_conflicts(config: Any, n_gpus: int) -> dict[str, str]:
     return found
 
 
-def several_texts_conflicts(data: Any) -> dict[str, str]:
-    """The broken rules of a list of texts, and of a mixture."""
+def rare_data_conflicts(data: Any) -> dict[str, str]:
+    """The broken rules of a list of texts, of a mixture, and of ranges of samples."""
     found = {}
+    bounds = [bound for pair in data.skip_samples for bound in (pair if len(pair) == 2 else (1, 0))]
+    rising = all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True))
+    if bounds != sorted(bounds) or not rising or any(bound < 0 for bound in bounds):
+        found["data.skip_samples"] = (
+            f"data.skip_samples = {shortened(data.skip_samples)} should be pairs of a first sample and the one after "
+            "the last, ascending and without overlap, e.g. [[800, 960], [2400, 2480]]"
+        )
     if not data.path and isinstance(data.path, list):
         found["data.path"] = 'data.path = [] names no text; data.path = "" is Python\'s standard library'
     prepared = [p for p in data.path if not problem(p) and is_prepared(p)] if isinstance(data.path, list) else []

@@ -194,10 +194,10 @@ def _path_conflicts(config: Config) -> dict[str, str]:
     for key, named in (("data.path", paths), ("data.sources", data.sources)):
         if missing := [why for p in named if p and (why := _missing_text(p))]:
             found[key] = f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
-    if isinstance(data.path, list) or data.sources:
-        from torchtitan_lite.config.presets import several_texts_conflicts
+    if isinstance(data.path, list) or data.sources or data.skip_samples:
+        from torchtitan_lite.config.presets import rare_data_conflicts
 
-        found |= several_texts_conflicts(data)
+        found |= rare_data_conflicts(data)
     return found
 
 

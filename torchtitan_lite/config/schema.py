@@ -298,6 +298,14 @@ decoder fills them; pairs: a source and its target"""
     """likewise, text to put before each source, e.g. "summarize: \""""
     cache_dir: PathText = ""
     """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
+    skip_samples: list[list[int]] = []
+    """ranges of the run's samples to skip: with [[800, 960]] no step sees the samples 800 to 959"""
+
+    def position(self, first: int, size: int) -> int:
+        """Where the batch starts that would start at `first`: after each skipped range that it would touch."""
+        for begin, end in self.skip_samples:
+            first = end if begin - size < first < end else first
+        return first
 
 
 class TrainConfig(Section):
@@ -319,7 +327,7 @@ rounded up; 0: use steps"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """on a non-finite loss or gradient norm: stop the run, or skip and record the step"""
     max_skipped: PositiveInt = 10
-    """with skip: stop after more than this many skipped steps in a row"""
+    """with skip (also of spikes): stop after more than this many skipped steps in a row"""
 
     def batch_size(self, step: int) -> int:
         """Sequences of a step (1-based), over all ranks."""
@@ -330,6 +338,25 @@ rounded up; 0: use steps"""
         """Sequences of the whole run."""
         changes = [0, *(min(after, self.steps) for after, _ in self.batch_schedule), self.steps]
         return sum((end - start) * self.batch_size(start + 1) for start, end in itertools.pairwise(changes))
+
+
+class SpikeConfig(Section):
+    action: Literal["off", "log", "skip", "rewind"] = "off"
+    """on a loss or gradient norm far above those before it: log it; skip the update; or rewind: go back to the newest \
+checkpoint, and continue after the samples seen since then"""
+    window: int = Field(default=128, ge=4, le=100_000)
+    """compare with this many steps; nothing is a spike before there are so many, or during the warm-up"""
+    loss_deviations: NonNegativeFloat = 8.0
+    """a loss is a spike if it is this many deviations above the median of the window; 0: off. A deviation is 1.48 \
+times the median absolute deviation, at least 2 % of the median"""
+    norm_deviations: NonNegativeFloat = 20.0
+    """the same for the gradient norm"""
+    rewind_steps: NonNegativeInt = 0
+    """rewind: go back this many steps or more, for damage that shows late"""
+    max_rewinds: PositiveInt = 10
+    """rewind: stop the run instead of rewinding more often"""
+    recheck: bool = False
+    """compute a step that is not finite, or a spike (skip, rewind), a second time: was it the data or the hardware?"""
 
 
 class ParameterGroup(Section):
@@ -538,6 +565,7 @@ class Config(Frozen):
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    spike: SpikeConfig = SpikeConfig()
     optim: OptimConfig = OptimConfig()
     fsdp: FsdpConfig = FsdpConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()

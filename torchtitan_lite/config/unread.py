@@ -67,7 +67,14 @@ RULES = (
     _only_with("optim.min_lr_ratio", "optim.schedule", "cosine", "linear", "wsd"),
     _only_with("optim.step_gamma optim.step_every", "optim.schedule", "step"),
     _rule("train.steps", "train.epochs", "train.epochs = 0", lambda c: not c.train.epochs),
-    _only_with("train.max_skipped", "train.on_nonfinite", "skip"),
+    _rule(
+        "train.max_skipped",
+        "train.on_nonfinite spike.action",
+        'train.on_nonfinite = "skip" or spike.action',
+        lambda c: c.train.on_nonfinite == "skip" or c.spike.action in ("skip", "rewind"),
+    ),
+    _only_with("spike.window spike.loss_deviations spike.norm_deviations", "spike.action", *("log", "skip", "rewind")),
+    _only_with("spike.rewind_steps spike.max_rewinds", "spike.action", "rewind"),
     _only_with("fsdp.forward_prefetch fsdp.backward_prefetch", "fsdp.explicit_prefetching", True),
     _rule(
         "grad_scaler.init_scale grad_scaler.growth_interval grad_scaler.min_scale",

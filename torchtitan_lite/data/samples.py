@@ -148,13 +148,6 @@ class Mixture:
         """How many of a run's first n samples come from each source."""
         return self.interleave.consumed(n)
 
-    def seen(self, n: int) -> dict[str, dict[str, float]]:
-        """Tokens and epochs of each source in a run's first n samples (best_fit: by a sequence's mean tokens)."""
-        return {
-            name: {"tokens": round(count * source.mean_tokens), "epochs": round(count / source.n_samples, 4)}
-            for name, source, count in zip(self.names, self.sources, self.consumed(n), strict=True)
-        }
-
     def longest_prefix(self, n: int) -> int:
         """The largest number of samples, at most n, without a repeated sequence."""
         low, high = 0, n

@@ -83,7 +83,6 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     """The amount of data and the number of epochs; for a mixture, of each source."""
-    n = config.train.samples
     notes = [f"data    {note}" for source in samples.sources for note in source.notes]
     held_out = f"{data.tokens('val'):,} held out; vocabulary {data.vocab_size}"
     if config.data.packing == "best_fit":
@@ -91,25 +90,23 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     if config.data.document_mask:
         held_out += "; attention within documents"
     if len(data.sources) == 1:
-        epochs = n / samples.n_samples
+        epochs = config.train.samples / samples.n_samples
         amount = f"{data.tokens('train'):,} tokens to train on"
         return [f"data    {amount}, {epochs:.2f} epochs in {counted(config.train.steps, 'step')}; {held_out}", *notes]
-    lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
-    for source, seen in zip(data.sources, samples.seen(n).values(), strict=True):
-        share = source.weight / sum(s.weight for s in data.sources)
-        lines.append(
-            f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, {seen['epochs']:.2f} "
-            f"epochs in {counted(config.train.steps, 'step')}"
-        )
-    return lines + notes
+    from torchtitan_lite.monitoring.sources import planned_lines
+
+    line = f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"
+    return [line, *planned_lines(config, data, samples), *notes]
 
 
-def source_lines(samples: Mixture, n: int) -> list[str]:
-    """The tokens of each source of a mixture in its first n samples, one line each."""
+def source_lines(samples: Mixture, state: TrainState) -> list[str]:
+    """The tokens of each source of a mixture that a run has seen, one line each."""
     if len(samples.sources) < 2:
         return []
-    seen = samples.seen(n).items()
-    return [f"data    {name}: {of['tokens']:,} tokens seen, {of['epochs']:.2f} epochs" for name, of in seen]
+    from torchtitan_lite.monitoring.sources import seen
+
+    found = seen(samples, state.samples_consumed, state.jumps).items()
+    return [f"data    {name}: {of['tokens']:,} tokens seen, {of['epochs']:.2f} epochs" for name, of in found]
 
 
 def fsdp_line(config: Config) -> str:

@@ -22,6 +22,7 @@ class Tracker(Protocol):
     """Receives each record of metrics.jsonl (trackers.py)."""
 
     def record(self, values: dict[str, Any]) -> None: ...
+    def rewound(self, step: int) -> None: ...
 
 
 class Clock:
@@ -76,7 +77,7 @@ class Log:
         self._bar: tqdm[Any] | None = None
         self._torn: set[Path] = set()  # files whose last line may be incomplete
         self._failed: set[str] = set()
-        self._trackers: Tracker | None = None
+        self.trackers: Tracker | None = None
 
     def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
         """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
@@ -90,15 +91,15 @@ class Log:
 
     def attach(self, trackers: Tracker) -> None:
         """Pass all later records of metrics.jsonl to trackers."""
-        self._trackers = trackers if self._speaks else None
+        self.trackers = trackers if self._speaks else None
 
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append a line to a file of records."""
         if self._speaks:
             with self._reported(f"a record of {file}"):
                 self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
-            if self._trackers is not None and file == "metrics.jsonl":
-                self._trackers.record(values)
+            if self.trackers is not None and file == "metrics.jsonl":
+                self.trackers.record(values)
 
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:
@@ -119,18 +120,6 @@ class Log:
                 stream.write(f"{start}{line}\n")
             self._torn.discard(file)
 
-    def without_later(self, step: int) -> dict[str, bytes]:
-        """New contents for files with records of later steps, which a resume will repeat."""
-        changed = {}
-        for file in (self._folder / f"{name}.jsonl" for name in ("metrics", "samples", "rouge")):
-            if file.is_file():
-                content = file.read_bytes()
-                complete = (line for line in content.splitlines(keepends=True) if line.endswith(b"\n"))
-                kept = b"".join(line for line in complete if _step_of(line) <= step)
-                if kept != content:
-                    changed[file.name] = kept
-        return changed
-
     def start_bar(self, step: int, steps: int) -> None:
         """Show a progress bar, if stderr is a terminal."""
         with self._reported("the progress bar"):
@@ -147,11 +136,3 @@ class Log:
             with self._reported("the progress bar"):
                 self._bar.close()
             self._bar = None
-
-
-def _step_of(line: bytes) -> float:
-    """The step of a record; infinite for an invalid line, as a killed process leaves it."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return float("inf")

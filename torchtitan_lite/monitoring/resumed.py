@@ -42,6 +42,35 @@ def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> 
     return {file.name: b"".join(line + b"\n" for line in lines)} if lines or file.exists() else {}
 
 
+# the files with records, and the key that tells when one was written
+_RECORDS = {"metrics.jsonl": "step", "samples.jsonl": "step", "rouge.jsonl": "step", "spikes.jsonl": "rewind"}
+
+
+def without_later(folder: Path, step: int, rewinds: int) -> dict[str, bytes]:
+    """New contents for files with records of later steps or rewinds, which a resume will repeat."""
+    changed = {}
+    for name, key in _RECORDS.items():
+        content, kept, _ = split_records(folder / name, key, rewinds if key == "rewind" else step)
+        if kept != content:
+            changed[name] = kept
+    return changed
+
+
+def split_records(file: Path, key: str, last: int) -> tuple[bytes, bytes, list[dict[str, Any]]]:
+    """A file's content, its part up to a value of `key`, and the later records. Damaged lines are in neither."""
+    content = file.read_bytes() if file.is_file() else b""
+    kept, later = [], []
+    for line in content.splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+            if line.endswith(b"\n"):
+                kept += [line] if float(record[key]) <= last else []
+                later += [record] if float(record[key]) > last else []
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue  # as a killed process leaves it
+    return content, b"".join(kept), later
+
+
 def require_same_learning(config: Config, saved: TrainState, here: TrainState) -> None:
     """Check that a resume would learn with the values of the run so far.
 

@@ -1,6 +1,8 @@
 """TensorBoard and Weights & Biases, in addition to metrics.jsonl. Each is an extra to install."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,57 @@ class Trackers:
 
     def __init__(self, config: LogConfig, folder: Path, state: TrainState) -> None:
         self._open: dict[str, tuple[Callable[[Scalars, int], None], Callable[[], None]]] = {}
-        for name in config.trackers:
+        self._start = config, folder, state
+        # Weights & Biases takes no step twice: what a rewind may still abandon waits for the next checkpoint
+        self._delayed = {"wandb"} if state.config.get("spike.action") == "rewind" else set[str]()
+        self._back = int(state.config.get("spike.rewind_steps", 0))
+        self._waiting: list[tuple[str, int, Mapping[str, Any]]] = []
+        self._saved: list[int] = []
+        self._open_all(config.trackers)
+
+    def _open_all(self, names: Iterable[str]) -> None:
+        config, folder, state = self._start
+        for name in names:
             start = {"tensorboard": _tensorboard, "wandb": _wandb}[name]
             self._try(name, lambda: self._open.update({name: start(config, folder, state)}))  # noqa: B023  # called now
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Log the numbers of a record of metrics.jsonl."""
-        for name, (write, _) in list(self._open.items()):
-            self._try(name, lambda: write(_scalars(values), int(values["step"])))  # noqa: B023  # called now
+        step = int(values["step"])
+        for name in list(self._open):
+            if name in self._delayed:
+                self._waiting.append((name, step, values))
+            else:
+                self._write(name, step, values)
+        self._saved += [step] if "save_s" in values else []
+        newest = max([step, *(at for _, at, _ in self._waiting)])
+        # a step after `newest` goes back to a checkpoint that is at least rewind_steps older
+        self._send(max((saved for saved in self._saved if saved + self._back <= newest), default=-1))
+
+    def _write(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        if name in self._open:
+            self._try(name, lambda: self._open[name][0](_scalars(values), step))
+
+    def _send(self, last: float) -> None:
+        """Log what waits, up to a step."""
+        for name, step, values in self._waiting:
+            if step <= last:
+                self._write(name, step, values)
+        self._waiting = [item for item in self._waiting if item[1] > last]
+
+    def rewound(self, step: int) -> None:
+        """The steps after this one are made again: a new file of TensorBoard says so at its start, as on a resume."""
+        config, folder, state = self._start
+        self._start = config, folder, replace(state, step=step)
+        if "tensorboard" in self._open:
+            self._try("tensorboard", self._open["tensorboard"][1])
+            self._open.pop("tensorboard", None)
+            self._open_all(["tensorboard"])
+        self._waiting = [item for item in self._waiting if item[1] <= step]
+        self._saved = [saved for saved in self._saved if saved <= step]
 
     def close(self) -> None:
+        self._send(math.inf)
         for name, (_, close) in list(self._open.items()):
             self._try(name, close)
 

@@ -55,19 +55,21 @@ class FiniteGuard:
         self._device = optimizer.param_groups[0]["params"][0].device
         self._pending: tuple[int, HostCopy] | None = None
 
-    def update(self, step: int, rank_losses: Tensor, grad_norm: Tensor) -> None:
+    def update(self, step: int, rank_losses: Tensor, grad_norm: Tensor, suspect: Tensor | None = None) -> None:
         """Step the optimizer if loss and gradients are finite. Call `check` for the previous step first.
 
         Args:
             rank_losses: (world_size,), the summed loss of each rank; equal on all ranks.
             grad_norm: (), global.
+            suspect: () bool; where it is true, the update is withheld too, which the caller reports.
         """
         bad_norm = ~grad_norm.isfinite().to(rank_losses.device)
         bad = ~rank_losses.isfinite().all() | bad_norm
+        withheld = bad if suspect is None else bad | suspect
         if self._fused:
             # the fused kernel runs where the parameters are: with cpu_offload, on the host
-            self.optimizer.found_inf = bad.float().to(self._device)  # type: ignore[attr-defined]
-        if self._fused or not bad:
+            self.optimizer.found_inf = withheld.float().to(self._device)  # type: ignore[attr-defined]
+        if self._fused or not withheld:
             self.optimizer.run_step = step  # type: ignore[attr-defined]  # for optim.ema_decay
             self.optimizer.step()
         self.optimizer.zero_grad()

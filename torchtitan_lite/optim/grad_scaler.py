@@ -28,17 +28,13 @@ class GradScaler:
         self.min_scale = config.min_scale
         self.skipped_steps = int(state.get("skipped_steps", 0))  # FiniteGuard counts them, one step late
         self._growth_interval = config.growth_interval
-        self._scale = torch.tensor(float(state.get("scale", config.init_scale)) if enabled else 1.0, device=device)
+        # () float32, on the device; 1 without float16
+        self.scale = torch.tensor(float(state.get("scale", config.init_scale)) if enabled else 1.0, device=device)
         self._good_steps = torch.tensor(int(state.get("good_steps", 0)), device=device)
-
-    @property
-    def scale(self) -> Tensor:
-        """() float32, on the device; 1 without float16."""
-        return self._scale
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call backward on. Its gradients are scaled until `clip_gradients`."""
-        return loss * self._scale if self.enabled else loss
+        return loss * self.scale if self.enabled else loss
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
@@ -46,8 +42,8 @@ class GradScaler:
         if self.enabled:
             good = torch.where(overflow, 0, self._good_steps + 1)
             grown = good >= self._growth_interval
-            doubled = (self._scale * 2).clamp(max=2.0**100)  # stays finite in float32
-            self._scale = torch.where(overflow, self._scale / 2, torch.where(grown, doubled, self._scale))
+            doubled = (self.scale * 2).clamp(max=2.0**100)  # stays finite in float32
+            self.scale = torch.where(overflow, self.scale / 2, torch.where(grown, doubled, self.scale))
             self._good_steps = torch.where(grown, 0, good)
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,7 +51,7 @@ class GradScaler:
         if not self.enabled:
             return {}
         return {
-            "scale": self._scale.item(),
+            "scale": self.scale.item(),
             "good_steps": int(self._good_steps.item()),
             "skipped_steps": self.skipped_steps,
         }

@@ -1,4 +1,4 @@
-"""The parts of a session that only some runs have, and their checks: prompts, tasks, the profiler."""
+"""The parts of a session that only some runs have, and their checks: prompts, tasks, the profiler, spikes."""
 
 from typing import Any
 
@@ -23,6 +23,10 @@ def build_options(config: Config, data: DataSet, world: World) -> dict[str, Any]
         from torchtitan_lite.monitoring.profiler import Profile
 
         found["profile"] = Profile(config.profile, config.folder, world)
+    if config.spike.action != "off" or config.spike.recheck:
+        from torchtitan_lite.training.spikes.watch import Spikes
+
+        found["spikes"] = Spikes(config.spike)
     return found
 
 

@@ -3,17 +3,17 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from torchtitan_lite.checkpointing.save import Saved
+from torchtitan_lite.checkpointing.save import Saved, Saver
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.data.loader import Batches
 from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World
@@ -35,7 +35,10 @@ class Saves(Protocol):
 
     folder: Path
     aside: list[tuple[int, str]]
+    config: CheckpointConfig
+    saver: Saver
 
+    def load(self, identity: Mapping[str, Any]) -> TrainState | None: ...
     def save(self, state: TrainState) -> None: ...
     def require_space(self) -> None: ...
     def finished(self) -> bool: ...
@@ -66,6 +69,7 @@ class Session:
     prompts: Any = None  # training.sampling.Prompts
     tasks: Any = None  # training.tasks.Tasks
     profile: Any = None  # monitoring.profiler.Profile
+    spikes: Any = None  # training.spikes.watch.Spikes
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
@@ -93,7 +97,7 @@ def closed_on_error(*things: Any) -> Iterator[None]:
 
 def check_previous_step(s: Session) -> None:
     """Stop the run (NonFiniteError) or record a skipped step, if the last update was not finite."""
-    s.guard.check()
+    s.guard.check() if s.spikes is None else s.spikes.check(s)
     s.preemption.update_agreed()
     if s.guard.skipped and s.guard.skipped[-1] == s.state.step and s.state.step not in s.state.skipped:
         first = s.state.samples_consumed - s.config.train.batch_size(s.state.step)
@@ -138,7 +142,9 @@ def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: 
     if s.scaler.enabled:
         record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
     if len(s.samples.sources) > 1:
-        record["sources"] = s.samples.seen(s.state.samples_consumed)
+        from torchtitan_lite.monitoring.sources import seen
+
+        record["sources"] = seen(s.samples, s.state.samples_consumed, s.state.jumps)
     if s.peak_tokens_per_second:
         record["mfu"] = record["tokens_per_second"] / s.peak_tokens_per_second
     s.log.record(record)

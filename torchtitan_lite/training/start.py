@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.checkpointing.storage import find_steps
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, SpikeConfig
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
@@ -39,7 +39,7 @@ def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
 
 def options(config: Config, data: DataSet, world: World) -> dict[str, Any]:
     """The parts of a session that only some runs have."""
-    if not (config.sample.every or config.tasks or config.profile.steps):
+    if not (config.sample.every or config.tasks or config.profile.steps or config.spike != SpikeConfig()):
         return {}
     from torchtitan_lite.training.options import build_options
 
@@ -90,11 +90,11 @@ def start(
                 "config.toml": to_toml_with_origins(loaded_config).encode(),
                 **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
                 "run.json": run_folder.accepted(config.folder, step, resume, facts),
-                **log.without_later(step),
             }
-            if s.loaded or (config.folder / "changes.jsonl").exists():
-                from torchtitan_lite.monitoring.resumed import recorded_changes
+            if s.loaded or any(config.folder.glob("*.jsonl")):
+                from torchtitan_lite.monitoring.resumed import recorded_changes, without_later
 
+                files |= without_later(config.folder, step, s.state.spikes.get("rewinds", 0))
                 files |= recorded_changes(config.folder / "changes.jsonl", s.loaded, s.state)
             saves = s.checkpointer
             return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))

@@ -30,7 +30,8 @@ class Record:
     folder: Path
     config: Config
     data: DataSet
-    consumed: NDArray[np.int64]  # (steps + 1,) samples before step 1, 2, ..., and after the last one
+    consumed: NDArray[np.int64]  # (steps + 1,) the position in the data at the beginning, and after each step
+    sizes: NDArray[np.int64]  # (steps,) samples of each step
 
     def samples(self, step: int) -> range:
         """The samples of the run that a step sees.
@@ -38,13 +39,17 @@ class Record:
         Raises:
             ConfigError: the position of the step is not known.
         """
-        first, end = self.consumed[step - 1 : step + 1].tolist()
-        if min(first, end) < 0:
+        before, end = self.consumed[step - 1 : step + 1].tolist()
+        if min(before, end) < 0:
             raise ConfigError(
                 f"{self.folder}: it is not known which samples step {step} saw: the checkpoints before and after it "
                 "are another number of samples apart than train.global_batch_size and changes.jsonl give"
             )
-        return range(first, end)
+        return range(end - int(self.sizes[step - 1]), end)
+
+    def skipped(self, step: int) -> range:
+        """The samples between a step and the one before it: skipped by a rewind, or by data.skip_samples."""
+        return range(int(self.consumed[step - 1]), self.samples(step).start)
 
 
 def read_record(folder: Path) -> Record:
@@ -60,7 +65,8 @@ def read_record(folder: Path) -> Record:
         require_same_data(str(folder), data, state)
     known = {0: 0, **{state.step: state.samples_consumed for state in states}}
     sizes = _sizes(loaded.config.train, changes_of(folder), max(loaded.config.train.steps, *known))
-    return Record(folder, loaded.config, data, _consumed(sizes, known))
+    consumed = _consumed(sizes, known, jumps_of(folder), loaded.config.data.skip_samples)
+    return Record(folder, loaded.config, data, consumed, sizes)
 
 
 def _config(folder: Path) -> Config:
@@ -90,6 +96,23 @@ def _states(folder: Path) -> list[TrainState]:
         try:
             found.append(storage.read_state(checkpoint))
         except CheckpointError:
+            continue
+    return found
+
+
+def jumps_of(folder: Path) -> list[list[int]]:
+    """Where the run has skipped samples: [step, first, end], after that step, ascending."""
+    newest = next(reversed(_states(folder)), TrainState())
+    found = list(newest.jumps)
+    file = folder / "metrics.jsonl"
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        if b'"rewound_samples"' not in line:
+            continue
+        try:  # a rewind that no checkpoint knows of yet
+            record = json.loads(line)
+            jump = [int(record["step"]) - 1, *map(int, record["rewound_samples"])]
+            found += [jump] if jump[0] >= newest.step else []
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return found
 
@@ -131,12 +154,27 @@ def _sizes(train: TrainConfig, changes: Sequence[tuple[int, dict[str, Any]]], st
     return found
 
 
-def _consumed(sizes: NDArray[np.int64], known: dict[int, int]) -> NDArray[np.int64]:
-    """The samples before each step and after the last one; -1 where sizes contradict the known positions around it."""
+def _consumed(
+    sizes: NDArray[np.int64], known: dict[int, int], jumps: Sequence[Sequence[int]], to_skip: Sequence[Sequence[int]]
+) -> NDArray[np.int64]:
+    """The position at the beginning and after each step; -1 where sizes contradict the known positions around it.
+
+    Args:
+        jumps: of the steps that were made.
+        to_skip: data.skip_samples, for the steps after the last known one.
+    """
     found = np.concatenate(([0], np.cumsum(sizes)))
+    for after, first, end in jumps:
+        found[after + 1 :] += end - first
     for step, samples in sorted(known.items()):
         found[step:] += samples - found[step]
     for before, after in itertools.pairwise(sorted(known)):
-        if known[after] - known[before] != sizes[before:after].sum():
+        skipped = sum(end - first for step, first, end in jumps if before <= step < after)
+        if known[after] - known[before] != sizes[before:after].sum() + skipped:
             found[before + 1 : after] = -1
+    made = max([*known, *(after + 1 for after, *_ in jumps)])
+    for first, end in to_skip:
+        starts, stops = (found[1:] - sizes)[made:], found[1 + made :]
+        if len(touching := np.flatnonzero((starts < end) & (first < stops))):
+            found[1 + made + touching[0] :] += end - starts[touching[0]]
     return found

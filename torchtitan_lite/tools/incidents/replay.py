@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,16 @@ from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.terminal import counted, print_line
-from torchtitan_lite.tools.incidents.record import changes_of, checkpoint_before
+from torchtitan_lite.tools.incidents.record import changes_of, checkpoint_before, jumps_of
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, check_previous_step
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], tuple[Tensor, Tensor]]
-_ALSO = "train.steps", "train.on_nonfinite", "train.max_skipped"  # they change a step, but a resume may change them
+_ALSO = (  # they change a step, but a resume may change them
+    *("train.steps", "train.on_nonfinite", "train.max_skipped"),
+    *("spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"),
+)
 _NEXT = (
     "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
     "computes wrong"
@@ -64,6 +67,7 @@ class Recorded:
     stopped: str = ""  # how the run ended, if at a loss or gradients that are not finite
     setting: Mapping[str, Any] = field(default_factory=dict)  # of a bitwise resume
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
+    jumps: Sequence[Sequence[int]] = ()  # of TrainState: where the run skipped samples
     notes: tuple[str, ...] = ()
 
 
@@ -87,7 +91,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
             raise ConfigError(wrong)
         if wrong := from_rank0(not_the_same(recorded, config, bitwise_setting(config, world))):
             raise ConfigError(wrong)
-        with _elsewhere(config, recorded.checkpoint) as there:
+        with _elsewhere(config, recorded) as there:
             log = Log(there.folder, speaks=world.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for line in (*recorded.notes, f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}"):
@@ -100,10 +104,17 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
 
 
 @contextlib.contextmanager
-def _elsewhere(config: Config, checkpoint: str) -> Iterator[Config]:
-    """The run in a temporary folder, from this checkpoint, without what else it writes."""
-    folder = tempfile.mkdtemp(prefix="replay-")
+def _elsewhere(config: Config, recorded: Recorded) -> Iterator[Config]:
+    """The run in a temporary folder, from this checkpoint, without what else it writes.
+
+    Where the run went back over a spike, this one is told to skip the same samples. It goes back nowhere itself.
+    """
+    folder, checkpoint = tempfile.mkdtemp(prefix="replay-"), recorded.checkpoint
+    skipped = sorted([*config.data.skip_samples, *([first, end] for _, first, end in recorded.jumps)])
+    action = "skip" if config.spike.action == "rewind" else config.spike.action
     parts: dict[str, BaseModel] = {
+        "data": config.data.model_copy(update={"skip_samples": skipped}),
+        "spike": config.spike.model_copy(update={"action": action, "recheck": False}),
         "run": config.run.model_copy(update={"out_dir": folder, "max_minutes": 0.0}),
         "checkpoint": config.checkpoint.model_copy(update={"resume": checkpoint or "never"}),
         "sample": config.sample.model_copy(update={"every": 0}),
@@ -144,8 +155,9 @@ def read(config: Config, n: int) -> Recorded:
     if not between and not stopped:
         raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
     setting, values = _setting(folder, status, checkpoint, n)
+    jumps = [jump for jump in jumps_of(folder) if jump[0] >= start]
     notes = tuple(f"note    {note}" for note in damaged)
-    return Recorded(start, last, str(checkpoint or ""), between, stopped, setting, values, notes)
+    return Recorded(start, last, str(checkpoint or ""), between, stopped, setting, values, jumps, notes)
 
 
 def _setting(
@@ -180,6 +192,8 @@ def _logged(file: Path) -> dict[int, dict[str, Any]]:
             record = json.loads(line)
             if "loss" in record:
                 found[int(record["step"])] = record
+            elif "spike" in record:  # the last step of a run that it stopped
+                found.setdefault(int(record["step"]), {"step": int(record["step"]), **record["spike"]})
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return found

@@ -33,7 +33,7 @@ _SHOWN = 60  # characters of a text on the terminal
 class Row:
     """A part of a document in a sample of a step."""
 
-    step: int
+    step: int  # 0: none
     sample: int
     part: Part
     loss: float | None = None
@@ -45,7 +45,7 @@ class Row:
         side = {"side": part.side} if part.side else {}
         loss = {} if self.loss is None else {"loss": self.loss if math.isfinite(self.loss) else None}
         return {
-            **{"step": self.step, "sample": self.sample, "source": part.source, **known},
+            **{"step": self.step or None, "sample": self.sample, "source": part.source, **known},
             **{"document": part.document, **side, "tokens": part.tokens, "first": part.first, "end": part.end},
             **{"stream": [part.begin, part.stop], **loss, "text": part.text, "document_text": part.document_text},
         }
@@ -58,7 +58,7 @@ class Row:
         side = f" ({part.side})" if part.side else ""
         text = part.text if len(part.text) <= _SHOWN else f"{part.text[:_SHOWN]}..."
         return (
-            f"step {self.step}  sample {self.sample}{loss}  {_plain(part.source)}: {where}{side}, "
+            f"step {self.step or '-'}  sample {self.sample}{loss}  {_plain(part.source)}: {where}{side}, "
             f"tokens {part.first:,} to {part.end:,} of {part.tokens:,}: {text!r}"
         )
 
@@ -102,6 +102,8 @@ def _found(record: Record, seen: Seen, steps: range, text: str, notes: list[str]
     rows = []
     for sample in seen.samples_with(wanted, range(ranges[0].start, ranges[-1].stop)).tolist():
         step = int(np.searchsorted([one.stop for one in ranges], sample, side="right")) + steps.start
+        if sample not in ranges[step - steps.start]:
+            continue  # skipped
         source = int(seen.mixture.interleave.locate(np.array([sample]))[0][0])
         rows += [Row(step, sample, part) for part in seen.parts(sample) if part.document in wanted[source]]
     return rows
@@ -120,7 +122,7 @@ def _steps(given: argparse.Namespace, record: Record) -> range:
 
 
 def _run(given: argparse.Namespace) -> int:
-    if given.step is None and given.find is None:
+    if given.step is None and given.find is None and given.samples is None:
         raise ConfigError("needs --step N or --find TEXT, e.g. which runs/default --step 120")
     if given.to is not None and given.step is None:
         raise ConfigError(f"--to={given.to} needs --step, where the steps begin")
@@ -130,11 +132,21 @@ def _run(given: argparse.Namespace) -> int:
         raise ConfigError("--find needs a text, e.g. --find 'def main'")
     if given.json and not paths.expand(given.json).absolute().parent.is_dir():
         raise ConfigError(f"--json={given.json}: {paths.expand(given.json).absolute().parent} is not a folder")
+    first, end = given.samples or (0, 1)
+    if given.samples and (given.step is not None or given.find is not None or not 0 <= first < end):
+        raise ConfigError("--samples needs the first sample and the one after the last, without --step and --find")
     record = read_record(given.run)
-    steps = _steps(given, record)
+    steps = range(0) if given.samples else _steps(given, record)
     seen = Seen(record.data, record.config)
     notes = [_unknown(documents) for documents in seen.documents if not documents.known]
-    if given.find is not None:
+    notes += [
+        f"the samples {gap.start} to {gap.stop - 1} were skipped before step {step}"
+        for step in (steps if given.find is None else ())
+        if (gap := record.skipped(step))
+    ]
+    if given.samples:
+        rows = [Row(0, sample, part) for sample in range(first, end) for part in seen.parts(sample)]
+    elif given.find is not None:
         rows = _found(record, seen, steps, given.find, notes)
     elif given.rank_by_loss:
         cuda = given.device != "cpu" and torch.cuda.is_available()
@@ -157,7 +169,9 @@ def _unknown(documents: Documents) -> str:
 def _print(given: argparse.Namespace, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
     for note in notes:
         print_line(f"note    {note}")
-    if given.find is None:
+    if given.samples:
+        print_line(f"samples {given.samples[0]} to {given.samples[1] - 1}: {counted(len(rows), 'part')} of documents")
+    elif given.find is None:
         first, end = record.samples(steps.start).start, record.samples(steps.stop - 1).stop
         which = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps.stop - 1}"
         print_line(f"{which}: samples {first} to {end - 1}, {counted(len(rows), 'part')} of documents")
@@ -194,6 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=paths.argument, metavar="RUN", help="the folder of a run")
     parser.add_argument("--step", type=int, default=None, metavar="N", help="the step, or the first of several")
     parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
+    parser.add_argument(
+        *("--samples",), type=int, nargs=2, metavar=("FIRST", "END"), help="instead: these samples, also skipped ones"
+    )
     parser.add_argument("--rank-by-loss", action="store_true", help="sort by the loss under the checkpoint before")
     parser.add_argument("--find", default=None, metavar="TEXT", help="the steps whose documents hold this text")
     parser.add_argument("--json", type=paths.argument, default=None, metavar="FILE", help="also write all of it here")

@@ -12,10 +12,10 @@ from plotly.offline import get_plotlyjs
 from torchtitan_lite.monitoring.console import duration
 from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools.report import tasks
+from torchtitan_lite.tools.report.marks import COLOURS, marks, spike_notes
 from torchtitan_lite.tools.report.runs import BY_SOURCE, ROUGE, Records, Run
 from torchtitan_lite.tools.report.table import best_validation, changes_of, differing_keys
 
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 DASHES = "solid", "dash", "dot"  # of sources, which share the colour of their run where there are several
 POINTS = 2000  # per curve: more would slow the page without being visible
 SAMPLES = 12  # per prompt
@@ -77,23 +77,6 @@ def lines_figure(
                     traces[-1] |= tasks.error_bars(getattr(run, source), style["errors"], points[0], colour)
     figure = {"title": title, "unit": unit, "traces": traces, "axis": axis, "marks": marks(runs)}
     return figure if traces else None
-
-
-# a change of these keys does not touch the curves
-_NOT_MARKED = "log.", "profile.", "checkpoint.", "sample.", "run.", "data.cache_dir"
-
-
-def marks(runs: list[Run]) -> list[dict[str, Any]]:
-    """Where a resume has changed values: the step, the names of the keys, and the colour of the run."""
-    found = []
-    for i, run in enumerate(runs):
-        for step, changed in run.changes:
-            names = [key.split(".")[-1] for key in changed if not key.startswith(_NOT_MARKED)]
-            if names:
-                text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else "#888888"
-                found.append({"x": step, "text": html.escape(text), "color": colour})
-    return found
 
 
 def time_figure(runs: list[Run]) -> dict[str, Any] | None:
@@ -267,6 +250,7 @@ def _legend(runs: list[Run]) -> str:
 def _notes(runs: list[Run]) -> list[str]:
     notes = [f"{run.name}: {note}." for run in runs for note in run.notes]
     for run in runs:
+        notes += spike_notes(run)
         if len(run.steps) > POINTS:
             notes.append(
                 f"{run.name}: {len(run.steps):,} records, drawn as at most {POINTS:,} points per curve: the lowest and "

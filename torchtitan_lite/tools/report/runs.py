@@ -30,6 +30,8 @@ class Run:
     averages: Records = field(default_factory=list)  # validations of the averaged weights (optim.ema_decay)
     saves: Records = field(default_factory=list)
     skipped: Records = field(default_factory=list)
+    spikes: Records = field(default_factory=list)  # those that were not rewound
+    rewinds: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
     rouge: Records = field(default_factory=list)  # in the order of steps
     tasks: Records = field(default_factory=list)  # a record for each task and step
@@ -82,6 +84,10 @@ def _read_run(folder: Path) -> Run:
         for key, records in kinds.items():
             if key in record:
                 records.append(record)
+        if isinstance(record.get("spike"), dict):
+            run.spikes.append(record)
+        if type(record.get("rewound_from")) is int:
+            run.rewinds.append(record)
         if any(key.startswith(TASK[0]) for key in record):
             run.tasks.append(record)
     if not run.steps:

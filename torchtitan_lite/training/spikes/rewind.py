@@ -1,0 +1,108 @@
+"""Going back to a checkpoint within the process, and on without the samples seen since.
+
+The steps after the checkpoint become as if they had not been: step, tokens, learning rates and optimizer are those of
+the checkpoint, and so are the records in the run's folder. Only the position in the data is that after the spike. A run
+whose data.skip_samples has the same range does the same, bit for bit.
+
+Nothing is erased. The records of the abandoned steps move to spikes.jsonl, with the number of the rewind, and later
+checkpoints are set aside as .old-step-N. The number of rewinds and the jump in the data are in TrainState, so they are
+saved with the next checkpoint. If the run is killed before that, it resumes from the checkpoint that it had gone back
+to, meets the spike again, and does the same again.
+"""
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+from torchtitan_lite.checkpointing.compatibility import continued
+from torchtitan_lite.checkpointing.progress import on_rank0
+from torchtitan_lite.checkpointing.select import set_aside
+from torchtitan_lite.checkpointing.storage import TrainState, find_steps
+from torchtitan_lite.errors import CheckpointError, UnreadableError
+from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring.metrics import Clock
+from torchtitan_lite.monitoring.resumed import split_records
+from torchtitan_lite.optim.finite_guard import FiniteGuard
+from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.training.session import Session, report_save
+
+_OF_STEPS = "metrics.jsonl", "samples.jsonl", "rouge.jsonl"
+
+
+def checkpoints_before(s: Session, step: int) -> list[int]:
+    """The steps of the checkpoints before this one, ascending. Collective; a save in the background ends first."""
+    report_save(s, wait=True)
+    return [found for found in on_rank0(s.world, lambda: find_steps(s.checkpointer.folder)) if found < step]
+
+
+def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> None:
+    """Load the newest complete checkpoint of these, and continue after the samples of the last step. Collective.
+
+    Args:
+        spike: its record, for spikes.jsonl.
+        of: for the log, how many rewinds there may be.
+
+    Raises:
+        CheckpointError: on every rank: none is complete, or the files can't be changed.
+    """
+    before, c = s.state, s.config
+    s.log.close()  # the progress bar
+    if s.profile is not None:
+        s.profile.end(before.step, last=True)
+    s.watchdog.step(steps[-1])  # every rank is behind this step now
+    with s.watchdog.loading("going back to an earlier checkpoint"):
+        loaded = _load(s, steps)
+        number = before.spikes.get("rewinds", 0) + 1
+        saved = continued(loaded, before)
+        jump = [saved.step, saved.samples_consumed, before.samples_consumed]
+        spikes = {**saved.spikes, "rewinds": number}
+        s.state = replace(saved, samples_consumed=before.samples_consumed, jumps=[*saved.jumps, jump], spikes=spikes)
+        record = {"rewind": number, "step": before.step, "back_to": saved.step, "spike": spike, "skipped": jump[1:]}
+        for note in on_rank0(s.world, lambda: _change_files(s, saved.step, number, record)):
+            s.log.info(f"note    {note}")
+    s.scaler = GradScaler(c.grad_scaler, c.fsdp.uses_float16, s.world.device, saved.grad_scaler)
+    s.guard = FiniteGuard(s.optimizer, s.scaler, s.guard.max_skipped, saved.skipped)
+    s.clock = Clock()
+    if s.log.trackers is not None:
+        s.log.trackers.rewound(saved.step)
+    s.log.record({"step": saved.step + 1, "rewind": number, "rewound_from": before.step, "rewound_samples": jump[1:]})
+    s.log.info(
+        f"REWOUND from step {before.step} to {s.checkpointer.folder / f'step-{saved.step:08d}'} ({number} {of}), and "
+        f"on without the samples {jump[1]} to {jump[2] - 1}: as a run with --data.skip_samples=[[{jump[1]},{jump[2]}]]"
+    )
+
+
+def _load(s: Session, steps: list[int]) -> TrainState:
+    """Load the newest of these checkpoints that is complete."""
+    saves, given, problems = s.checkpointer, s.checkpointer.config, list[str]()
+    try:
+        for step in reversed(steps):
+            saves.config = given.model_copy(update={"resume": f"step-{step}"})
+            try:
+                if loaded := saves.load(s.state.identity):
+                    return loaded
+            except UnreadableError:
+                raise
+            except CheckpointError as error:
+                problems.append(str(error))
+                s.log.info(f"note    damaged: {error}")
+    finally:
+        saves.config = given
+    raise CheckpointError("\n  ".join(["no checkpoint is complete that the run could go back to:", *problems]))
+
+
+def _change_files(s: Session, step: int, number: int, record: dict[str, Any]) -> list[str]:
+    """Move the records after a step to spikes.jsonl, and set later checkpoints aside, on rank 0. Returns notes."""
+    folder = s.config.folder
+    file = folder / "spikes.jsonl"
+    content = file.read_bytes() if file.is_file() else b""
+    lines, cut = [record | {"time": round(time.time(), 3)}], {}
+    for name in _OF_STEPS:
+        whole, kept, later = split_records(folder / name, "step", step)
+        lines += [{"rewind": number, "file": name, **values} for values in later]
+        if kept != whole:
+            cut[name] = kept
+    new = "".join(json.dumps(values) + "\n" for values in lines).encode()
+    run_folder.take_over(folder, {file.name: content + new}, list)  # first: a kill in between loses no record
+    return run_folder.take_over(folder, cut, lambda: set_aside(s.checkpointer.folder, s.checkpointer.aside))
