@@ -23,6 +23,7 @@ folder = pathlib.Path(sys.argv[1])
 env = os.environ
 me = f"{env['TORCHELASTIC_RESTART_COUNT']}.{env['RANK']}"
 def terminated(*_):
+    time.sleep(0.5)  # as a save does
     (folder / f"{me}.saved").touch()
     sys.exit(0)
 signal.signal(signal.SIGTERM, terminated)
