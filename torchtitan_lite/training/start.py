@@ -75,22 +75,20 @@ def start(
                 require_same_learning(config, s.loaded, s.state)
         log.info(start_lines(config, s.layout, world, s.model, data, s.samples, s.state, s.loaded))
         step = s.state.step
-        if step >= config.train.steps:
-            log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
-            # if later checkpoints would be set aside, the run has got further than this step
-            run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
-            return None
-        with s.watchdog.loading("comparing the space on the disk"):
-            s.checkpointer.require_space()
+        if step < config.train.steps:
+            with s.watchdog.loading("comparing the space on the disk"):
+                s.checkpointer.require_space()
         facts = run_folder.facts(s.layout, world, machines, sys.argv)
         facts |= {"steps": config.train.steps, "config_files": list(loaded_config.files)}
 
         def take_over() -> list[str]:
+            if (not (later := log.without_later(step)) or s.checkpointer.aside) and step >= config.train.steps:
+                return []  # finished; later records are those of a longer run that was killed before it saved
             files = {
                 "config.toml": to_toml_with_origins(loaded_config).encode(),
                 **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
                 "run.json": run_folder.accepted(config.folder, step, resume, facts),
-                **log.without_later(step),
+                **later,
             }
             if s.loaded or (config.folder / "changes.jsonl").exists():
                 from torchtitan_lite.monitoring.resumed import recorded_changes
@@ -100,9 +98,15 @@ def start(
             return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))
 
         with s.watchdog.loading("changing the files of the run"):
-            notes = on_rank0(world, take_over)
-        for note in notes:
-            log.info(f"note    {note}")
+            for note in on_rank0(world, take_over):
+                log.info(f"note    {note}")
+        if s.tasks is not None:
+            s.tasks.score_missing(s)
+        if step >= config.train.steps:
+            log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
+            # if later checkpoints would be set aside, the run has got further than this step
+            run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
+            return None
         refused.pop_all()
     return s
 
