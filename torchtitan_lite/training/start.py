@@ -104,9 +104,8 @@ def start(
             s.tasks.score_missing(s)
         if step >= config.train.steps:
             log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
-            # if later checkpoints would be set aside, the run has got further than this step
             run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
-            return None
+            return None  # if later checkpoints would be set aside, the run has got further than this step
         refused.pop_all()
     return s
 
