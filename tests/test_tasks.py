@@ -355,3 +355,17 @@ def test_bad_options_are_errors(arguments: list[str], message: str, folder: Path
     given = evaluate._parser().parse_args([str(named.get(word, word)) for word in arguments])
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(given, World(0, 1, torch.device("cpu"), 1))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"context": "a", "answer": ["x\\ny"]}', 'line 1: "answer" contains a "stop" text'),
+        ('{"context": "a", "choices": ["b", "c", "b"], "answer": 2}', 'has the right one, "b", more than once'),
+    ],
+)
+def test_questions_that_can_not_be_scored(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(line)
+    with pytest.raises(DataError) as raised:
+        find([str(tmp_path / "a.jsonl")], "", None)
+    assert message in str(raised.value)

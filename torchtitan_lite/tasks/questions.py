@@ -170,6 +170,8 @@ def _question(values: dict[str, Any]) -> tuple[Kind, Question]:
     stop = stop if isinstance(stop, list) else [stop]
     if not all(text_of("stop", text) for text in stop):
         raise ValueError('"stop" has an empty text, which would end every answer at once')
+    if all(any(mark in text.strip() for mark in stop) for text in answers):
+        raise ValueError('"answer" contains a "stop" text, so that no answer of a model can equal it')
     if type(most) is not int or not 0 < most < 2**20:
         raise ValueError(f'"max_tokens" is {shortened(json.dumps(most), 40)} and should be a number above 0, e.g. 32')
     return kind, Question((context,), answers, stop=tuple(stop), max_tokens=most)
@@ -188,6 +190,8 @@ def _multiple_choice(values: dict[str, Any]) -> Question:
             f"0 to {len(texts) - 1}"
         )
     if "contexts" not in values:
+        if texts.count(texts[answer]) > 1:
+            raise ValueError(f'"choices" has the right one, {shortened(json.dumps(texts[answer]), 40)}, more than once')
         return Question((text_of("context", values.get("context")),) * len(texts), texts, answer)
     contexts = values["contexts"]
     if "context" in values or not isinstance(contexts, list) or len(contexts) != len(texts):

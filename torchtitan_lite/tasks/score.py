@@ -39,7 +39,7 @@ class TaskScore:
 
     def figures(self) -> dict[str, float]:
         """The main score first, then all others; each with its standard error. Undefined values are NaN."""
-        found = {"questions": float(len(self.task.questions)), "chance": self.task.chance}
+        found = {"questions": len(self.task.questions), "chance": self.task.chance}
         for name, metric in (("score", self.task.main), *((metric, metric) for metric in METRICS[self.task.kind])):
             found[name], found[f"{name}_stderr"] = mean(self.correct[metric])
         if len(self.nats):
@@ -131,7 +131,7 @@ def _greedy(model: Transformer, batch: list[Window], device: torch.device) -> tu
 def _exact_matches(
     model: Transformer, encoded: Encoded, tokenizer: Tokenizer, ends: tuple[int, ...], world: World
 ) -> Array:
-    """Whether the model's own answer to each question is an accepted one."""
+    """Whether the model's own answer to each question is an accepted one; NaN where its logits are not finite."""
     questions = encoded.task.questions
     found = torch.zeros(len(questions), dtype=torch.float64)
     for first in range(0, len(questions), world.world_size):
@@ -139,7 +139,8 @@ def _exact_matches(
         if mine < len(questions):
             question = questions[mine]
             text = _answer(model, encoded.prompts[mine], question.max_tokens, question.stop, tokenizer, ends, world)
-            found[mine] = text.strip() in [choice.strip() for choice in question.choices]
+            right = text is not None and text.strip() in [choice.strip() for choice in question.choices]
+            found[mine] = math.nan if text is None else right
         else:
             _answer(model, [0], 0, (), tokenizer, ends, world)
     return sum_over_ranks(found.to(world.device)).cpu().numpy()
@@ -153,21 +154,26 @@ def _answer(
     tokenizer: Tokenizer,
     ends: tuple[int, ...],
     world: World,
-) -> str:
-    """The likeliest continuation of a prompt, up to an end token or a stop text. Ranks that are done go along."""
+) -> str | None:
+    """The likeliest continuation of a prompt, up to an end token or a stop text; None if the logits are not finite.
+
+    Ranks that are done go along.
+    """
     continuation = Continuation(model, prompt)
     tokens: list[int] = []
     text, limit = "", min(most, continuation.limit)
-    done = limit < 1
+    done, finite = limit < 1, True
     while sum_over_ranks(torch.tensor([float(not done)], device=world.device)).item():
         if done:
             model(torch.tensor([prompt[:1]], device=world.device))
             continue
-        token = int(continuation.logits([tokens[-1:]])[0].argmax())
+        logits = continuation.logits([tokens[-1:]])[0]
+        finite = bool(logits.isfinite().all())
+        token = int(logits.argmax())
         if token not in ends:
             tokens.append(token)
             text = tokenizer.decode(tokens)
         found = [text.index(mark) for mark in stop if mark in text]
         text = text[: min(found)] if found else text
-        done = bool(found) or token in ends or len(tokens) == limit
-    return text
+        done = bool(found) or token in ends or len(tokens) == limit or not finite
+    return text if finite else None

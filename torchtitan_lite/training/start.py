@@ -75,34 +75,38 @@ def start(
                 require_same_learning(config, s.loaded, s.state)
         log.info(start_lines(config, s.layout, world, s.model, data, s.samples, s.state, s.loaded))
         step = s.state.step
-        if step >= config.train.steps:
-            log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
-            # if later checkpoints would be set aside, the run has got further than this step
-            run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
-            return None
-        with s.watchdog.loading("comparing the space on the disk"):
-            s.checkpointer.require_space()
+        if step < config.train.steps:
+            with s.watchdog.loading("comparing the space on the disk"):
+                s.checkpointer.require_space()
         facts = run_folder.facts(s.layout, world, machines, sys.argv)
         facts |= {"steps": config.train.steps, "config_files": list(loaded_config.files)}
 
         def take_over() -> list[str]:
+            later, changes = dict[str, bytes](), dict[str, bytes]()
+            if s.loaded or any(config.folder.glob("*.jsonl")):
+                from torchtitan_lite.monitoring.resumed import recorded_changes, without_later
+
+                later = without_later(config.folder, step, s.state.spikes.get("rewinds", 0))
+                changes = recorded_changes(config.folder / "changes.jsonl", s.loaded, s.state)
+            if step >= config.train.steps and (s.checkpointer.aside or not later):
+                return []  # finished; later records are those of a longer run that was killed before it saved
             files = {
                 "config.toml": to_toml_with_origins(loaded_config).encode(),
                 **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
                 "run.json": run_folder.accepted(config.folder, step, resume, facts),
             }
-            if s.loaded or any(config.folder.glob("*.jsonl")):
-                from torchtitan_lite.monitoring.resumed import recorded_changes, without_later
-
-                files |= without_later(config.folder, step, s.state.spikes.get("rewinds", 0))
-                files |= recorded_changes(config.folder / "changes.jsonl", s.loaded, s.state)
-            saves = s.checkpointer
+            saves, files = s.checkpointer, files | later | changes
             return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))
 
         with s.watchdog.loading("changing the files of the run"):
-            notes = on_rank0(world, take_over)
-        for note in notes:
-            log.info(f"note    {note}")
+            for note in on_rank0(world, take_over):
+                log.info(f"note    {note}")
+        if s.tasks is not None:
+            s.tasks.score_missing(s)
+        if step >= config.train.steps:
+            log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
+            run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
+            return None  # if later checkpoints would be set aside, the run has got further than this step
         refused.pop_all()
     return s
 

@@ -3,10 +3,13 @@
 They change nothing in training: no random number is drawn, and the parameters are sharded again afterwards.
 """
 
+import contextlib
 import hashlib
+import json
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -68,7 +71,10 @@ class Tasks:
         return step == self.steps or (self.every > 0 and step % self.every == 0)
 
     def score(self, s: Session, step: int) -> None:
-        """Score, log and record all tasks. Collective."""
+        """Score, log and record all tasks, unless the run was asked to stop: see `score_missing`. Collective."""
+        if s.preemption.agreed:
+            s.log.info(f"task    step {step}  not scored before the run stops; the same command scores it")
+            return
         before = time.perf_counter()
         s.model.eval()
         # compiled blocks would be recompiled for each length
@@ -83,6 +89,27 @@ class Tasks:
         s.log.record({"step": step, "task_s": seconds})
         if seconds > TOO_LONG_S:
             s.log.info(f"task    step {step}  took {seconds:.0f} s; raise eval.tasks_every or set eval.task_questions")
+
+    def score_missing(self, s: Session) -> None:
+        """Score the step that a run resumes from, if the run was asked to stop there before it was scored."""
+        step = s.state.step
+        if step >= self.steps and s.checkpointer.aside:
+            return  # the run has got further than this step
+        if step and self.due(step) and not from_rank0(s.world.rank == 0 and _is_scored(s.config.folder, step)):
+            s.watchdog.step(step)
+            with s.watchdog.explained():
+                self.score(s, step)
+
+
+def _is_scored(run: Path, step: int) -> bool:
+    """Whether metrics.jsonl has the scores of a step."""
+    with contextlib.suppress(OSError):
+        for line in (run / "metrics.jsonl").read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and record.get("step") == step and "task_s" in record:
+                    return True
+    return False
 
 
 def _digest(tasks: list[Task]) -> str:

@@ -69,7 +69,13 @@ def read_index(prefix: Path) -> Index:
     Raises:
         DataError: a file is missing, unreadable, truncated or of another format, or the two do not belong together.
     """
-    idx, tokens = (prefix.with_name(f"{prefix.name}.{end}") for end in ("idx", "bin"))
+    idx, tokens = (prefix.parent / f"{prefix.name}.{end}" for end in ("idx", "bin"))
+    if prefix.is_dir() and not idx.exists():
+        inside = [str(file.with_suffix("")) for file in sorted(prefix.glob("*.idx"))[:3]]
+        what = f"it has {', '.join(inside)}" if inside else "it has no .idx file"
+        raise DataError(
+            f"{prefix} is a folder; --from-megatron takes the common name of a .bin and an .idx file: {what}"
+        )
     for file in (idx, tokens):
         if not file.is_file():
             what = f"is {kind_of(file)}" if file.exists() else "does not exist"
@@ -120,8 +126,8 @@ def _parsed(idx: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, in
 
 
 def _require_inside(idx: Path, index: Index, bin_size: int) -> None:
-    """Check that each sequence is in the .bin file."""
-    itemsize = index.dtype.itemsize
+    """Check that each sequence is in the .bin file, and that the last one ends with it."""
+    itemsize, last = index.dtype.itemsize, 0
     for first in range(0, len(index.lengths), _BLOCK):
         lengths = index.lengths[first : first + _BLOCK].astype(np.int64)
         pointers = index.pointers[first : first + _BLOCK]
@@ -134,6 +140,12 @@ def _require_inside(idx: Path, index: Index, bin_size: int) -> None:
                 f"{int(pointers[bad]):,} on, but {index.bin} has {bin_size:,} bytes: one of the two was truncated or "
                 "damaged, or they do not belong together"
             )
+        last = max(last, int((pointers + lengths * itemsize).max()))
+    if last != bin_size:
+        raise DataError(
+            f"{idx}: the last sequence ends at byte {last:,}, but {index.bin} has {bin_size:,} bytes: one of the two "
+            "was truncated or damaged, or they do not belong together"
+        )
 
 
 def _require_division(idx: Path, index: Index) -> None:

@@ -37,6 +37,7 @@ from torchtitan_lite.files import sync_folder, write_durably
 from torchtitan_lite.terminal import counted
 
 _TOGETHER = 256  # documents decoded at a time
+_BLOCK = 1 << 24  # tokens read at a time
 _BUFFERED = 1 << 16  # numbers of a file that are written at a time
 _COLUMNS = "position", "n", "file", "at"
 
@@ -131,28 +132,35 @@ def documents(index: Index, made_with: Settings) -> Iterator[Document]:
     """The documents of a .bin file, without empty ones, each with at most one end token: its last."""
     file = BinFile(index.bin, index.dtype)
     for number in range(index.n_documents):
-        extents = index.extents(number)
-        if not extents:
-            continue
-        parts = [file.read(first, n, made_with.vocab_size) for first, n in extents]
-        tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        begin = 0
-        for end in (*np.flatnonzero(tokens == made_with.end).tolist(), len(tokens)):
-            has_end = end < len(tokens)
-            if end > begin:
-                yield Document(tokens[begin:end], cut(extents, begin, end + has_end), has_end)
-            begin = end + 1
+        parts: list[NDArray[Any]] = []
+        extents: list[tuple[int, int]] = []
+        for first, n in _blocks(index.extents(number)):
+            tokens = file.read(first, n, made_with.vocab_size)
+            begin = 0
+            for end in (*np.flatnonzero(tokens == made_with.end).tolist(), n):
+                has_end = end < n
+                if end > begin:
+                    parts.append(tokens[begin:end])
+                if end + has_end > begin:
+                    extents.append((first + begin, end + has_end - begin))
+                begin = end + 1
+                if has_end:
+                    if parts:
+                        yield Document(_joined(parts), extents, True)
+                    parts, extents = [], []
+        if parts:
+            yield Document(_joined(parts), extents, False)
 
 
-def cut(extents: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """The part from `begin` to `end` of the tokens of extents."""
-    found, at = [], 0
+def _blocks(extents: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The extents in blocks: a file may have all of its text in one document, cut by end tokens."""
     for first, n in extents:
-        low, high = max(begin - at, 0), min(end - at, n)
-        if low < high:
-            found.append((first + low, high - low))
-        at += n
-    return found
+        for at in range(0, n, _BLOCK):
+            yield first + at, min(_BLOCK, n - at)
+
+
+def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _decoded(some: list[Document], tokenizer: Tokenizer) -> list[bytes]:
