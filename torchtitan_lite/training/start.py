@@ -82,12 +82,7 @@ def start(
         facts |= {"steps": config.train.steps, "config_files": list(loaded_config.files)}
 
         def take_over() -> list[str]:
-            later, changes = dict[str, bytes](), dict[str, bytes]()
-            if s.loaded or any(config.folder.glob("*.jsonl")):
-                from torchtitan_lite.monitoring.resumed import recorded_changes, without_later
-
-                later = without_later(config.folder, step, s.state.spikes.get("rewinds", 0))
-                changes = recorded_changes(config.folder / "changes.jsonl", s.loaded, s.state)
+            later, changes = _records(config, s)
             if step >= config.train.steps and (s.checkpointer.aside or not later):
                 return []  # finished; later records are those of a longer run that was killed before it saved
             files = {
@@ -109,6 +104,16 @@ def start(
             return None  # if later checkpoints would be set aside, the run has got further than this step
         refused.pop_all()
     return s
+
+
+def _records(config: Config, s: Session) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """New contents of files without records of later steps, and of changes.jsonl, by name."""
+    if not s.loaded and not any(config.folder.glob("*.jsonl")):
+        return {}, {}
+    from torchtitan_lite.monitoring.resumed import recorded_changes, without_later
+
+    later = without_later(config.folder, s.state.step, s.state.spikes.get("rewinds", 0))
+    return later, recorded_changes(config.folder / "changes.jsonl", s.loaded, s.state)
 
 
 def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
