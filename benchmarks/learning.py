@@ -122,6 +122,8 @@ LARGER_JOBS: dict[str, dict[str, Any]] = {
     "adamw, rate 2e-3": larger(optim__lr=2e-3),
     "adamw, rate 8e-3": larger(optim__lr=8e-3),
     "muon": larger(**_MUON),
+    "adamw, rate 1e-3": larger(optim__lr=1e-3),
+    "muon, 50 % of the steps": larger(LARGER_TOKENS // 2, **_MUON),
 }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -256,12 +257,46 @@ def test_bfloat16_by_autocast(place: Path) -> None:
         ("ttl.evaluate(model, tokenizer, data, split='test')", "split='test' should be val, train or all"),
         ("ttl.evaluate(model, tokenizer, data, seq_len=100)", "seq_len=100: the model takes at most 37 tokens"),
         ("ttl.evaluate(model, tokenizer, data, batch_size=0)", "batch_size=0 should be at least 1"),
+        ("ttl.evaluate(model, tokenizer, '')", "no text to score"),
+        ("ttl.load_model(None)", "path should be str or os.PathLike, not None: None"),
+        ("ttl.load_model(b'runs/default')", "not bytes"),
+        ("ttl.load_model('runs/default', dtype='float32')", "dtype should be torch.dtype, not str"),
+        ("ttl.load_model('runs/default', dtype=torch.int32)", "should be a floating-point type, e.g. torch.bfloat16"),
+        ("ttl.load_config({'train.steps': 5})", "file should be str or os.PathLike or None, not dict"),
+        (
+            "ttl.load_config(overrides=['train.steps=5'])",
+            "collections.abc.Mapping or None, not list",
+        ),
+        ("ttl.load_config(overrides={1: 2})", "overrides should be"),
+        ("ttl.open_data('my_text')", "config should be torchtitan_lite.config.schema.Config, not str"),
+        ("ttl.build_model(config, '517')", "vocab_size should be int, not str"),
+        ("ttl.build_model(config, -1)", "the vocabulary size is missing"),
+        ("ttl.build_optimizer(None, config)", "model should be torch.nn"),
+        ("ttl.clip_grad_norm(torch.nn.Linear(2, 2), optimizer, 1.0)", "call backward before clip_grad_norm"),
+        ("ttl.set_learning_rate(optimizer, config, True)", "step should be int, not bool: True"),
+        ("ttl.generate(model, tokenizer, None)", "prompt should be str, not None"),
+        ("ttl.generate(model, tokenizer.tokenizer, 'a')", "tokenizer should be torchtitan_lite.api.Tokenizer, not tok"),
+        ("ttl.generate('runs/default', tokenizer, 'a')", "model should be torchtitan_lite.models.transformer.Transf"),
+        ("ttl.evaluate(model, tokenizer, 5)", "data should be"),
+        ("ttl.evaluate(model, tokenizer, data, documents=2.0)", "documents should be int or None, not float: 2.0"),
     ],
 )
 def test_mistakes_are_user_errors(place: Path, mistake: str, message: str) -> None:
     with pytest.raises(ttl.UserError) as raised:
         eval(mistake, example_names())
     assert message in str(raised.value)
+
+
+def test_numbers_of_numpy_and_compiled_models_are_as_good(place: Path) -> None:
+    names = example_names()
+    model, tokenizer = names["model"], names["tokenizer"]
+    plain = ttl.generate(model, tokenizer, "def ", max_tokens=5)
+    compiled: Any = torch.compile(model, backend="eager")
+    others: dict[str, Any] = {"max_tokens": np.int64(5), "temperature": np.float64(0.8)}
+    assert ttl.generate(compiled, tokenizer, "def ", **others) == plain
+    wrong: dict[str, Any] = {"promt": "def "}
+    with pytest.raises(TypeError, match="promt"):
+        ttl.generate(model, tokenizer, "def ", **wrong)
 
 
 # --- what is documented ---------------------------------------------------------------------------------------------

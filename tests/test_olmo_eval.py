@@ -85,7 +85,7 @@ def test_a_folder_that_it_was_unpacked_to(good: Path, tmp_path: Path) -> None:
 
 def test_names_that_it_does_not_have(good: Path, tmp_path: Path) -> None:
     for name, message in (
-        ("piqa", "task piqa has 1 variants: piqa/rc_0shot"),
+        ("piqa", "task piqa has 1 variant: piqa/rc_0shot"),
         ("pica/rc_0shot", "the nearest is piqa/rc_0shot"),
     ):
         with pytest.raises(DataError, match=message):

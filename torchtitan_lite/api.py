@@ -10,13 +10,17 @@ mostly docstrings, so that it reads as a reference.
 
 import argparse
 import contextlib
+import functools
+import inspect
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tokenizers
 import torch
@@ -34,7 +38,7 @@ from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import own_tensors
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, DataError, shortened
 from torchtitan_lite.errors import UserError as UserError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer
@@ -48,9 +52,51 @@ from torchtitan_lite.training.start import prepared
 
 Text = str | os.PathLike[str]  # a path, or for data also a glob
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Raise ConfigError for an argument of a type that is not annotated. A compiled model stands for its original."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **keys: P.kwargs) -> R:
+        bound = inspect.signature(function).bind(*args, **keys)
+        hints = get_type_hints(function)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = value = getattr(value, "_orig_mod", value)
+            if not _fits(value, hints[name]):
+                wanted = " or ".join(_name(one) for one in get_args(hints[name]) or [hints[name]])
+                raise ConfigError(f"{name} should be {wanted}, not {_name(type(value))}: {shortened(repr(value))}")
+        return function(*bound.args, **bound.kwargs)
+
+    return checked
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if kind is Sequence:
+        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+    if kind is Mapping:
+        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    return isinstance(value, kind)
+
+
+def _name(kind: Any) -> str:
+    if kind is type(None):
+        return "None"
+    plain = get_origin(kind) or kind
+    return plain.__qualname__ if plain.__module__ == "builtins" else f"{plain.__module__}.{plain.__qualname__}"
+
+
 # --- config, data, model ----------------------------------------------------------------------------------------
 
 
+@_checked
 def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Load and check a config, as train.py does.
 
@@ -73,7 +119,7 @@ def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = 
     path = None if file is None else Path(file)
     loaded = load.load(path, values, n_gpus=torch.cuda.device_count(), checks=model_checks)
     for note in loaded.notes:
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, stacklevel=3)
     return loaded.config
 
 
@@ -141,6 +187,7 @@ class Data:
         return f"Data({names}: {sizes}, vocab_size={self.vocab_size:,})"
 
 
+@_checked
 def open_data(config: Config) -> Data:
     """Open the data of `[data]`. Text is prepared first, once, in the cache.
 
@@ -158,6 +205,7 @@ def open_data(config: Config) -> Data:
     return Data(loaded.config, Tokenizer(tokenizer, (dataset.end_token,), prefix, loaded.config), dataset)
 
 
+@_checked
 def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     """Build the model of `[model]` on `run.device`, with the initial values of a run: random, or of `init_from`.
 
@@ -177,12 +225,12 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
         UserError: see above.
     """
     size = config.model.vocab_size or vocab_size
-    if not size:
+    if size <= 0:
         raise ConfigError("the vocabulary size is missing, e.g. ttl.build_model(config, data.vocab_size)")
     if size < vocab_size:
         raise ConfigError(f"model.vocab_size = {size} is smaller than the tokenizer's {vocab_size}; 0 takes that")
     if config.fsdp.param_dtype != "float32":
-        warnings.warn("the model computes in float32, not in fsdp.param_dtype: use torch.autocast", stacklevel=2)
+        warnings.warn("the model computes in float32, not in fsdp.param_dtype: use torch.autocast", stacklevel=3)
     with torch.device("meta"):
         model = models.build(config.model, size)
     optim.freeze(model, config.optim.freeze)
@@ -207,6 +255,7 @@ def _load_initial(model: Transformer, config: Config) -> None:
             target.copy_(given[name])
 
 
+@_checked
 def load_model(
     path: Text, *, device: str = "auto", dtype: torch.dtype = torch.float32, tokenizer: Text | None = None
 ) -> tuple[Transformer, Tokenizer]:
@@ -224,10 +273,15 @@ def load_model(
     Raises:
         UserError: there is no such model or tokenizer, or it is damaged.
     """
+    if not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype} should be a floating-point type, e.g. torch.bfloat16")
     file = None if tokenizer is None else paths.expand(os.fspath(tokenizer))
-    opened = scoring.open_one(Path(path), _device(device), dtype, file)
+    try:
+        opened = scoring.open_one(Path(path), _device(device), dtype, file)
+    except DataError as error:
+        raise DataError(_as_arguments(str(error))) from None
     for note in opened.opened.notes:
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, stacklevel=3)
     model, own = opened.opened.model, opened.opened
     return model.requires_grad_(), Tokenizer(own.tokenizer, own.ends, own.prefix, opened.config)
 
@@ -243,6 +297,7 @@ def _device(wanted: str) -> torch.device:
 # --- in the loop ------------------------------------------------------------------------------------------------
 
 
+@_checked
 def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
     """Build the optimizer of `[optim]`, with its parameter groups. This is the loop of a run:
 
@@ -262,6 +317,7 @@ def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optim
     return optim.build_optimizer(model, config.optim)
 
 
+@_checked
 def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
     """Scale the gradients down to a total norm of at most `max_norm`. Returns the norm before that, () float32.
 
@@ -272,6 +328,8 @@ def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max
     >>> bool(norm > 1), bool(ttl.clip_grad_norm(model, optimizer, 1.0) < 1.001)
     (True, True)
     """
+    if all(parameter.grad is None for parameter in model.parameters()):
+        raise ConfigError("the model has no gradients: call backward before clip_grad_norm")
     norm = optim.squared_norm(model, 1).sqrt().float()
     optim.clip_gradients(optimizer, norm, max_norm, torch.ones_like(norm))
     if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused step would divide by it, and keep it
@@ -282,6 +340,7 @@ def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max
     return norm
 
 
+@_checked
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
     """Set the learning rate of a step (from 1) by the schedule of `[optim]` over train.steps, and return it.
 
@@ -296,6 +355,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
 # --- using a model ----------------------------------------------------------------------------------------------
 
 
+@_checked
 def generate(
     model: Transformer,
     tokenizer: Tokenizer,
@@ -344,6 +404,7 @@ def generate(
         return "".join(pieces(tokenizer.tokenizer, [] if answers(model) else ids, tokens))
 
 
+@_checked
 def evaluate(
     model: Transformer,
     tokenizer: Tokenizer,
@@ -386,7 +447,7 @@ def evaluate(
     else:
         texts = [data] if isinstance(data, str | os.PathLike) else data
         names = {os.fspath(text): os.fspath(text) for text in texts}
-    if not names:
+    if not names or "" in names:
         raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
     given = argparse.Namespace(
         data=list(names),

@@ -32,6 +32,7 @@ class Opened:
     ends: tuple[int, ...]  # tokens that end a document
     notes: list[str]  # damaged checkpoints that were skipped
     prefix: str = ""  # of a source, as in training
+    folder: Path = Path()  # the checkpoint or Hugging Face folder
 
 
 def open_model(
@@ -124,7 +125,7 @@ def _ready(
     prefix = "" if (folder / "config.json").is_file() else source_prefix(hf.folder_of_tokenizer(folder))
     if prefix and answers(model):
         notes = [*notes, f"each source begins with {prefix!r}, as in training"]
-    return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes, prefix)
+    return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes, prefix, folder)
 
 
 def source_prefix(folder: Path) -> str:

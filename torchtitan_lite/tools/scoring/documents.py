@@ -12,7 +12,7 @@ from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.prepare import corpus, split
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, read_meta
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.tasks.encode import text_encoder
 from torchtitan_lite.tools.opening import Opened
 from torchtitan_lite.training.evaluate import bytes_per_token
@@ -87,6 +87,8 @@ def place(name: str, text_key: str = "text", split_name: Split = "val", most: in
     Raises:
         DataError: there is no such text.
     """
+    if not name:
+        raise DataError("an empty name is no text to score")
     if is_prepared(name):
         return Place(name, expand(name), split_name, most=most)
     corpus.find(name, text_key)  # before any other text is scored

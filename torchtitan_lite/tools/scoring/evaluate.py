@@ -12,6 +12,7 @@ An encoder-decoder is scored on the targets of pairs: those it was trained on, o
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from torchtitan_lite.tasks.encode import Inputs
 from torchtitan_lite.tasks.likelihood import ratio, ratio_difference
 from torchtitan_lite.tasks.score import TaskScore
 from torchtitan_lite.terminal import prepare_streams
-from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
+from torchtitan_lite.tools.opening import Opened, open_model
 from torchtitan_lite.tools.scoring import tasks
 from torchtitan_lite.tools.scoring.documents import Place, place
 from torchtitan_lite.tools.scoring.likelihood import Scores, score, score_rows
@@ -75,9 +76,8 @@ def open_one(
     opened = open_model(path, device, dtype, tokenizer, ema=ema)
     if (paths.expand(path) / "config.json").is_file():
         return Model(str(path), opened)
-    folder, _ = newest_complete(paths.expand(path))
-    state = storage.read_state(folder, named_by_step=False)
-    return Model(str(path), opened, config_of(folder, state), state)
+    state = storage.read_state(opened.folder, named_by_step=False)
+    return Model(str(path), opened, config_of(opened.folder, state), state)
 
 
 def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator[tuple[str, Scores]]:
@@ -291,8 +291,10 @@ def _problems(given: argparse.Namespace) -> list[str]:
         for key, value in (("documents", given.documents), ("batch-size", given.batch_size))
         if value is not None and value < 1
     ]
-    if given.json and not paths.expand(given.json).absolute().parent.is_dir():
-        found.append(f"--json={given.json}: {paths.expand(given.json).absolute().parent} is not a folder")
+    if given.json and not (file := paths.expand(given.json).absolute()).parent.is_dir():
+        found.append(f"--json={given.json}: {file.parent} is not a folder")
+    elif given.json and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        found.append(f"--json={given.json} {'is a folder' if file.is_dir() else 'is not writable'}")
     if given.seq_len < 0:
         found.append(f"--seq-len={given.seq_len} should be 0 (as in training) or more")
     if given.device == "cuda" and not torch.cuda.is_available():
