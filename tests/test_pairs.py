@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tests.helpers import ranks, records, succeeded, tiny
 from tests.test_data import stream_of
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, TokenizerConfig, TrainConfig
+from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data import pairs as pairs_module
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.documents import document_ends
@@ -25,8 +25,9 @@ from torchtitan_lite.data.pairs import PairSamples
 from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import read_meta
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.training.sampling import Prompts
 
 ROWS = [(f'the {i}-th text, "quoted",\nof {"many words " * (i % 9)}', f"text {i}") for i in range(300)]
 KEYS = ["--source-key", "text", "--target-key", "headline", "--tokenizer", "bytes"]
@@ -311,3 +312,17 @@ def test_a_decoder_learns_from_pairs_and_resumes(prepared: Path, tmp_path: Path)
     for one, other in zip(found["through"], found["alone"], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
     assert found["through"][-1]["loss"] < found["through"][0]["loss"] - 0.1
+
+
+def test_prompts_of_an_encoder_decoder_begin_as_sources_did(tmp_path: Path) -> None:
+    file, out = written(".csv", tmp_path), tmp_path / "out"
+    assert main([str(file), *KEYS, "--source-prefix", "summarize: ", "--val-fraction", "0.2", "--out", str(out)]) == 0
+    config, data = config_of(out), prepare_all(DataConfig(path=str(out)), TokenizerConfig(), print)
+    asked = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["to be"])})
+    prompts = Prompts.of(asked, data)
+    assert prompts.texts == ["to be"]
+    assert prompts.tokenizer.decode(prompts.ids[0][:-1]) == "summarize: to be"
+    limit = config.model.max_seq_len
+    long = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["x" * (limit - 5)])})
+    with pytest.raises(ConfigError, match=f"with prefix 'summarize: ' is longer than {limit} tokens"):
+        Prompts.of(long, data)

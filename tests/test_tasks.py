@@ -184,16 +184,16 @@ def test_answers_equal_those_of_transformers(folder: Path, tmp_path: Path) -> No
         out = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
         texts.append(tokenizer.decode(out[: out.index(0)] if 0 in out else out))
     first, second = texts
+    before = second[: second.index(second[-1:])]
     rows: list[dict[str, Any]] = [
         {"context": "the cat", "answer": ["no", f" {first}\n"], "max_tokens": 6, "stop": []},
         {"context": "f(x) and", "answer": "not this", "max_tokens": 6, "stop": []},
-        {"context": "f(x) and", "answer": second[:-1] or "x", "max_tokens": 6, "stop": [second[-1:]]},
+        {"context": "f(x) and", "answer": before if before.strip() else "x", "max_tokens": 6, "stop": [second[-1:]]},
     ]
-    stopped = second[: second.index(second[-1:])].strip() == second[:-1].strip()
     file = jsonl(tmp_path / "exact.jsonl", rows)
     for n in (1, 4):
         figures = scored(n, folder, "--tasks", file, f"--seq-len={LENGTH}", out=tmp_path / f"{n}.json")["exact"]
-        assert figures["score"] == pytest.approx((1 + stopped) / 3)
+        assert figures["score"] == pytest.approx((1 + bool(before.strip())) / 3)
 
 
 def test_any_number_of_ranks_finds_the_same(folder: Path, tmp_path: Path) -> None:

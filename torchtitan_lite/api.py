@@ -34,6 +34,7 @@ from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.pairs import source_prefix
 from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World
@@ -201,7 +202,7 @@ def open_data(config: Config) -> Data:
     """
     loaded, dataset = prepared(Loaded(config, {}))
     tokenizer = tokenizers.Tokenizer.from_file(str(dataset.folder / "tokenizer.json"))
-    prefix = opening.source_prefix(dataset.folder)
+    prefix = source_prefix(dataset.folder)
     return Data(loaded.config, Tokenizer(tokenizer, (dataset.end_token,), prefix, loaded.config), dataset)
 
 

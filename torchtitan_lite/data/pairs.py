@@ -11,7 +11,9 @@ its rows. The order stays a function of (seed, i): each window of 4,096 samples 
 length, and its blocks of 128 are permuted. Validation is not sorted: its first samples are a random subset.
 """
 
+import contextlib
 import functools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -158,3 +160,11 @@ def _columns(used: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> int:
     """The columns up to the last used one, rounded up: few shapes of batches are faster on a GPU, and compile."""
     last = int(np.flatnonzero(used.any(axis=0))[-1:].sum()) + 1 if used.size else 1
     return min(-(-last // _MULTIPLE) * _MULTIPLE, used.shape[1])
+
+
+def source_prefix(folder: Path) -> str:
+    """What a run's or a prepared folder's pairs have before each source; empty for other folders and older runs."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        prefix = json.loads((folder / PAIRS).read_bytes()).get("source_prefix")
+        return prefix if isinstance(prefix, str) else ""
+    return ""

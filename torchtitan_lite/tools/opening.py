@@ -1,7 +1,5 @@
 """Opens a trained model with its tokenizer, in one process: from a run, a checkpoint, or a Hugging Face folder."""
 
-import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.config.rules import model_conflicts
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.token_files import PAIRS
+from torchtitan_lite.data.pairs import source_prefix
 from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
@@ -126,14 +124,6 @@ def _ready(
     if prefix and answers(model):
         notes = [*notes, f"each source begins with {prefix!r}, as in training"]
     return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes, prefix, folder)
-
-
-def source_prefix(folder: Path) -> str:
-    """What a run's or a prepared folder's pairs have before each source; empty for other folders and older runs."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        prefix = json.loads((folder / PAIRS).read_bytes()).get("source_prefix")
-        return prefix if isinstance(prefix, str) else ""
-    return ""
 
 
 def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
