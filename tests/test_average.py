@@ -141,6 +141,7 @@ def test_a_resume_is_bitwise_and_changes_its_world_size(way: str, text: Path, tm
     assert [record["step"] for record in report.averages] == [3, 4]
 
 
+@pytest.mark.extended
 def test_it_may_begin_or_end_with_a_load_in_all_ways_of_saving(tmp_path: Path) -> None:
     succeeded(ranks(2, str(tmp_path), entry="tests.average_load_worker"))
 

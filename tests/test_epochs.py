@@ -126,6 +126,7 @@ def test_an_epoch_of_a_mixture_has_as_many_samples_as_all_sources(data: Path) ->
     assert epochs.resolved(loaded, found).config.train.steps == 2 * -(-n // 8)
 
 
+@pytest.mark.extended
 def test_a_run_can_be_checked_planned_and_tried(
     data: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -290,6 +290,7 @@ def test_other_data_is_refused(prepared: Path, text: Path, tmp_path: Path) -> No
     PairSamples(tmp_path / "decoders", "train", config_of(tmp_path / "decoders", "llama"))
 
 
+@pytest.mark.extended
 def test_a_decoder_learns_from_pairs_and_resumes(prepared: Path, tmp_path: Path) -> None:
     """Bit for bit on two ranks, and with the same batches on one."""
     values = {

@@ -75,9 +75,8 @@ def test_a_withheld_update_changes_nothing(tmp_path: Path) -> None:
     assert not [name for name in two if name != "calls" and not two[name].equal(withheld[name])]
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.extended] if way != "sharded, dcp" else []) for way in WAYS]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("way", WAYS)
 def test_resume_is_bitwise(way: str, text: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = {"optim__rms_scaling": True, "optim__lr": 0.02, **WAYS[way]}
     command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=3, eval__every=0, **more)

@@ -53,7 +53,8 @@ def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run
 
 
-@pytest.mark.parametrize("name", ["dcp", pytest.param("v1.0", marks=extended)])
+@extended
+@pytest.mark.parametrize("name", ["dcp", "v1.0"])
 def test_a_resume_is_bitwise(name: str, runs: Runs, text: Path, tmp_path: Path) -> None:
     run = tmp_path / f"{name}2"
     shutil.copytree(runs(name, 2), run)

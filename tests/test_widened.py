@@ -125,6 +125,7 @@ def test_the_cpu_is_known_by_its_flags(env: dict[str, str], expected: str | None
 SAID = "its products in float32: this CPU has no instructions for them"
 
 
+@pytest.mark.extended
 def test_the_way_is_logged_recorded_and_switched_off(text: Path, tmp_path: Path) -> None:
     """The same run with and without: nearly the same losses; a resume in the other way says so."""
     curves = []
