@@ -123,6 +123,7 @@ LARGER_JOBS: dict[str, dict[str, Any]] = {
     "adamw, rate 8e-3": larger(optim__lr=8e-3),
     "muon": larger(**_MUON),
     "adamw, rate 1e-3": larger(optim__lr=1e-3),
+    "adamw, rate 5e-4": larger(optim__lr=5e-4),
     "muon, 50 % of the steps": larger(LARGER_TOKENS // 2, **_MUON),
 }
 
