@@ -193,6 +193,7 @@ def test_mistakes_are_explained(
     assert f"port {port} can't be used" in refused("coordinate", str(port))
     assert "--nnodes=3:2: MIN should be at least 1, and MAX at least MIN" in refused("coordinate", "0", "--nnodes=3:2")
     assert "--nnodes=many should be MIN:MAX" in refused("coordinate", "0", "--nnodes=many")
+    assert "port 99999999 should be 0 (a free one) to 65535" in refused("coordinate", "99999999")
     with pytest.raises(ConnectionError):
         _ = send_rubbish(port)
     assert world(tmp_path, 0, 1), "and the run was not disturbed"

@@ -26,6 +26,8 @@ def _coordinate(given: argparse.Namespace) -> int:
     least, most = int(found[1]), int(found[2] or found[1])
     if not 1 <= least <= most:
         raise ConfigError(f"--nnodes={given.nnodes}: MIN should be at least 1, and MAX at least MIN")
+    if not 0 <= given.port <= 65_535:
+        raise ConfigError(f"port {given.port} should be 0 (a free one) to 65535, e.g. 29400")
     limits = Limits(least, most, given.settle, given.save_timeout, given.max_restarts)
     coordinator = Coordinator(uuid.uuid4().hex, limits)
 
