@@ -183,12 +183,13 @@ class Search:
         if stage != "final":
             given += ["--data.val_fraction=0.1"]
         variant = options.get("variant", "")
-        command = [sys.executable, "-m", "benchmarks.learning_train", variant, *given]
+        command = [sys.executable, "-m", "benchmarks.learning_train", "train", variant, *given]
         command += [f"--{key}={value}" for key, value in options.items() if key != "variant"]
         seconds = _cpu_seconds(command, self.out / f"{folder}.log") - self._start()
         text = [] if stage == "final" else ["--data", str(self._dev())]
         scored = self.out / folder / "score.json"
-        score = ["-m", "torchtitan_lite.evaluate", str(self.out / folder), *text, "--json", str(scored)]
+        score = ["-m", "benchmarks.learning_train", "evaluate", variant]
+        score += [str(self.out / folder), *text, "--json", str(scored)]
         _cpu_seconds([sys.executable, *score], self.out / f"{folder}.log")
         [row] = json.loads(scored.read_text(encoding="utf-8"))["models"][0]["texts"].values()
         found = {
@@ -216,7 +217,7 @@ class Search:
                     name,
                 ]
                 more += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--data.val_fraction=0.1"]
-                self.start = _cpu_seconds([sys.executable, "-m", "benchmarks.learning_train", "", *more], log)
+                self.start = _cpu_seconds([sys.executable, "-m", "benchmarks.learning_train", "train", "", *more], log)
         return self.start
 
     def _dev(self) -> Path:

@@ -1,6 +1,7 @@
-"""train.py with changes to the model that are no keys: `python -m benchmarks.learning_train VARIANTS OPTIONS...`.
+"""Changes to the model that are no keys: `python -m benchmarks.learning_train PROGRAM VARIANTS OPTIONS...`.
 
-VARIANTS are names below, separated by commas, or "". For benchmarks/learning.py.
+PROGRAM is train or evaluate, and gets the options. VARIANTS are names below, separated by commas, or "". A run is
+trained and scored with the same. For benchmarks/learning.py.
 """
 
 import runpy
@@ -70,12 +71,11 @@ def relu2() -> None:
 
 def softcap() -> None:
     """Logits through 15 tanh(x / 15) (Gemma 2's, as modded-nanogpt has it)."""
-    forward = Head.forward
 
-    def capped(self: Any, x: Tensor, *args: Any, **keys: Any) -> Tensor:
-        if args:
-            raise NotImplementedError("with a chunked loss")
-        return 15 * torch.tanh(forward(self, x, **keys) / 15)
+    def capped(self: Any, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
+        if targets is not None:
+            raise NotImplementedError("a chunked loss of other logits: use speed.chunked_loss = false")
+        return 15 * torch.tanh(self.linear(x, self.weight) / 15)
 
     Head.forward = capped  # type: ignore[method-assign]
 
@@ -99,8 +99,10 @@ def normuon() -> None:
 
 
 if __name__ == "__main__":
-    for name in filter(None, sys.argv[1].split(",")):
+    program, variants, *options = sys.argv[1:]
+    for name in filter(None, variants.split(",")):
         globals()[name]()
     sys.path.insert(0, str(ROOT))
-    sys.argv = [str(ROOT / "train.py"), *sys.argv[2:]]
+    file = {"train": ROOT / "train.py", "evaluate": ROOT / "torchtitan_lite" / "evaluate.py"}[program]
+    sys.argv = [str(file), *options]
     runpy.run_path(sys.argv[0], run_name="__main__")

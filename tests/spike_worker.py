@@ -21,17 +21,7 @@ from torchtitan_lite.data.samples import Mixture, Rows
 
 
 def main(argv: Sequence[str]) -> int:
-    poisoned = np.array([i for first, end in json.loads(os.environ.get("POISON", "[]")) for i in range(first, end)])
-    honest = Mixture.draw
-
-    def draw(self: Mixture, run_samples: Indices, seed: int | None) -> Rows:
-        rows = honest(self, run_samples, seed)
-        for row in np.flatnonzero(np.isin(run_samples, poisoned) & (seed == int(os.environ.get("SEED", "0")))):
-            noise = np.random.default_rng(int(run_samples[row])).integers(0, 400, rows.tokens.shape[1] + 1)
-            rows.tokens[row], rows.targets[row] = noise[:-1], noise[1:]
-        return rows
-
-    setattr(Mixture, "draw", draw)  # noqa: B010
+    poison()
     if "FLIP" in os.environ:
         rank, step = os.environ["FLIP"].split(":")
         if os.environ.get("RANK", "0") == rank:
@@ -43,6 +33,21 @@ def main(argv: Sequence[str]) -> int:
     if "DAMAGE" in os.environ and os.environ.get("RANK", "0") == "0":
         _damage(Path(os.environ["DAMAGE"]))
     return train.main(argv)
+
+
+def poison() -> None:
+    """Put random tokens in place of the samples in POISON."""
+    poisoned = np.array([i for first, end in json.loads(os.environ.get("POISON", "[]")) for i in range(first, end)])
+    honest = Mixture.draw
+
+    def draw(self: Mixture, run_samples: Indices, seed: int | None) -> Rows:
+        rows = honest(self, run_samples, seed)
+        for row in np.flatnonzero(np.isin(run_samples, poisoned) & (seed == int(os.environ.get("SEED", "0")))):
+            noise = np.random.default_rng(int(run_samples[row])).integers(0, 400, rows.tokens.shape[1] + 1)
+            rows.tokens[row], rows.targets[row] = noise[:-1], noise[1:]
+        return rows
+
+    setattr(Mixture, "draw", draw)  # noqa: B010
 
 
 def _damage(file: Path) -> None:

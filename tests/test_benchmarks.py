@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import contenders, gpu, learning
-from tests.helpers import start, succeeded
+from tests.helpers import start, succeeded, tiny
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.models import build
@@ -95,3 +95,21 @@ def test_no_result_is_of_a_recipe_that_changed_since() -> None:
     assert lines
     for one in map(json.loads, lines):
         assert one["key"] in keys or one["name"] in recipes, one
+
+
+@pytest.mark.extended
+def test_a_variant_is_scored_as_it_was_trained(text: Path, tmp_path: Path) -> None:
+    """relu2 has other matrices, and softcap other logits."""
+
+    def program(name: str, variants: str, *arguments: str) -> str:
+        return succeeded(start([sys.executable, "-m", "benchmarks.learning_train", name, variants, *arguments]))
+
+    keys = {"model__family": "llama", "optim__lr": 0.05, "speed__chunked_loss": False}
+    program("train", "relu2,softcap", *tiny(text, tmp_path, run__name="run", train__steps=24, **keys))
+    scores = []
+    for variants in ("relu2,softcap", "relu2"):
+        program("evaluate", variants, str(tmp_path / "run"), "--json", str(tmp_path / "score.json"))
+        scores += json.loads((tmp_path / "score.json").read_text())["models"][0]["texts"].values()
+    capped, raw = (score["bits_per_byte"] for score in scores)
+    assert 2 < capped < 5
+    assert abs(capped - raw) > 1e-5  # logits this small are hardly capped

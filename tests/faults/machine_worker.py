@@ -1,6 +1,6 @@
 """train.py at a pace, one process of a machine: each rank writes down which samples it trained on in which world.
 
-SAMPLES is the folder for that, PACE_S the least duration of a step.
+SAMPLES is the folder for that, PACE_S the least duration of a step, POISON as for tests.spike_worker.
 """
 
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import train
+from tests import spike_worker
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.process_group import env_int, exit_process
 
@@ -30,7 +31,8 @@ class Recorded:
 
 
 def install() -> None:
-    """Put the record and the pace in place."""
+    """Put the record, the pace and the poison in place."""
+    spike_worker.poison()
     drawn: dict[int, list[int]] = {}
     batch, train_step = Loader.batch, train.train_step
     folder, pace_s = Path(os.environ["SAMPLES"]), float(os.environ["PACE_S"])

@@ -2,8 +2,9 @@
 
 Three machines train one run (`python -m torchtitan_lite.tools.elastic`). At random moments, also while they start, one
 of them is killed with all its processes (SIGKILL), or comes back, or leaves on SIGTERM, or the coordinator is killed
-and started again. Each step must have seen each of its samples once, whichever machines trained it, and the losses must
-be those of an undisturbed run of one process.
+and started again. Some samples are poisoned, so that the loss jumps and the run rewinds. Each step must have seen each
+of its samples once, whichever machines trained it, rewinds must have skipped all others, and the losses must be those
+of an undisturbed process that was told to skip the same samples.
 
 With --forked the machines and their processes are forked from a process that has torch, instead of importing it each
 time: ten times as fast, and the same signals.
@@ -15,6 +16,7 @@ import ctypes
 import gc
 import importlib
 import inspect
+import json
 import os
 import random
 import signal
@@ -34,6 +36,8 @@ from torchtitan_lite.checkpointing import storage
 
 NAMES = ("a", "b", "c")
 BATCH = 6
+LEARNED = 45 * BATCH  # samples after which a poisoned batch is far above the loss
+SPIKE = {"spike__action": "rewind", "spike__window": 12, "spike__max_rewinds": 10_000, "spike__recheck": True}
 WORKER = "tests/faults/machine_worker.py"
 
 
@@ -43,7 +47,7 @@ def arguments(folder: Path, text: Path, name: str, **more: Any) -> list[str]:
         **{"run.name": name, "run.out_dir": folder, "data.path": text, "run.device": "cpu", "run.timeout_minutes": 10},
         **{"model.family": "gpt", "model.dim": 32, "model.n_layers": 2, "model.n_heads": 2, "model.max_seq_len": 37},
         **{"tokenizer.vocab_size": 517, "train.seq_len": 32, "train.micro_batch_size": 2, "run.threads": 1},
-        **{"train.global_batch_size": BATCH, "train.steps": 100_000, "optim.warmup_steps": 2, "optim.lr": 0.0005},
+        **{"train.global_batch_size": BATCH, "train.steps": 100_000, "optim.warmup_steps": 2, "optim.lr": 0.004},
         **{"optim.schedule": "constant", "eval.every": 0, "sample.every": 0, "log.every": 1, "checkpoint.every": 3},
         **{"checkpoint.state_dict": "sharded", "checkpoint.keep_latest": 3},
     }
@@ -145,15 +149,28 @@ class Soak:
         self._samples = folder / "samples"
         self._samples.mkdir()
         self.run = folder / "run"
-        env = {"SAMPLES": str(self._samples), "PACE_S": "0.05" if forked else "0.2"}
+        self.poisoned = self._poison()
+        env = {
+            "SAMPLES": str(self._samples),
+            "PACE_S": "0.02" if forked else "0.2",
+            "POISON": json.dumps(self.poisoned),
+        }
         kind = Forked if forked else Machines
-        command = [WORKER, *arguments(folder, text, "run")]
+        command = [WORKER, *arguments(folder, text, "run", **SPIKE)]
         self.machines = kind(folder, command, "--nnodes", "1:3", "--settle", "0.5", "--max-restarts", "2", env=env)
         self.counts = dict.fromkeys(
             ("killed", "killed with rank 0", "all killed", "returned", "left", "coordinator"), 0
         )
         self.recoveries: list[float] = []
         self._worlds = 0  # how many there had been before the last change
+
+    def _poison(self) -> list[list[int]]:
+        """Ranges of one or two batches, about one for 20 steps."""
+        found, at = [], LEARNED
+        while at < 60_000:  # an environment variable has room for these
+            at += BATCH * self._rng.randint(10, 30)
+            found.append([at, at + BATCH * self._rng.randint(1, 2)])
+        return found
 
     def newest(self) -> float:
         """When rank 0 trained its last step, in seconds of the clock; 0: never."""
@@ -195,7 +212,7 @@ class Soak:
         while i < number and time.monotonic() < ends:
             if self._rng.random() < 0.6:
                 self.recovered(happened)
-                time.sleep(self._rng.uniform(0, 2))
+                time.sleep(self._rng.uniform(0, 4))
             else:
                 time.sleep(self._rng.uniform(0, 4))  # perhaps while they start
             self._worlds, happened = self.machines.worlds(), time.time()
@@ -273,11 +290,9 @@ def soak(events: int, seed: int, *, minutes: float, forked: bool) -> str:
         finally:
             s.machines.close()
         trained = storage.find_steps(s.run / "checkpoints")[-1]
-        seen = s.seen()
-        assert sorted(seen) == list(range(1, trained + 1)), "a step is missing"
-        for step, numbers in seen.items():
-            assert numbers == list(range((step - 1) * BATCH, step * BATCH)), f"step {step} saw samples {numbers}"
-        succeeded(ranks(1, *arguments(folder, text, "straight", train__steps=trained, checkpoint__every=0)))
+        skipped = check_samples(s, trained)
+        told = {"train__steps": trained, "checkpoint__every": 0, "data__skip_samples": json.dumps(skipped)}
+        succeeded(ranks(1, *arguments(folder, text, "straight", **told)))
         disturbed, straight = losses(s.run), losses(folder / "straight")
         assert sorted(disturbed) == sorted(straight) == list(range(1, trained + 1))
         difference = max(abs(disturbed[step][0] - straight[step][0]) for step in straight)
@@ -285,8 +300,31 @@ def soak(events: int, seed: int, *, minutes: float, forked: bool) -> str:
         return (
             f"{happened} events {s.counts}; {s.machines.worlds()} worlds, {trained} steps; recovery: median "
             f"{statistics.median(s.recoveries):.1f} s, worst {max(s.recoveries):.1f} s of {len(s.recoveries)}; "
-            f"{trained * BATCH} samples, none lost or doubled; losses within {difference:.1e}"
+            f"{trained * BATCH} samples, none lost or doubled; {len(skipped)} rewinds skipped "
+            f"{sum(end - first for first, end in skipped)}; losses within {difference:.1e}"
         )
+
+
+def check_samples(s: Soak, trained: int) -> list[list[int]]:
+    """Each sample was seen once or skipped by a rewind, and no poisoned one was seen. Returns what was skipped."""
+    seen = {step: numbers for step, numbers in s.seen().items() if step <= trained}
+    assert sorted(seen) == list(range(1, trained + 1)), "a step is missing"
+    state = storage.read_state(s.run / f"checkpoints/step-{trained:08d}")
+    jumps, at = list(state.jumps), 0
+    for step in range(1, trained + 2):
+        while jumps and jumps[0][0] == step - 1:
+            _, first, end = jumps.pop(0)
+            assert first == at, f"the samples {at} to {first - 1} were lost before step {step}"
+            at = end
+        if step <= trained:
+            assert seen[step] == list(range(at, at + BATCH)), f"step {step} saw {seen[step]}, not {at} and those after"
+            at += BATCH
+    assert not jumps
+    assert at == state.samples_consumed
+    bad = {i for first, end in s.poisoned for i in range(first, end)}
+    trained_on = {number for numbers in seen.values() for number in numbers}
+    assert not bad & trained_on, f"no rewind skipped {sorted(bad & trained_on)}"
+    return [[first, end] for _, first, end in state.jumps]
 
 
 if __name__ == "__main__":
