@@ -1,4 +1,4 @@
-"""Runs the commands of docs/incidents.md for a lost machine, a hang and a full disk, and compares what is said."""
+"""Runs the commands of the sections of docs/incidents.md from "A lost machine" on, and compares what is said."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.elastic_machines import Machines, until
-from tests.helpers import ROOT, ranks, records, run_python, succeeded, tiny
+from tests.helpers import ROOT, losses, ranks, records, run_python, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 
 PAGE = (ROOT / "docs/incidents.md").read_text()
@@ -124,3 +124,34 @@ def test_a_lost_machine(text: Path, tmp_path: Path) -> None:
     step = storage.find_steps(run / "checkpoints")[-1]
     assert f"resumed after step {step}" in obeyed(f"{again} --train.steps={step + 2}", others, tmp_path)
     assert [record["step"] for record in records(run) if "loss" in record] == list(range(1, step + 3))
+
+
+@pytest.mark.extended
+def test_a_flipped_bit(text: Path, tmp_path: Path) -> None:
+    plain = a_run(text, tmp_path)
+    flip = {"FLIP": "1:5:update"}  # of a parameter, after the update of step 5
+    assert "FLIP at step 5" in succeeded(ranks(2, *plain, "--run.name=mine", entry="tests.replay_worker", env=flip))
+    verify, replay, back = (line.replace("120", "6").replace("100", "4") for line in commands("A flipped bit"))
+    assert obeyed(verify, plain, tmp_path).count("complete") == 4  # it was saved with the wrong bit
+    command = [*plain, *shlex.split(replay.removeprefix(LAUNCH))]
+    result = ranks(2, *command)
+    assert result.returncode == 1
+    assert "step 6 differs: " in result.stderr
+    assert "so the parameters had differed before: the update of step 5" in result.stderr
+    assert "resumed after step 4" in obeyed(back, plain, tmp_path)
+    succeeded(ranks(2, *plain, "--run.name=whole"))
+    assert losses(tmp_path / "mine") == losses(tmp_path / "whole")
+    aside = sorted(path.name for path in (tmp_path / "mine/checkpoints").glob(".old-*"))
+    assert aside == [".old-step-00000006", ".old-step-00000008"]
+
+
+def test_the_page_quotes_what_is_said_of_damage() -> None:
+    package = ROOT / "torchtitan_lite"
+    for file, said in (
+        ("checkpointing/storage.py", "its SHA-256 does not match the manifest"),
+        ("checkpointing/preflight.py", "copies of the model differ"),
+        ("data/token_files.py", "has changed since it was made"),
+        ("training/spikes/recheck.py", "Computed again, it differs"),
+    ):
+        assert said in (package / file).read_text()
+        assert f"`{said}`" in section("A flipped bit")
