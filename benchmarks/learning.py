@@ -3,7 +3,7 @@
     screen     every candidate at the default experiment (1.8 M parameters, 1,024,000 tokens), one seed
     defaults   the former and the present default on the held-out text of the default split, three seeds, and the
                present one with a part of its tokens
-    larger     Muon and AdamW at three rates with a model of 5 M parameters
+    larger     Muon, and AdamW at five rates, with a model of 5 M parameters
     widths     rates of models of three widths, with and without model.mup_base_dim
     recipes    the present default against those of nanoGPT, litgpt and Hugging Face Trainer after 60, 120 and 300 s
     table      print what is known, and plot it
@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -63,7 +64,6 @@ ADAMW: dict[str, Any] = {
 }
 MUON: dict[str, Any] = ADAMW | {"optim__name": "muon", "optim__muon_embedding_lr_factor": 1.0}
 TO_ZERO: dict[str, Any] = {"optim__schedule": "linear", "optim__min_lr_ratio": 0.0}
-BEST: dict[str, Any] = MUON  # the candidates below differ from this, with 8 sequences a step, in what their name says
 
 HEAD = '[{match="output*", lr_factor=2.0}]'
 BLOCKS = '[{match="layers.*", lr_factor=2.0}]'
@@ -71,8 +71,8 @@ BOTH: dict[str, Any] = {"optim__muon_embedding_lr_factor": 3.0, "model__qk_norm"
 
 
 def best(batch: int = 8, **keys: Any) -> dict[str, Any]:
-    """The best recipe so far with changes."""
-    return recipe(batch, **(BEST | keys))
+    """Muon with 8 sequences a step, and changes. The candidates below differ from it in what their name says."""
+    return recipe(batch, **(MUON | keys))
 
 
 CANDIDATES: dict[str, dict[str, Any]] = {
@@ -177,7 +177,7 @@ class Search:
         key = json.dumps([stage, name, options, seed])
         digest = hashlib.sha256(key.encode()).hexdigest()[:8]  # a name stands for several rates and lengths
         folder = f"{stage}-{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{digest}"
-        options = options.copy()
+        shutil.rmtree(self.out / folder, ignore_errors=True)  # of a search that was stopped: its seconds are not whole
         given = ["--run.device=cpu", "--run.threads=1", f"--run.out_dir={self.out}", f"--run.name={folder}"]
         given += [f"--run.seed={seed}", "--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--log.every=25"]
         if stage != "final":
@@ -208,15 +208,9 @@ class Search:
         with _lock:
             if self.start is None:
                 log, name = self.out / "start.log", f"--run.name=start-{time.time_ns()}"
-                more = [
-                    "--train.steps=1",
-                    "--optim.warmup_steps=0",
-                    "--run.device=cpu",
-                    "--run.threads=1",
-                    f"--run.out_dir={self.out}",
-                    name,
-                ]
+                more = ["--train.steps=1", "--optim.warmup_steps=0", "--run.device=cpu", "--run.threads=1", name]
                 more += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--data.val_fraction=0.1"]
+                more += [f"--run.out_dir={self.out}"]
                 self.start = _cpu_seconds([sys.executable, "-m", "benchmarks.learning_train", "train", "", *more], log)
         return self.start
 

@@ -70,7 +70,7 @@ def relu2() -> None:
 
 
 def softcap() -> None:
-    """Logits through 15 tanh(x / 15) (Gemma 2's, as modded-nanogpt has it)."""
+    """Logits through 15 tanh(x / 15) (modded-nanogpt's; Gemma 2 has 30)."""
 
     def capped(self: Any, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
         if targets is not None:
@@ -89,7 +89,7 @@ def normuon() -> None:
         found = []
         for matrix, update in zip(matrices, given(matrices, rows, first), strict=True):
             square = update.square().mean(dim=1, keepdim=True)
-            size = sizes.setdefault(id(matrix), square).lerp(square, 0.05)
+            size = sizes.setdefault(id(matrix), torch.zeros_like(square)).lerp(square, 0.05)
             sizes[id(matrix)] = size
             even = update / (size.sqrt() + 1e-10)
             found.append(even * (update.norm() / (even.norm() + 1e-10)))

@@ -249,8 +249,9 @@ class Soak:
         """The samples that each step saw in the world that trained it last."""
         records: dict[int, list[tuple[float, str, list[int]]]] = {}
         for file in self._samples.glob("*.txt"):
-            for line in file.read_text().splitlines():
-                world, step, when, numbers = line.split(" ")
+            lines = [line.split(" ") for line in file.read_text().splitlines()]
+            # a rewind makes a step again in the same world
+            for (world, step), (when, numbers) in {(line[0], line[1]): (line[2], line[3]) for line in lines}.items():
                 drawn = [int(number) for number in numbers.split(",") if number]
                 records.setdefault(int(step), []).append((float(when), world, drawn))
         last = {step: max(found)[1] for step, found in records.items()}

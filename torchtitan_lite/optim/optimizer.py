@@ -77,11 +77,12 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     """
     chosen: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    untied = dict(model.named_parameters())  # without the head if it is the embeddings
     patterns = [group.match for group in config.groups]
     for name in names:
         parameter = model.get_parameter(name)
         decay, factor = config.weight_decay if parameter.ndim > 1 else 0.0, 1.0
-        if config.name == "muon" and name == "tok_embeddings.weight" and "output.weight" in names:
+        if config.name == "muon" and name == "tok_embeddings.weight" and "output.weight" in untied:
             factor = config.muon_embedding_lr_factor
         i = first_match(name, patterns)
         if i is not None:
