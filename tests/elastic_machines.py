@@ -36,7 +36,7 @@ class Machines:
     def __init__(
         self, folder: Path, command: Sequence[str], *options: str, env: Mapping[str, str] | None = None
     ) -> None:
-        self._folder, self._command, self._env = folder, command, dict(env or {})
+        self._folder, self.command, self._env = folder, command, dict(env or {})
         self._options = options
         self.alive: dict[str, subprocess.Popen[bytes]] = {}
         self.port = 0
@@ -51,7 +51,7 @@ class Machines:
 
     def join(self, name: str, *options: str, command: Sequence[str] | None = None) -> None:
         """Add a machine."""
-        what = ["--name", name, *options, f"127.0.0.1:{self.port}", *(command or self._command)]
+        what = ["--name", name, *options, f"127.0.0.1:{self.port}", *(command or self.command)]
         self.alive[name] = self._start(name, "join", *what)
 
     def kill(self, name: str) -> None:

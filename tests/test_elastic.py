@@ -3,17 +3,21 @@
 tests/faults/machines.py does it to real runs, many times.
 """
 
+import contextlib
+import json
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.elastic_machines import Machines, until
+from tests.elastic_machines import ELASTIC, Machines, until
 from tests.forkserver import free_port
-from tests.helpers import HANGS_S, python, succeeded
+from tests.helpers import HANGS_S, ROOT, python, succeeded
 from torchtitan_lite.tools.elastic import __main__
 
 # A process of the run: it writes down its world, and runs until it is told to end.
@@ -25,11 +29,12 @@ me = f"{env['TORCHELASTIC_RESTART_COUNT']}.{env['RANK']}"
 def terminated(*_):
     time.sleep(0.5)  # as a save does
     (folder / f"{me}.saved").touch()
-    sys.exit(0)
+    sys.exit(1 if (folder / "full").exists() else 0)
 signal.signal(signal.SIGTERM, terminated)
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+later = ("MASTER_PORT", "TORCHELASTIC_RUN_ID")
 staged = folder / f".{me}"
-staged.write_text(" ".join([env[name] for name in names] + [str(os.getpid()), env["MASTER_PORT"]]))
+staged.write_text(" ".join([env[name] for name in names] + [str(os.getpid())] + [env[name] for name in later]))
 staged.rename(folder / me)
 while True:
     for code in folder.glob(f"exit-{me}-*"):
@@ -38,6 +43,7 @@ while True:
         sys.exit(0)
     time.sleep(0.02)
 """
+HELLO: dict[str, Any] = {"name": "x", "processes": 1, "command": ["x"], "port": 1, "run_id": "", "last_world": 0}
 
 
 @pytest.fixture
@@ -137,17 +143,124 @@ def test_the_coordinator_is_killed_and_started_again(started: Callable[..., Mach
     machines = started("--nnodes", "2")
     for name in "ab":
         machines.join(name)
-    world(tmp_path, 0, 2)
+    before = world(tmp_path, 0, 2)
     machines.coordinator.kill()
     machines.coordinator.wait(HANGS_S)
     until(lambda: len(list(tmp_path.glob("0.*.saved"))) == 2, "all save: the machines are still there")
-    for rank in range(2):
-        (tmp_path / f"0.{rank}").unlink()
     machines.coordinate()
-    world(tmp_path, 0, 2)
+    after = world(tmp_path, 1, 2)
+    assert {words[9] for words in before} == {words[9] for words in after}, (
+        "another launch would carry out 'never' again"
+    )
     (tmp_path / "done").touch()
     assert machines.codes() == {"coordinator": 0, "a": 0, "b": 0}
-    assert "is gone; looking for it" in machines.said("a")
+    assert "looking for the coordinator at" in machines.said("a")
+
+
+def test_a_spare_machine_leaves_and_the_world_does_not_notice(started: Callable[..., Machines], tmp_path: Path) -> None:
+    machines = started("--nnodes", "1:1")
+    machines.join("a")
+    world(tmp_path, 0, 1)
+    machines.join("b")
+    until(lambda: "b joined" in machines.said(), "b")
+    machines.alive["b"].send_signal(signal.SIGTERM)
+    assert machines.alive.pop("b").wait(HANGS_S) == 75
+    (tmp_path / "done").touch()
+    assert machines.codes() == {"coordinator": 0, "a": 0}
+    assert machines.worlds() == 1
+    assert "gone" not in machines.said()
+
+
+def test_a_last_save_that_fails_is_an_error(started: Callable[..., Machines], tmp_path: Path) -> None:
+    machines = started()
+    machines.join("a")
+    world(tmp_path, 0, 1)
+    (tmp_path / "full").touch()
+    machines.coordinator.send_signal(signal.SIGTERM)
+    assert machines.codes() == {"coordinator": 1, "a": 1}
+    assert "exit codes [1] on a" in machines.said()
+
+
+HOSTILE = [
+    *({**HELLO, key: wrong} for key, wrong in {"processes": "2", "name": [1], "command": "x", "port": None}.items()),
+    *({**HELLO, key: wrong} for key, wrong in {"processes": 0, "name": "a\nb", "last_world": 1.5, "since": 0}.items()),
+]
+AFTER = [b'{"ended": null, "port": 1}', b'{"ended": ["x"], "port": 1}', b"[" * 60_000, b'{"ended": [0]}']
+
+
+def test_no_line_ends_the_coordinator(started: Callable[..., Machines], tmp_path: Path) -> None:
+    machines = started("--nnodes", "1:1")
+    machines.join("a")
+    alone = world(tmp_path, 0, 1)
+    mine = HELLO | {"command": machines.command}
+    for lines in [*([json.dumps({"join": hello}).encode()] for hello in HOSTILE), *([b"", line] for line in AFTER)]:
+        first = lines[0] or json.dumps({"join": mine}).encode()
+        with socket.create_connection(("127.0.0.1", machines.port)) as connection:
+            connection.settimeout(HANGS_S)
+            connection.sendall(b"\n".join([first, *lines[1:], b""]))
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(4096):
+                    pass
+    assert world(tmp_path, 0, 1) == alone
+    (tmp_path / "done").touch()
+    assert machines.codes() == {"coordinator": 0, "a": 0}
+    assert machines.worlds() == 1
+    assert "Traceback" not in machines.said()
+
+
+def test_a_port_of_another_service_is_not_asked_in_a_loop(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(HANGS_S)
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        command = [*ELASTIC, "join", "--patience=1", where, "train.py"]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        connections = 0
+        while process.poll() is None:
+            server.settimeout(0.1)
+            with contextlib.suppress(TimeoutError):
+                server.accept()[0].close()
+                connections += 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 2, said
+    assert 2 <= connections <= 4
+    assert f"no coordinator answers at {where} (it closes the connection)" in said
+    assert said.count("looking for the coordinator") == 1
+
+
+def test_a_coordinator_under_nohup_survives_the_terminal(tmp_path: Path) -> None:
+    with (tmp_path / "said").open("wb") as out:
+        process = subprocess.Popen(
+            [*ELASTIC, "coordinate", "0"],
+            cwd=ROOT,
+            stdout=out,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        )
+    try:
+        until(lambda: "on port" in (tmp_path / "said").read_text(), "the coordinator listens")
+        process.send_signal(signal.SIGHUP)
+        port = int((tmp_path / "said").read_text().split()[-1])
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.settimeout(HANGS_S)
+            connection.sendall(b"{}\n")
+            assert b"another version" in connection.recv(4096), "it is still there"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(HANGS_S) == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.extended  # as long as a machine waits for an answer
+def test_a_machine_leaves_even_if_the_coordinator_does_not_answer(
+    started: Callable[..., Machines], tmp_path: Path
+) -> None:
+    machines = started()
+    machines.join("a")
+    world(tmp_path, 0, 1)
+    machines.coordinator.send_signal(signal.SIGSTOP)
+    machines.alive["a"].send_signal(signal.SIGTERM)
+    assert machines.alive.pop("a").wait(HANGS_S) == 75
+    assert (tmp_path / "0.0.saved").exists()
 
 
 @pytest.mark.extended  # half a minute
@@ -194,6 +307,13 @@ def test_mistakes_are_explained(
     assert "--nnodes=3:2: MIN should be at least 1, and MAX at least MIN" in refused("coordinate", "0", "--nnodes=3:2")
     assert "--nnodes=many should be MIN:MAX" in refused("coordinate", "0", "--nnodes=many")
     assert "port 99999999 should be 0 (a free one) to 65535" in refused("coordinate", "99999999")
+    assert "-x is after node0:1: options of join stand before it" in refused("join", "node0:1", "-x", "train.py")
+    assert "should be the name of this machine" in refused("join", "--name=a\nb", "node0:1", "train.py")
+    assert "--max-restarts=-1 should be at least 0" in refused("coordinate", "0", "--max-restarts=-1")
+    for option in ("--settle=nan", "--save-timeout=-5", "--settle=inf", "--settle=x"):
+        with pytest.raises(SystemExit):
+            __main__.main(["coordinate", "0", option])
+    assert "nan should be a number of seconds, 0 or more" in capsys.readouterr().err
     with pytest.raises(ConnectionError):
         _ = send_rubbish(port)
     assert world(tmp_path, 0, 1), "and the run was not disturbed"

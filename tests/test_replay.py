@@ -52,7 +52,10 @@ def test_equal_steps_are_the_data_and_the_model_and_the_run_is_not_changed(train
     said = succeeded(replay(text, trained, 8))
     assert f"replay  steps 5 to 8, from {checkpoint(trained / 'run', 4)}" in said
     assert "equal   bit for bit: loss, gradient norm and each rank's loss of 4 steps, and " in said
-    assert "follows from the data and the model, not from a fault of a machine" in said
+    assert (
+        "follows from the data and from the weights that the replay began with, not from a fault of a machine since"
+        in said
+    )
     assert contents(trained) == before
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers import ROOT, ranks, succeeded, tiny
 from tests.test_faults import RUN, saved_steps, status, wait_for
+from torchtitan_lite.tools.elastic.machine import SIGNALLED_ONCE
 from torchtitan_lite.training.preemption import Preemption
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
@@ -40,6 +41,17 @@ def test_a_later_signal_ends_at_once(signals: list[tuple[int, float]], code: int
     assert codes == ([] if code is None else [code])
     assert len(words) == len(codes)
     assert preemption.reason == signal.Signals(signals[0][0]).name
+    assert preemption.requested()
+
+
+def test_where_a_supervisor_ends_processes_a_later_signal_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tools/elastic stops a world, and then the machine is shut down: both send SIGTERM."""
+    monkeypatch.setenv(SIGNALLED_ONCE, "1")
+    codes: list[int] = []
+    preemption = Preemption(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
+    preemption.received(TERM)
+    preemption.received(TERM)
+    assert not codes
     assert preemption.requested()
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from torchtitan_lite.tools.incidents.record import read_record
 from torchtitan_lite.tools.report.marks import marks
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
-from torchtitan_lite.training.spikes.watch import limit
+from torchtitan_lite.training.spikes.watch import SpikeError, limit, require_progress
 
 extended = pytest.mark.extended
 POISON = {"POISON": "[[96, 102]]"}  # all of step 17
@@ -138,6 +139,19 @@ def test_too_many_skipped_spikes_in_a_row_stop_the_run(text: Path, tmp_path: Pat
     assert "step 19: loss 6." in result.stderr
     assert "This and the 2 steps before it were skipped (train.max_skipped)" in result.stderr
     assert storage.find_steps(tmp_path / "run/checkpoints") == [6, 12, 18]
+    command = tiny(text, tmp_path, run__name="run", **keys)
+    said = succeeded(ranks(1, *command, "--replay=19", entry="tests.spike_worker", env={"POISON": "[[96, 140]]"}))
+    assert "equal   bit for bit: loss" in said
+
+
+def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
+    config = SimpleNamespace(train=SimpleNamespace(max_skipped=3))
+    s: Any = SimpleNamespace(config=config, guard=SimpleNamespace(skipped=[3, 5]))
+    s.state = SimpleNamespace(step=5, spikes={"skipped": [1, 4]})
+    require_progress(s, "why")
+    s.config.train.max_skipped = 2
+    with pytest.raises(SpikeError, match=r"^step 5: why\. This and the 2 steps before it were skipped"):
+        require_progress(s, "why")
 
 
 # --- rewind -----------------------------------------------------------------------------------------------------
@@ -320,7 +334,10 @@ def test_tensorboard_has_each_step_once_after_a_rewind(text: Path, tmp_path: Pat
 
 # --- recheck ----------------------------------------------------------------------------------------------------
 
-EQUAL = "Computed again, it is equal bit for bit: this is the data and the model, not a fault of a machine"
+EQUAL = (
+    "Computed again, it is equal bit for bit: this step was computed right. The cause is the data, the model, or "
+    "weights that were damaged before"
+)
 CHECK = (
     PLAIN | SPIKE | {"train__steps": 18, "spike__action": "skip", "spike__recheck": True, "train__on_nonfinite": "skip"}
 )
@@ -433,6 +450,7 @@ def test_a_run_that_rewound_is_replayed(step: int, rewound: Path, text: Path) ->
     command = tiny(text, rewound.parent, run__name="run", **REWIND)
     said = succeeded(ranks(2, *command, f"--replay={step}", entry="tests.spike_worker", env=POISON))
     assert f"replay  steps {13 if step == 14 else 19} to {step}" in said
+    assert ("note    rewind 1, from step 17 to 12, abandoned a step 14. The step that" in said) == (step == 14)
     assert "equal   bit for bit" in said
 
 

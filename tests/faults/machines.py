@@ -58,7 +58,7 @@ class Forked(Machines):
     """Machines that are forked from this process."""
 
     def join(self, name: str, *options: str, command: Sequence[str] | None = None) -> None:
-        words = ["join", "--name", name, *options, f"127.0.0.1:{self.port}", *(command or self._command)]
+        words = ["join", "--name", name, *options, f"127.0.0.1:{self.port}", *(command or self.command)]
         out = self._folder / f"{name}.txt"
         self.alive[name] = ForkedProcess(lambda: _machine(words), self._env, out)  # type: ignore[assignment]
 

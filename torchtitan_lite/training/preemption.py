@@ -3,6 +3,7 @@
 A signal only sets a reason. Each step's reduction sums the requests of all ranks, so all stop after the same step.
 A second signal more than two seconds later ends the process at once, without saving. Signals within two seconds are one
 request: torchrun forwards signals that the terminal has sent already, and Slurm signals both launcher and workers.
+tools/elastic, which ends processes itself, sets TORCHTITAN_LITE_SIGNALLED_ONCE: all later signals are the same request.
 
 Python runs signal handlers only in the main thread, so not while that waits for another rank or a disk. A thread
 therefore reads the signals from the pipe that the C handler writes to.
@@ -86,7 +87,7 @@ class Preemption:
         if self._first is None:
             self._first = number, now
             self.reason = self.reason or name
-        elif now - self._first[1] > SAME_REQUEST_S:
+        elif now - self._first[1] > SAME_REQUEST_S and "TORCHTITAN_LITE_SIGNALLED_ONCE" not in os.environ:
             first = signal.Signals(self._first[0]).name
             self._end_at_once(number, f"{name}, {now - self._first[1]:.0f} s after {first}: stopped without saving")
 

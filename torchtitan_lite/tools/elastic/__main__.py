@@ -8,16 +8,16 @@ The first on a machine that stays, the second on each machine that trains: docs/
 
 import argparse
 import asyncio
+import math
 import re
 import socket
 import sys
-import uuid
 from collections.abc import Sequence
 
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.elastic.coordinator import Coordinator, Limits
-from torchtitan_lite.tools.elastic.machine import SIGNALS, Machine
+from torchtitan_lite.tools.elastic.machine import Machine, handled_signals
 
 
 def _coordinate(given: argparse.Namespace) -> int:
@@ -28,14 +28,16 @@ def _coordinate(given: argparse.Namespace) -> int:
         raise ConfigError(f"--nnodes={given.nnodes}: MIN should be at least 1, and MAX at least MIN")
     if not 0 <= given.port <= 65_535:
         raise ConfigError(f"port {given.port} should be 0 (a free one) to 65535, e.g. 29400")
+    if given.max_restarts < 0:
+        raise ConfigError(f"--max-restarts={given.max_restarts} should be at least 0")
     limits = Limits(least, most, given.settle, given.save_timeout, given.max_restarts)
-    coordinator = Coordinator(uuid.uuid4().hex, limits)
+    coordinator = Coordinator(limits)
 
     async def serve() -> int:
         def stop() -> None:
             coordinator.stopping = True
 
-        for number in SIGNALS:
+        for number in handled_signals():
             asyncio.get_running_loop().add_signal_handler(number, stop)
         return await coordinator.serve(given.port)
 
@@ -51,8 +53,18 @@ def _join(given: argparse.Namespace) -> int:
         raise ConfigError(f"{given.coordinator!r} should be HOST:PORT of the coordinator, e.g. node0:29400")
     if given.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node={given.nproc_per_node} should be at least 1")
+    if not given.name or not given.name.isprintable():
+        raise ConfigError(f"--name={given.name!r} should be the name of this machine, e.g. node3")
+    if given.command[0].startswith("-"):
+        raise ConfigError(f"{given.command[0]} is after {given.coordinator}: options of join stand before it")
     machine = Machine(given.name, given.nproc_per_node, given.command, given.patience)
     return asyncio.run(machine.run(host, int(port)))
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (seconds := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} should be a number of seconds, 0 or more")
+    return seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,15 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("coordinate", help="on one machine that stays: decides which machines train")
     one.add_argument("port", type=int, metavar="PORT", help="where the machines find it")
     one.add_argument("--nnodes", default="1:1000", metavar="MIN:MAX", help="train on so many machines (1:1000)")
-    one.add_argument("--settle", type=float, default=5.0, metavar="S", help="wait so long for more machines (5)")
-    one.add_argument("--save-timeout", type=float, default=300.0, metavar="S", help="SIGKILL after SIGTERM (300)")
+    one.add_argument("--settle", type=_seconds, default=5.0, metavar="S", help="wait so long for more machines (5)")
+    one.add_argument("--save-timeout", type=_seconds, default=300.0, metavar="S", help="SIGKILL after SIGTERM (300)")
     one.add_argument("--max-restarts", type=int, default=6, metavar="N", help="failures in a row, not of machines (6)")
     one.set_defaults(run=_coordinate)
     each = commands.add_parser("join", help="on each machine: trains while it is there", allow_abbrev=False)
     each.add_argument("coordinator", metavar="HOST:PORT", help="where the coordinator runs")
     each.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="processes on this machine (1)")
-    each.add_argument("--name", default=socket.gethostname(), help="of this machine (its host name)")
-    each.add_argument("--patience", type=float, default=600.0, metavar="S", help="look for the coordinator (600)")
+    each.add_argument("--name", default=socket.gethostname(), help="its name, by which others reach it")
+    each.add_argument("--patience", type=_seconds, default=600.0, metavar="S", help="look for the coordinator (600)")
     each.add_argument("command", nargs=argparse.REMAINDER, metavar="train.py ...", help="the same on each machine")
     each.set_defaults(run=_join)
     return parser

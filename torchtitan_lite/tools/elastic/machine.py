@@ -13,11 +13,28 @@ from collections.abc import Sequence
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import print_error
-from torchtitan_lite.tools.elastic.wire import ALIVE_S, LEFT, MACHINE_SILENCE_S, QUICK_S, free_port, receive, send
+from torchtitan_lite.tools.elastic.wire import (
+    ALIVE_S,
+    LEFT,
+    LINE_BYTES,
+    MACHINE_SILENCE_S,
+    QUICK_S,
+    Hello,
+    free_port,
+    receive,
+    send,
+)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _POLL_S = 0.1
 _SAME_REQUEST_S = 2.0  # signals within two seconds are one, as in training/preemption.py
+SIGNALLED_ONCE = "TORCHTITAN_LITE_SIGNALLED_ONCE"  # as in training/preemption.py, which imports torch
+
+
+def handled_signals() -> list[signal.Signals]:
+    """SIGNALS, without SIGHUP if nohup has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (number == signal.SIGHUP and ignored)]
 
 
 class Processes:
@@ -25,7 +42,7 @@ class Processes:
 
     def __init__(self, command: Sequence[str], count: int, env: dict[str, str]) -> None:
         first = int(env["RANK"])
-        env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | env
+        env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), SIGNALLED_ONCE: "1"} | env
         self._kill_at = math.inf
         prctl = getattr(ctypes.CDLL(None), "prctl", None)
         parent = os.getpid()
@@ -82,44 +99,56 @@ class Machine:
         self._processes: Processes | None = None
         self._asked = 0.0  # when a signal asked this machine to leave; 0: never
         self._sent_leave = False
+        self._run_id, self._last_world = "", 0  # of the world that was started last
+        self._heard = False  # from the coordinator
 
     async def run(self, host: str, port: int) -> int:
         """Returns the exit code."""
-        for number in SIGNALS:
-            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):  # nohup
-                asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
-        give_up = time.monotonic() + self._patience_s
+        for number in handled_signals():
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop this process, and not what it has started
+        since, said = time.monotonic(), ""
         while True:
+            self._heard, problem = False, "it closes the connection"
             try:
-                streams = await asyncio.wait_for(asyncio.open_connection(host, port), MACHINE_SILENCE_S)
+                connection = asyncio.open_connection(host, port, limit=LINE_BYTES)
+                code = await self._talk(*await asyncio.wait_for(connection, MACHINE_SILENCE_S))
+                await self._end_processes()
+                if code is not None:
+                    return code
             except (OSError, TimeoutError) as error:
-                if self._asked:
-                    return LEFT
-                if time.monotonic() > give_up:
-                    raise ConfigError(
-                        f"no coordinator answers at {host}:{port} ({error or 'timed out'}); start one there: "
-                        f"python -m torchtitan_lite.tools.elastic coordinate {port}"
-                    ) from None
-                await asyncio.sleep(1)
-                continue
-            code = await self._talk(*streams)
-            await self._end_processes()
-            if code is not None:
-                return code
-            print_error(f"{self._name}: the coordinator at {host}:{port} is gone; looking for it")
-            give_up = time.monotonic() + self._patience_s
+                problem = str(error) or "timed out"
+            if self._asked:
+                return LEFT
+            if self._heard:
+                since, said, problem = time.monotonic(), "", "it is gone"
+            if time.monotonic() - since > self._patience_s:
+                raise ConfigError(
+                    f"no coordinator answers at {host}:{port} ({problem}); start one there: "
+                    f"python -m torchtitan_lite.tools.elastic coordinate {port}"
+                )
+            if problem != said:
+                print_error(f"{self._name}: looking for the coordinator at {host}:{port} ({problem})")
+                said = problem
+            await asyncio.sleep(1)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
         """Obey the coordinator. Returns the exit code, or None if the connection is lost."""
         self._sent_leave = False
-        hello = {"name": self._name, "processes": self._count, "command": self._command, "port": free_port()}
-        send(writer, join=hello)
+        hello = Hello(
+            self._name, self._count, tuple(self._command), free_port(), run_id=self._run_id, last_world=self._last_world
+        )
+        send(writer, join=hello.message())
         working = asyncio.create_task(self._work(writer))
         try:
             while True:
                 message = await receive(reader, MACHINE_SILENCE_S)
+                self._heard = True
                 if "start" in message:
-                    self._processes = Processes(self._command, self._count, message["start"])
+                    env = message["start"]
+                    self._run_id = env["TORCHELASTIC_RUN_ID"]
+                    self._last_world = int(env["TORCHELASTIC_RESTART_COUNT"]) + 1
+                    self._processes = Processes(self._command, self._count, env)
                 if "stop" in message and self._processes:
                     self._processes.stop(message["stop"])
                 if "refused" in message:

@@ -37,6 +37,7 @@ from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.incidents.record import changes_of, checkpoint_before, jumps_of
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, check_previous_step
+from torchtitan_lite.training.spikes.watch import SpikeError
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], tuple[Tensor, Tensor]]
@@ -47,6 +48,9 @@ _ALSO = (  # they change a step, but a resume may change them
 _NEXT = (
     "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
     "computes wrong"
+)
+_CAUSE = (
+    "This follows from the data and from the weights that the replay began with, not from a fault of a machine since"
 )
 
 
@@ -156,8 +160,20 @@ def read(config: Config, n: int) -> Recorded:
         raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
     setting, values = _setting(folder, status, checkpoint, n)
     jumps = [jump for jump in jumps_of(folder) if jump[0] >= start]
-    notes = tuple(f"note    {note}" for note in damaged)
+    notes = tuple(f"note    {note}" for note in (*damaged, *_abandoned(folder / "spikes.jsonl", n)))
     return Recorded(start, last, str(checkpoint or ""), between, stopped, setting, values, jumps, notes)
+
+
+def _abandoned(file: Path, n: int) -> Iterator[str]:
+    """Notes about rewinds that abandoned a step of this number."""
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            record = json.loads(line)
+            if "back_to" in record and int(record["back_to"]) < n <= int(record["step"]):
+                yield (
+                    f"rewind {record['rewind']}, from step {record['step']} to {record['back_to']}, abandoned a step "
+                    f"{n}. The step that is replayed is the one after the rewind"
+                )
 
 
 def _setting(
@@ -245,7 +261,8 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
             s.watchdog.step(number)
             loss, grad_norm = step(s, number)
             if number in recorded.steps or number == recorded.last:
-                check_previous_step(s)
+                with contextlib.suppress(SpikeError):  # the last step of a run that it stopped
+                    check_previous_step(s)
             if record := recorded.steps.get(number):
                 again = {"loss": loss.item(), "grad_norm": grad_norm.item(), "rank_losses": s.guard.rank_losses}
                 if difference := differs(record, again, equal):
@@ -257,17 +274,14 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
         now, then = (text.split(". ")[0] for text in (str(error), recorded.stopped))
         if now != then:
             raise DifferentError(f"{now}; the run recorded {then or 'no such thing'}. {_NEXT}") from None
-        return f"bit for bit, and not finite again: {now}. This is the data and the model, not a fault of a machine"
+        return f"bit for bit, and not finite again: {now}. {_CAUSE}"
     if recorded.stopped and recorded.stopped.startswith(f"step {recorded.last}:"):
         raise DifferentError(f"step {recorded.last} is finite here; the run recorded: {recorded.stopped}. {_NEXT}")
     what = f"loss, gradient norm and each rank's loss of {counted(compared, 'step')}"
     if not all("rank_losses" in record for record in recorded.steps.values()):
         what = f"loss and gradient norm of {counted(compared, 'step')}"
     also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
-    return (
-        f"bit for bit: {what}{also}. What happened at step {recorded.last} and before follows from the data and the "
-        "model, not from a fault of a machine"
-    )
+    return f"bit for bit: {what}{also}. {_CAUSE}"
 
 
 def _unsure(s: Session) -> str:

@@ -2,7 +2,7 @@
 
 The update of the step was withheld, so the weights are those that it had. Forward and backward run again on its batch,
 after the backward of the next step, whose gradients are put aside. All of a step is a function of weights, batch, seed
-and step. So equal results, bit for bit, come from the data and the model, and different ones from a fault. The
+and step. So equal results, bit for bit, come from these, and different ones from a fault. The
 exception is a GPU without run.deterministic, which may add in another order each time.
 """
 
@@ -52,7 +52,10 @@ def finding(s: Session, losses: list[float], again: float, grad_norm: float) -> 
             "pass or a sum over ranks"
         ]
     if not wrong:
-        return "Computed again, it is equal bit for bit: this is the data and the model, not a fault of a machine"
+        return (
+            "Computed again, it is equal bit for bit: this step was computed right. The cause is the data, the model, "
+            "or weights that were damaged before"
+        )
     unsure = ""
     if s.world.device.type == "cuda" and not s.config.run.deterministic:
         unsure = ". Without run.deterministic, a GPU may add in another order each time, so this proves nothing"

@@ -109,8 +109,10 @@ class Spikes:
         loss, grad_norm, flag = pending.read()
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             # train.on_nonfinite has decided; float16's overflows are nothing special
-            if len(s.guard.skipped) > skipped and (again := self._again(s, grad_norm)):
-                s.log.info(f"note    step {s.state.step} is not finite. {again}")
+            if len(s.guard.skipped) > skipped:
+                if again := self._again(s, grad_norm):
+                    s.log.info(f"note    step {s.state.step} is not finite. {again}")
+                require_progress(s, "the loss or the gradient norm is not finite")
             return
         if flag:
             self._act(s, self._record(s, loss, grad_norm))
@@ -159,13 +161,7 @@ class Spikes:
             s.log.info(f"note    there is no checkpoint to go back to: step {step} was skipped")
         skipped = [*s.state.spikes.get("skipped", ()), step]
         s.state = replace(s.state, spikes={**s.state.spikes, "skipped": skipped})
-        most = s.config.train.max_skipped
-        if skipped[-most - 1 :] == list(range(step - most, step + 1)):
-            raise SpikeError(
-                f"step {step}: {describe(spike)}. This and the {most} steps before it were skipped (train.max_skipped),"
-                " and nothing has been saved since. If the loss is right, a larger spike.loss_deviations or "
-                "spike.norm_deviations accepts it; a lower optim.lr may help"
-            )
+        require_progress(s, describe(spike))
 
     def train(self, s: Session, train: Callable[[Session], None], compute: Callable[..., Tensor]) -> None:
         """`train(s)`, again after each rewind.
@@ -181,6 +177,17 @@ class Spikes:
             except Rewind as spike:
                 self._pending = None
                 rewind.go_back(s, spike.spike, spike.steps, f"of at most {self._config.max_rewinds}")
+
+
+def require_progress(s: Session, what: str) -> None:
+    """Raises SpikeError if too many steps up to this one were skipped, as spikes or because they are not finite."""
+    step, most = s.state.step, s.config.train.max_skipped
+    if {*range(step - most, step + 1)} <= {*s.guard.skipped, *s.state.spikes.get("skipped", ())}:
+        raise SpikeError(
+            f"step {step}: {what}. This and the {most} steps before it were skipped (train.max_skipped), and nothing "
+            "has been saved since. If the loss is right, a larger spike.loss_deviations or spike.norm_deviations "
+            "accepts it; a lower optim.lr may help"
+        )
 
 
 def describe(spike: dict[str, Any]) -> str:
