@@ -144,7 +144,7 @@ def test_damaged_records_are_cut(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_bytes(good[0] + b"".join(odd[:6]) + good[1] + b"".join(odd[6:]))
     (tmp_path / "samples.jsonl").mkdir()
-    assert without_later(tmp_path, 3, 0) == {"metrics.jsonl": b"".join(good)}
+    assert without_later(tmp_path, 3) == {"metrics.jsonl": b"".join(good)}
 
 
 def test_a_tracker_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.helpers import checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.tools.incidents.replay import Recorded, differs, not_the_same, read
+from torchtitan_lite.tools.incidents.replay import Recorded, differs, has_changed, not_the_same, read
 
 extended = pytest.mark.extended
 PLAIN: dict[str, Any] = {"run__name": "run", "train__steps": 8, "checkpoint__every": 4, "eval__every": 0}
@@ -128,6 +128,22 @@ def test_a_step_that_was_not_logged_is_replayed_to_the_next_that_was(trained: Pa
     for step in (0, 7):
         with pytest.raises(ConfigError, match=f"--replay={step}: .* has recorded the steps up to 6"):
             read(config, step)
+
+
+def test_steps_before_one_that_stopped_the_run_are_compared_with_it(trained: Path, tmp_path: Path) -> None:
+    """Steps 6 to 8 were not logged: the replay continues to the one that was not finite."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    kept = [r for r in records(tmp_path / "run") if "loss" not in r or r["step"] < 6]
+    odd = '{"step": 5, "loss": 1.0, "rank_losses": null}\n{"step": 5, "loss": [1]}\n{"step": 7, "spike": [1]}\n'
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept) + odd)
+    (tmp_path / "run/run.json").write_text('{"reason": "step 9: the loss is not finite on rank 0. More"}')
+    config = Config.model_validate({"run": {"out_dir": str(tmp_path), "name": "run"}})
+    assert [read(config, n).last for n in (5, 6, 9)] == [5, 9, 9]
+    recorded = read(config, 5)
+    assert recorded.steps[5]["rank_losses"]
+    assert not has_changed(config, 5, recorded)
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(r | {"loss": 9.0}) + "\n" for r in kept))
+    assert has_changed(config, 5, recorded), "as by a rewind while the replay reads"
 
 
 def test_a_difference_names_what_is_known() -> None:

@@ -24,7 +24,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import trackers
 from torchtitan_lite.tools.incidents import which
 from torchtitan_lite.tools.incidents.record import read_record
-from torchtitan_lite.tools.report.marks import marks
+from torchtitan_lite.tools.report.marks import marks, spike_notes
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
 from torchtitan_lite.training.spikes.watch import SpikeError, limit, require_progress
@@ -79,6 +79,7 @@ def test_a_limit_needs_a_full_window_and_ignores_outliers() -> None:
     noisy = [2.0, 2.2, 1.8, 2.1, 1.9, 2.2, 1.8, 2.0]
     assert limit(noisy, 8, 8.0) == pytest.approx(2.0 + 8 * 1.4826 * 0.15)
     assert limit([*noisy[:7], 1e6], 8, 8.0) < 6
+    assert limit([9.0, 9.0, *noisy], 8, 8.0) == limit(noisy, 8, 8.0)  # saved with a longer window
 
 
 @extended
@@ -253,6 +254,8 @@ def test_further_spikes_rewind_again_up_to_the_limit(text: Path, tmp_path: Path)
     assert (state.spikes["rewinds"], state.jumps) == (2, [[12, 72, 108]])
     assert [r["rewind"] for r in lines(tmp_path / "run") if "back_to" in r] == [1, 2]
 
+    assert spike_notes(read_run(tmp_path / "run"))[-1].startswith("run: 2 rewinds, the last from step 13 to 12; ")
+
     result = run(1, text, tmp_path, "limited", env=env, **REWIND, spike__max_rewinds=1)
     assert result.returncode == 1
     assert "step 13: loss 6." in result.stderr
@@ -260,6 +263,11 @@ def test_further_spikes_rewind_again_up_to_the_limit(text: Path, tmp_path: Path)
     assert "Traceback" not in result.stderr
     assert json.loads((tmp_path / "limited/run.json").read_text())["status"] == "failed"
     assert storage.find_steps(tmp_path / "limited/checkpoints") == [6, 12]
+    shutil.copytree(tmp_path / "limited", tmp_path / "by-hand")
+    by_hand = tiny(text, tmp_path, run__name="by-hand", **REWIND, data__skip_samples="[[72,108]]")
+    succeeded(ranks(1, *by_hand, "--resume-with-changes", entry="tests.spike_worker", env=env))
+    assert_same_end(tmp_path / "by-hand", tmp_path / "told")
+    assert lines(tmp_path / "by-hand") == lines(tmp_path / "limited"), "what was abandoned is not made again"
     command = tiny(text, tmp_path, run__name="limited", **REWIND)
     said = succeeded(ranks(1, *command, "--replay=13", entry="tests.spike_worker", env=env))  # the one that it ended at
     assert "equal   bit for bit" in said
@@ -287,6 +295,49 @@ def test_a_rewind_can_go_further_back_and_sets_later_checkpoints_aside(text: Pat
 
 
 @extended
+@pytest.mark.parametrize("most", [1, 10])
+def test_a_spike_soon_after_a_rewind_goes_back_to_the_same_checkpoint(most: int, text: Path, tmp_path: Path) -> None:
+    """Though spike.rewind_steps would go further back, where retention keeps nothing. Steps 29 and 23 (again) spike."""
+    keys = PLAIN | SPIKE | {"spike__action": "rewind", "spike__rewind_steps": 6, "train__steps": 30}
+    keys |= {"checkpoint__every": 3, "checkpoint__keep_latest": 1, "spike__max_rewinds": most}
+    result = run(1, text, tmp_path, "run", env={"POISON": "[[168, 174], [180, 186]]"}, **keys)
+    if most == 1:
+        assert result.returncode == 1
+        assert "step 23: loss 6." in result.stderr
+        return
+    assert re.findall(r"REWOUND from step (\d+) to .*step-(\d+) ", succeeded(result)) == [
+        ("29", "00000021"),
+        ("23", "00000021"),
+    ]
+
+
+@extended
+def test_the_option_of_a_rewind_has_all_samples_that_were_skipped(text: Path, tmp_path: Path) -> None:
+    said = succeeded(run(1, text, tmp_path, "run", **REWIND, data__skip_samples="[[104,110]]"))
+    (option,) = re.findall(r"as a run with --(data\.skip_samples=.*)$", said, re.M)
+    assert option == "data.skip_samples=[[72,102],[104,110]]"
+    record = read_record(tmp_path / "run")
+    assert [record.samples(step).start for step in (12, 13, 14)] == [66, 110, 116]
+    succeeded(run(1, text, tmp_path, "told", **PLAIN, data__skip_samples=option.partition("=")[2]))
+    assert_same_end(tmp_path / "run", tmp_path / "told")
+
+
+@extended
+def test_a_rewind_behind_a_change_moves_its_record(text: Path, tmp_path: Path) -> None:
+    """A resume after step 12 makes batches smaller; step 19 goes back to step 9."""
+    keys = REWIND | {"checkpoint__every": 3, "spike__rewind_steps": 9, "optim__schedule": "constant"}
+    env = {"POISON": "[[96, 100]]"}
+    succeeded(run(1, text, tmp_path, "run", env=env, **keys | {"train__steps": 12}))
+    smaller = tiny(text, tmp_path, run__name="run", **keys | {"train__global_batch_size": 4})
+    said = succeeded(ranks(1, *smaller, "--resume-with-changes", entry="tests.spike_worker", env=env))
+    assert "REWOUND from step 19" in said
+    (change,) = [json.loads(line) for line in (tmp_path / "run/changes.jsonl").read_text().splitlines()]
+    assert (change["step"], change["changed"]["train.global_batch_size"]) == (9, [6, 4])
+    record = read_record(tmp_path / "run")
+    assert [len(record.samples(step)) for step in (9, 10, 11, 13)] == [6, 4, 4, 4]
+
+
+@extended
 def test_a_damaged_checkpoint_is_passed_over(text: Path, tmp_path: Path) -> None:
     file = checkpoint(tmp_path / "run", 12) / "model.safetensors"
     said = succeeded(run(2, text, tmp_path, "run", env=POISON | {"DAMAGE": str(file)}, **REWIND))
@@ -305,7 +356,7 @@ def test_wandb_gets_each_step_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return (lambda scalars, at: sent.append(at)), lambda: sent.append(-1)
 
     monkeypatch.setattr(trackers, "_wandb", start)
-    config = {"spike.action": "rewind", "spike.rewind_steps": 2}
+    config = {"spike.action": "rewind", "spike.rewind_steps": 2, "train.steps": 5}
     found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(config=config))
     for step in (1, 2, 3):
         found.record({"step": step, "loss": 1.0})
@@ -319,7 +370,24 @@ def test_wandb_gets_each_step_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for step in (4, 5):
         found.record({"step": step, "loss": 2.0})
     found.close()
-    assert sent == [1, 2, 3, 3, 4, 5, -1]
+    assert sent == [1, 2, 3, 3, 4, 5, -1], "the run is complete: nothing can be abandoned"
+
+
+def test_wandb_gets_what_a_stopped_run_had_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sent: list[int] = []
+    start: Any = lambda *_: ((lambda scalars, at: sent.append(at)), lambda: None)  # noqa: E731
+    monkeypatch.setattr(trackers, "_wandb", start)
+    config = {"spike.action": "rewind", "spike.rewind_steps": 0, "train.steps": 9}
+    found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(config=config))
+    made = [{"step": step, "loss": 1.0, **({"save_s": 1.0} if step in (2, 6) else {})} for step in range(1, 8)]
+    for record in made[:5]:
+        found.record(record)
+    found.close()
+    assert sent == [1, 2], "the next attempt may abandon the others"
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made[:6]))
+    found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(step=6, config=config))
+    found.record(made[6])
+    assert sent == [1, 2, 3, 4, 5, 6]
 
 
 @extended
@@ -458,7 +526,7 @@ def test_the_report_marks_spikes_and_rewinds(rewound: Path, tmp_path: Path) -> N
     run = read_run(rewound)
     assert marks([run]) == [{"x": 13, "text": "rewound from step 17", "color": "#888888"}]
     shown = page([run])
-    assert "run: 1 rewind, the first from step 17 to 12; what was abandoned is in spikes.jsonl." in shown
+    assert "run: 1 rewind, the last from step 17 to 12; what was abandoned is in spikes.jsonl." in shown
     with (forget(rewound, tmp_path / "run") / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 20, "spike": {"action": "skip"}}\n{"step": 21, "spike": 3, "rewound_from": "<b>"}\n')
     run = read_run(tmp_path / "run")
@@ -492,7 +560,7 @@ def test_a_range_that_a_run_begins_with_is_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [[[3]], [[5, 5]], [[5, 3]], [[0, 4], [3, 9]], [[8, 9], [1, 2]], [[-1, 4]], [[1, 2, 3]]]
+    "wrong", [[[3]], [[0, 2**63 - 1]], [[5, 5]], [[5, 3]], [[0, 4], [3, 9]], [[8, 9], [1, 2]], [[-1, 4]], [[1, 2, 3]]]
 )
 def test_ranges_that_are_none_are_a_mistake_in_the_config(wrong: list[list[int]]) -> None:
     with pytest.raises(ConfigError, match=r"data\.skip_samples = .* e\.g\. \[\[800, 960\], \[2400, 2480\]\]"):

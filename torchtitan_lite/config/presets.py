@@ -332,7 +332,7 @@ def rare_data_conflicts(data: Any) -> dict[str, str]:
     found = {}
     bounds = [bound for pair in data.skip_samples for bound in (pair if len(pair) == 2 else (1, 0))]
     rising = all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True))
-    if bounds != sorted(bounds) or not rising or any(bound < 0 for bound in bounds):
+    if bounds != sorted(bounds) or not rising or any(not 0 <= bound < 1 << 53 for bound in bounds):
         found["data.skip_samples"] = (
             f"data.skip_samples = {shortened(data.skip_samples)} should be pairs of a first sample and the one after "
             "the last, ascending and without overlap, e.g. [[800, 960], [2400, 2480]]"

@@ -344,7 +344,7 @@ class SpikeConfig(Section):
     action: Literal["off", "log", "skip", "rewind"] = "off"
     """on a loss or gradient norm far above those before it: log it; skip the update; or rewind: go back to the newest \
 checkpoint, and continue after the samples seen since then"""
-    window: int = Field(default=128, ge=4, le=100_000)
+    window: int = Field(default=128, ge=4, le=10_000)
     """compare with this many steps; nothing is a spike before there are so many, or during the warm-up"""
     loss_deviations: NonNegativeFloat = 8.0
     """a loss is a spike if it is this many deviations above the median of the window; 0: off. A deviation is 1.48 \

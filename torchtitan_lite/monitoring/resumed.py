@@ -46,17 +46,17 @@ def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> 
 _RECORDS = {"metrics.jsonl": "step", "samples.jsonl": "step", "rouge.jsonl": "step", "spikes.jsonl": "rewind"}
 
 
-def without_later(folder: Path, step: int, rewinds: int) -> dict[str, bytes]:
-    """New contents for files with records of later steps or rewinds, which a resume will repeat."""
+def without_later(folder: Path, step: int) -> dict[str, bytes]:
+    """New contents for files with records of later steps, which a resume will repeat; what rewinds abandoned stays."""
     changed = {}
     for name, key in _RECORDS.items():
-        content, kept, _ = split_records(folder / name, key, rewinds if key == "rewind" else step)
+        content, kept, _ = split_records(folder / name, key, float("inf") if step and key == "rewind" else step)
         if kept != content:
             changed[name] = kept
     return changed
 
 
-def split_records(file: Path, key: str, last: int) -> tuple[bytes, bytes, list[dict[str, Any]]]:
+def split_records(file: Path, key: str, last: float) -> tuple[bytes, bytes, list[dict[str, Any]]]:
     """A file's content, its part up to a value of `key`, and the later records. Damaged lines are in neither."""
     content = file.read_bytes() if file.is_file() else b""
     kept, later = [], []

@@ -1,5 +1,7 @@
 """TensorBoard and Weights & Biases, in addition to metrics.jsonl. Each is an extra to install."""
 
+import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -11,6 +13,7 @@ from torchtitan_lite.config.schema import LogConfig
 from torchtitan_lite.terminal import print_error
 
 Scalars = Mapping[str, float]
+_SENT = "wandb-sent.txt"  # the last step that was sent with a delay
 
 
 class Trackers:
@@ -29,6 +32,8 @@ class Trackers:
         self._waiting: list[tuple[str, int, Mapping[str, Any]]] = []
         self._saved: list[int] = []
         self._open_all(config.trackers)
+        if self._delayed & {*self._open}:
+            self._wait_again()
 
     def _open_all(self, names: Iterable[str]) -> None:
         config, folder, state = self._start
@@ -49,16 +54,33 @@ class Trackers:
         # a step after `newest` goes back to a checkpoint that is at least rewind_steps older
         self._send(max((saved for saved in self._saved if saved + self._back <= newest), default=-1))
 
+    def _wait_again(self) -> None:
+        """Take what an earlier attempt had not sent from metrics.jsonl."""
+        _, folder, state = self._start
+        file, sent = folder / "metrics.jsonl", folder / _SENT
+        try:
+            after = int(sent.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return  # none was sent with a delay
+        for line in file.read_bytes().splitlines() if file.is_file() else []:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                values = json.loads(line)
+                if after < int(values["step"]) <= state.step:
+                    self.record(values)
+
     def _write(self, name: str, step: int, values: Mapping[str, Any]) -> None:
         if name in self._open:
             self._try(name, lambda: self._open[name][0](_scalars(values), step))
 
     def _send(self, last: float) -> None:
         """Log what waits, up to a step."""
-        for name, step, values in self._waiting:
-            if step <= last:
-                self._write(name, step, values)
+        due = [item for item in self._waiting if item[1] <= last]
+        for name, step, values in due:
+            self._write(name, step, values)
         self._waiting = [item for item in self._waiting if item[1] > last]
+        if due:
+            with contextlib.suppress(OSError):  # the next attempt would send less or more
+                (self._start[1] / _SENT).write_text(f"{due[-1][1]}\n", encoding="utf-8")
 
     def rewound(self, step: int) -> None:
         """The steps after this one are made again: a new file of TensorBoard says so at its start, as on a resume."""
@@ -72,7 +94,9 @@ class Trackers:
         self._saved = [saved for saved in self._saved if saved <= step]
 
     def close(self) -> None:
-        self._send(math.inf)
+        newest, steps = max((at for _, at, _ in self._waiting), default=0), self._start[2].config.get("train.steps", 0)
+        if newest >= int(steps):  # a run that stopped earlier may go back when it resumes
+            self._send(math.inf)
         for name, (_, close) in list(self._open.items()):
             self._try(name, close)
 

@@ -112,7 +112,7 @@ def _records(config: Config, s: Session) -> tuple[dict[str, bytes], dict[str, by
         return {}, {}
     from torchtitan_lite.monitoring.resumed import recorded_changes, without_later
 
-    later = without_later(config.folder, s.state.step, s.state.spikes.get("rewinds", 0))
+    later = without_later(config.folder, s.state.step)
     return later, recorded_changes(config.folder / "changes.jsonl", s.loaded, s.state)
 
 

@@ -1,8 +1,9 @@
 """What a run folder says about its steps: the config, the changes of resumes, and the samples of each step."""
 
+import contextlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,18 @@ def jumps_of(folder: Path) -> list[list[int]]:
     return found
 
 
+def abandoned(file: Path, n: int) -> Iterator[str]:
+    """Notes about rewinds that abandoned a step of this number."""
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            record = json.loads(line)
+            if "back_to" in record and int(record["back_to"]) < n <= int(record["step"]):
+                yield (
+                    f"rewind {record['rewind']}, from step {record['step']} to {record['back_to']}, abandoned a step "
+                    f"{n}. The step that is replayed is the one after the rewind"
+                )
+
+
 def checkpoint_before(run: Path, step: int) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint before a step, if any, and the problems of newer ones."""
     checkpoints, notes = run / "checkpoints", list[str]()
@@ -172,7 +185,7 @@ def _consumed(
         skipped = sum(end - first for step, first, end in jumps if before <= step < after)
         if known[after] - known[before] != sizes[before:after].sum() + skipped:
             found[before + 1 : after] = -1
-    made = max([*known, *(after + 1 for after, *_ in jumps)])
+    made = max([*known, *(after for after, *_ in jumps)])
     for first, end in to_skip:
         starts, stops = (found[1:] - sizes)[made:], found[1 + made :]
         if len(touching := np.flatnonzero((starts < end) & (first < stops))):

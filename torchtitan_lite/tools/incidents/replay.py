@@ -34,7 +34,7 @@ from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.terminal import counted, print_line
-from torchtitan_lite.tools.incidents.record import changes_of, checkpoint_before, jumps_of
+from torchtitan_lite.tools.incidents.record import abandoned, changes_of, checkpoint_before, jumps_of
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, check_previous_step
 from torchtitan_lite.training.spikes.watch import SpikeError
@@ -102,7 +102,15 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
                 log.info(line)
             s = build(there, data, world, log)
             with contextlib.closing(s), s.watchdog.explained(), out_of_memory.explained(config):
-                result = compute(s, step, recorded, config.folder)
+                try:
+                    result = compute(s, step, recorded, config.folder)
+                except DifferentError:
+                    if from_rank0(world.rank == 0 and has_changed(config, n, recorded)):
+                        raise ConfigError(
+                            f"--replay={n}: the run has changed its records meanwhile: it went back over a spike, "
+                            "or was started again; give the command again"
+                        ) from None
+                    raise
             if world.rank == 0:
                 print_line(f"equal   {result}")
 
@@ -145,10 +153,10 @@ def read(config: Config, n: int) -> Recorded:
     steps = _logged(folder / "metrics.jsonl")
     status = _json(folder / "run.json")
     stopped = str(status.get("reason", "")) if re.match(r"step \d+: .* not finite", str(status.get("reason"))) else ""
-    made = max([*steps, *(int(number) for number in re.findall(r"^step (\d+)", stopped))], default=0)
-    if not 1 <= n <= made:
-        raise ConfigError(f"--replay={n}: {folder} has recorded the steps up to {made}")
-    last = min((step for step in steps if step >= n), default=n)
+    known = {*steps, *(int(number) for number in re.findall(r"^step (\d+)", stopped))}
+    if not 1 <= n <= max(known, default=0):
+        raise ConfigError(f"--replay={n}: {folder} has recorded the steps up to {max(known, default=0)}")
+    last = min(step for step in known if step >= n)
     checkpoint, damaged = checkpoint_before(folder, n)
     start = storage.read_state(checkpoint).step if checkpoint else 0
     if checkpoint is None and not re.fullmatch(r"auto|never|step-\d+", config.checkpoint.resume):
@@ -160,20 +168,17 @@ def read(config: Config, n: int) -> Recorded:
         raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
     setting, values = _setting(folder, status, checkpoint, n)
     jumps = [jump for jump in jumps_of(folder) if jump[0] >= start]
-    notes = tuple(f"note    {note}" for note in (*damaged, *_abandoned(folder / "spikes.jsonl", n)))
+    notes = tuple(f"note    {note}" for note in (*damaged, *abandoned(folder / "spikes.jsonl", n)))
     return Recorded(start, last, str(checkpoint or ""), between, stopped, setting, values, jumps, notes)
 
 
-def _abandoned(file: Path, n: int) -> Iterator[str]:
-    """Notes about rewinds that abandoned a step of this number."""
-    for line in file.read_bytes().splitlines() if file.is_file() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            record = json.loads(line)
-            if "back_to" in record and int(record["back_to"]) < n <= int(record["step"]):
-                yield (
-                    f"rewind {record['rewind']}, from step {record['step']} to {record['back_to']}, abandoned a step "
-                    f"{n}. The step that is replayed is the one after the rewind"
-                )
+def has_changed(config: Config, n: int, recorded: Recorded) -> bool:
+    """Whether the run says something else by now about the steps that were compared."""
+    try:
+        now = read(config, n)
+    except (UserError, OSError):
+        return True
+    return any(now.steps.get(step) != record for step, record in recorded.steps.items())
 
 
 def _setting(
@@ -206,13 +211,19 @@ def _logged(file: Path) -> dict[int, dict[str, Any]]:
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
             record = json.loads(line)
-            if "loss" in record:
+            spike = record.get("spike")
+            if "loss" in record and _is_sound(record):
                 found[int(record["step"])] = record
-            elif "spike" in record:  # the last step of a run that it stopped
-                found.setdefault(int(record["step"]), {"step": int(record["step"]), **record["spike"]})
-        except (ValueError, KeyError, TypeError, RecursionError):
+            elif spike and _is_sound(spike):  # the last step of a run that it stopped
+                found.setdefault(int(record["step"]), {"step": int(record["step"]), **spike})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
     return found
+
+
+def _is_sound(record: Mapping[str, Any]) -> bool:
+    numbers = [record["loss"], record.get("grad_norm"), *record.get("rank_losses", ())]
+    return all(number is None or type(number) in (int, float) for number in numbers)
 
 
 def not_the_same(recorded: Recorded, config: Config, setting: Mapping[str, Any]) -> str:
@@ -339,7 +350,12 @@ def _compare_tensors(s: Session, checkpoint: Path, equal: int) -> int:
         storage.MODEL: sharding.own_tensors(s.model),
         storage.OPTIMIZER: sharding.optimizer_tensors(s.model, s.optimizer),
     }
-    saved = _saved(checkpoint, parts) if s.world.rank == 0 else {}
+    saved: dict[str, Callable[[], Tensor]] = {}
+    if s.world.rank == 0:
+        with contextlib.suppress(UserError, OSError):  # the run has deleted it meanwhile
+            saved = _saved(checkpoint, parts)
+    if not from_rank0(bool(saved)):
+        return 0
     wrong = []
     for name, value in sharding.by_name(parts).items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -37,9 +37,9 @@ def spike_notes(run: Run) -> list[str]:
             f"{run.name}: {counted(len(run.spikes), 'loss spike')}, the first at step {run.spikes[0]['step']}."
         )
     if run.rewinds:
-        first = run.rewinds[0]
+        last = run.rewinds[-1]  # marks of earlier ones may have been abandoned, too
         notes.append(
-            f"{run.name}: {counted(len(run.rewinds), 'rewind')}, the first from step {first['rewound_from']} to "
-            f"{first['step'] - 1}; what was abandoned is in spikes.jsonl."
+            f"{run.name}: {counted(last['rewind'], 'rewind')}, the last from step {last['rewound_from']} to "
+            f"{last['step'] - 1}; what was abandoned is in spikes.jsonl."
         )
     return notes

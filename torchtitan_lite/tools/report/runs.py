@@ -86,7 +86,7 @@ def _read_run(folder: Path) -> Run:
                 records.append(record)
         if isinstance(record.get("spike"), dict):
             run.spikes.append(record)
-        if type(record.get("rewound_from")) is int:
+        if type(record.get("rewound_from")) is int and type(record.get("rewind")) is int:
             run.rewinds.append(record)
         if any(key.startswith(TASK[0]) for key in record):
             run.tasks.append(record)

@@ -7,12 +7,13 @@ whose data.skip_samples has the same range does the same, bit for bit.
 Nothing is erased. The records of the abandoned steps move to spikes.jsonl, with the number of the rewind, and later
 checkpoints are set aside as .old-step-N. The number of rewinds and the jump in the data are in TrainState, so they are
 saved with the next checkpoint. If the run is killed before that, it resumes from the checkpoint that it had gone back
-to, meets the spike again, and does the same again.
+to, meets the spike again, and does the same again: then its lines in spikes.jsonl take the place of the first ones.
 """
 
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpointing.compatibility import continued
@@ -22,7 +23,7 @@ from torchtitan_lite.checkpointing.storage import TrainState, find_steps
 from torchtitan_lite.errors import CheckpointError, UnreadableError
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.metrics import Clock
-from torchtitan_lite.monitoring.resumed import split_records
+from torchtitan_lite.monitoring.resumed import recorded_changes, split_records
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.training.session import Session, report_save
@@ -31,9 +32,25 @@ _OF_STEPS = "metrics.jsonl", "samples.jsonl", "rouge.jsonl"
 
 
 def checkpoints_before(s: Session, step: int) -> list[int]:
-    """The steps of the checkpoints before this one, ascending. Collective; a save in the background ends first."""
+    """The steps of the checkpoints before this one, ascending. Collective; a save in the background ends first.
+
+    If nothing was saved since the last rewind, its checkpoint is the newest, however near it is.
+    """
     report_save(s, wait=True)
-    return [found for found in on_rank0(s.world, lambda: find_steps(s.checkpointer.folder)) if found < step]
+    found = on_rank0(s.world, lambda: find_steps(s.checkpointer.folder))
+    last = s.state.jumps[-1][0] if s.state.jumps and found[-1:] == [s.state.jumps[-1][0]] else -1
+    return [number for number in found if number < step or number <= last]
+
+
+def skipped_samples(s: Session) -> str:
+    """data.skip_samples with which another run skips the same samples as this one."""
+    ranges: list[list[int]] = []
+    for first, end in sorted([*s.config.data.skip_samples, *([first, end] for _, first, end in s.state.jumps)]):
+        if ranges and first <= ranges[-1][1]:
+            ranges[-1][1] = max(end, ranges[-1][1])
+        else:
+            ranges.append([first, end])
+    return f"[{','.join(f'[{first},{end}]' for first, end in ranges)}]"
 
 
 def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> None:
@@ -59,7 +76,7 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
         spikes = {**saved.spikes, "rewinds": number}
         s.state = replace(saved, samples_consumed=before.samples_consumed, jumps=[*saved.jumps, jump], spikes=spikes)
         record = {"rewind": number, "step": before.step, "back_to": saved.step, "spike": spike, "skipped": jump[1:]}
-        for note in on_rank0(s.world, lambda: _change_files(s, saved.step, number, record)):
+        for note in on_rank0(s.world, lambda: _change_files(s, loaded, number, record)):
             s.log.info(f"note    {note}")
     s.scaler = GradScaler(c.grad_scaler, c.fsdp.uses_float16, s.world.device, saved.grad_scaler)
     s.guard = FiniteGuard(s.optimizer, s.scaler, s.guard.max_skipped, saved.skipped)
@@ -69,7 +86,7 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
     s.log.record({"step": saved.step + 1, "rewind": number, "rewound_from": before.step, "rewound_samples": jump[1:]})
     s.log.info(
         f"REWOUND from step {before.step} to {s.checkpointer.folder / f'step-{saved.step:08d}'} ({number} {of}), and "
-        f"on without the samples {jump[1]} to {jump[2] - 1}: as a run with --data.skip_samples=[[{jump[1]},{jump[2]}]]"
+        f"on without the samples {jump[1]} to {jump[2] - 1}: as a run with --data.skip_samples={skipped_samples(s)}"
     )
 
 
@@ -92,17 +109,31 @@ def _load(s: Session, steps: list[int]) -> TrainState:
     raise CheckpointError("\n  ".join(["no checkpoint is complete that the run could go back to:", *problems]))
 
 
-def _change_files(s: Session, step: int, number: int, record: dict[str, Any]) -> list[str]:
-    """Move the records after a step to spikes.jsonl, and set later checkpoints aside, on rank 0. Returns notes."""
-    folder = s.config.folder
+def _change_files(s: Session, loaded: TrainState, number: int, record: dict[str, Any]) -> list[str]:
+    """Move later records to spikes.jsonl, and set later checkpoints aside, on rank 0. Returns notes."""
+    folder, step = s.config.folder, loaded.step
     file = folder / "spikes.jsonl"
-    content = file.read_bytes() if file.is_file() else b""
-    lines, cut = [record | {"time": round(time.time(), 3)}], {}
+    lines, cut = [record | {"time": round(time.time(), 3)}], recorded_changes(folder / "changes.jsonl", loaded, s.state)
     for name in _OF_STEPS:
         whole, kept, later = split_records(folder / name, "step", step)
         lines += [{"rewind": number, "file": name, **values} for values in later]
         if kept != whole:
             cut[name] = kept
     new = "".join(json.dumps(values) + "\n" for values in lines).encode()
-    run_folder.take_over(folder, {file.name: content + new}, list)  # first: a kill in between loses no record
+    kept = _without_the_same(file, record)
+    run_folder.take_over(folder, {file.name: kept + new}, list)  # first: a kill in between loses no record
     return run_folder.take_over(folder, cut, lambda: set_aside(s.checkpointer.folder, s.checkpointer.aside))
+
+
+def _without_the_same(file: Path, record: dict[str, Any]) -> bytes:
+    """The content of spikes.jsonl without an earlier attempt of this rewind, which a kill made the run repeat."""
+    kept, same = [], False
+    for line in file.read_bytes().splitlines(keepends=True) if file.is_file() else []:
+        try:
+            found = json.loads(line)
+            if "back_to" in found:  # the first line of a rewind; those of its steps follow
+                same = all(found.get(key) == record[key] for key in ("rewind", "step", "back_to", "skipped"))
+        except (ValueError, TypeError, RecursionError):
+            continue
+        kept += [] if same else [line]
+    return b"".join(kept)

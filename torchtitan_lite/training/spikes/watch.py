@@ -55,6 +55,7 @@ def limit(values: Sequence[float], window: int, deviations: float) -> float:
     """A value above this is a spike; infinite while there are less than `window` values."""
     if len(values) < window or not deviations:
         return math.inf
+    values = values[-window:]  # a resume may have made it shorter
     median = statistics.median(values)
     deviation = _MAD * statistics.median(abs(value - median) for value in values)
     return median + deviations * max(deviation, _LEAST * abs(median))
@@ -147,17 +148,17 @@ class Spikes:
             s.log.info(f"note    step {step}: {again}")
         if action == "log":
             return
-        if action == "rewind" and (steps := rewind.checkpoints_before(s, step - self._config.rewind_steps)):
-            done, most = s.state.spikes.get("rewinds", 0), self._config.max_rewinds
-            if done >= most:
+        done = s.state.spikes.get("rewinds", 0)
+        if action == "rewind":
+            if done >= self._config.max_rewinds:
                 raise SpikeError(
                     f"step {step}: {describe(spike)}. The run has gone back {counted(done, 'time')} "
                     "(spike.max_rewinds), and does not again; nothing has been saved since. spikes.jsonl has what was "
                     "abandoned. A larger spike.max_rewinds continues; a lower optim.lr or a larger spike.rewind_steps "
                     "may help"
                 )
-            raise Rewind(spike, steps)
-        if action == "rewind":
+            if steps := rewind.checkpoints_before(s, step - self._config.rewind_steps):
+                raise Rewind(spike, steps)
             s.log.info(f"note    there is no checkpoint to go back to: step {step} was skipped")
         skipped = [*s.state.spikes.get("skipped", ()), step]
         s.state = replace(s.state, spikes={**s.state.spikes, "skipped": skipped})
