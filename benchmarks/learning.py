@@ -1,6 +1,7 @@
 """What a token teaches: `python -m benchmarks.learning STAGE [--out DIR]` searches for the best default recipe.
 
     screen     every candidate at the default experiment (1.8 M parameters, 1,024,000 tokens), one seed
+    survivors  the best candidates of the same length of sequences, three seeds
     defaults   the former and the present default on the held-out text of the default split, three seeds, and the
                present one with a part of its tokens
     larger     Muon, and AdamW at five rates, with a model of 5 M parameters
@@ -21,6 +22,7 @@ start of the process and without scoring; "60 s" is 120 of them, as on two cores
 import argparse
 import concurrent.futures
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -101,10 +103,17 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "both, softcap of 15": best(variant="softcap", speed__chunked_loss="false", **BOTH),
     "both, momentum 0.9": best(optim__muon_momentum=0.9, **BOTH),
     "both, betas 0.9, 0.99": best(optim__betas="[0.9, 0.99]", **BOTH),
+    "both, momentum 0.9 and betas 0.9, 0.99": best(optim__muon_momentum=0.9, optim__betas="[0.9, 0.99]", **BOTH),
     "both, no weight decay": best(optim__weight_decay=0.0, **BOTH),
     "both, cautious weight decay": best(optim__muon_cautious_decay="true", **BOTH),
     "both, NorMuon": best(variant="normuon", **BOTH),
 }
+
+_SURVIVORS = (
+    *("both of these", "both, head at twice the rate", "both, momentum 0.9", "both, betas 0.9, 0.99"),
+    "both, momentum 0.9 and betas 0.9, 0.99",
+)
+SURVIVORS = {name: [(name, CANDIDATES[name], seed) for seed in range(3)] for name in _SURVIVORS}
 
 LARGER: dict[str, Any] = {"model__size": "3M", "model__qk_norm": "true"}  # 5.0 M with this vocabulary
 LARGER_TOKENS = TOKENS // 2
@@ -332,6 +341,16 @@ def screen_table(search: Search) -> list[str]:
     return lines + [f"| {name} | {bits:.4f} | {seconds:,.0f} |" for bits, name, seconds in sorted(rows)]
 
 
+def survivors_table(search: Search) -> list[str]:
+    """The mean over seeds, and each seed."""
+    lines = ["| candidate | bits per byte, by seed | mean |", "|---|---:|---:|"]
+    for name, jobs in SURVIVORS.items():
+        found = [one["bits_per_byte"] for job in jobs if (one := search.result("screen", *job))]
+        if found:
+            lines.append(f"| {name} | {', '.join(f'{bits:.4f}' for bits in found)} | {statistics.mean(found):.4f} |")
+    return lines
+
+
 def larger_table(search: Search) -> list[str]:
     """The runs of the larger model."""
     lines = ["| 5 M parameters | steps | bits per byte | seconds |", "|---|---:|---:|---:|"]
@@ -423,7 +442,7 @@ def plot(search: Search, file: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["screen", "defaults", "larger", "widths", "recipes", "table"])
+    parser.add_argument("stage", choices=["screen", "survivors", "defaults", "larger", "widths", "recipes", "table"])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "learning.svg")
@@ -437,6 +456,8 @@ def main() -> None:
         search.run(((name, options, 0) for name, options in LARGER_JOBS.items()), "larger")
     if given.stage == "widths":
         search.run(WIDTH_JOBS.values(), "widths")
+    if given.stage == "survivors":
+        search.run(itertools.chain(*zip(*SURVIVORS.values(), strict=True)), "screen")
     if given.stage == "recipes":
         search.run(cost_jobs(), "cost")
         search.run(rate_jobs(search), "rate")
@@ -445,6 +466,7 @@ def main() -> None:
         search.run([recipe_job(search, name, seconds) for seconds in SECONDS for name in RECIPES], "final")
     for lines in (
         screen_table(search),
+        survivors_table(search),
         defaults_table(search),
         larger_table(search),
         recipe_tables(search),

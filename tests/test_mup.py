@@ -23,6 +23,8 @@ VOCABULARY = 64
 def built(width: int, base: int, family: str = "llama") -> models.Transformer:
     """A model of two blocks with heads of one size, with initial values of one seed."""
     sizes: dict[str, Any] = {"dim": width, "n_layers": 2, "n_heads": width // 32, "max_seq_len": 32}
+    if family == "llama":
+        sizes["n_kv_heads"] = width // 64
     model = models.build(ModelConfig(family=family, mup_base_dim=base, **sizes), VOCABULARY)
     generator = torch.Generator().manual_seed(0)
 
@@ -61,9 +63,31 @@ def sizes_after(model: models.Transformer, steps: int, **config: Any) -> dict[st
     return found
 
 
+def changes_of_a_step(model: models.Transformer, **config: Any) -> dict[str, float]:
+    """The root mean square of what the first update of each matrix changes in its output, by the matrix's name."""
+    settings = OptimConfig.model_validate({"lr": 4e-3, "warmup_steps": 0, **config})
+    optimizer = optim.build_optimizer(model, settings)
+    optim.set_learning_rate(optimizer, settings.lr)
+    tokens = torch.randint(VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(1))
+    matrices = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    inputs: dict[str, Tensor] = {}
+    model.output.chunked = False
+    for name, matrix in matrices.items():
+        matrix.register_forward_pre_hook(lambda _, given, name=name: inputs.update({name: given[0].detach()}))
+    nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    before = {name: matrix.weight.detach().clone() for name, matrix in matrices.items()}
+    optimizer.step()
+    changes = {name: inputs[name] @ (matrix.weight.detach() - before[name]).T for name, matrix in matrices.items()}
+    return {name: change.square().mean().sqrt().item() for name, change in changes.items()}
+
+
 def growth(widths: tuple[int, ...], base: int, **config: Any) -> dict[str, float]:
-    """By module: the power of the width with which its output grows, by least squares (0: flat)."""
-    by_width = [sizes_after(built(width, base), **config) for width in widths]
+    """By module: the power of the width with which its output grows after some steps (0: flat)."""
+    return powers(widths, [sizes_after(built(width, base), **config) for width in widths])
+
+
+def powers(widths: tuple[int, ...], by_width: list[dict[str, float]]) -> dict[str, float]:
+    """The power of the width with which each value grows, by least squares."""
     x = torch.tensor([math.log(width) for width in widths])
     x = x - x.mean()
     return {
@@ -79,6 +103,17 @@ def test_activations_have_one_size_at_every_width(name: str, widths: tuple[int, 
     print({key: (round(scaled[key], 2), round(plain[key], 2)) for key in scaled})
     assert max(abs(power) for power in scaled.values()) < 0.2, scaled
     assert min(plain.values()) > 0.3, "without the scaling, every activation grows"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_a_step_changes_every_output_by_as_much_at_every_width(name: str, family: str) -> None:
+    scaled, plain = (
+        powers(WIDTHS[:3], [changes_of_a_step(built(width, base, family), name=name) for width in WIDTHS[:3]])
+        for base in (64, 0)
+    )
+    assert max(abs(power) for power in scaled.values()) < 0.25, scaled
+    assert min(plain.values()) > 0.4, plain
 
 
 @pytest.mark.parametrize("scale", ["adamw", "original", None])
