@@ -109,10 +109,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "both, NorMuon": best(variant="normuon", **BOTH),
 }
 
-_SURVIVORS = (
-    *("both of these", "both, head at twice the rate", "both, momentum 0.9", "both, betas 0.9, 0.99"),
-    "both, momentum 0.9 and betas 0.9, 0.99",
-)
+_SURVIVORS = "both of these", "both, momentum 0.9", "both, momentum 0.9 and betas 0.9, 0.99"
 SURVIVORS = {name: [(name, CANDIDATES[name], seed) for seed in range(3)] for name in _SURVIVORS}
 
 LARGER: dict[str, Any] = {"model__size": "3M", "model__qk_norm": "true"}  # 5.0 M with this vocabulary
@@ -439,6 +436,30 @@ def plot(search: Search, file: Path) -> None:
     figure.savefig(file)
 
 
+def plot_widths(search: Search, file: Path) -> None:
+    """Bits per byte over rates, for each width with and without muP."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
+    for axis, scaled in zip(axes, (False, True), strict=True):
+        for dim in sorted({dim for dim, _ in WIDTHS}):
+            base = 128 if scaled or dim == 128 else 0  # the base width is the same with both
+            found = {rate: search.result("widths", *WIDTH_JOBS[dim, base, rate]) for rate in RATES}
+            points = [(rate, one["bits_per_byte"]) for rate, one in found.items() if one]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=f"model.dim = {dim}")
+        axis.set(title="model.mup_base_dim = 128" if scaled else "not scaled", xlabel="optim.lr", xscale="log")
+        axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
+        axis.minorticks_off()
+    if axes[0].lines:
+        axes[0].set_ylabel("bits per byte")
+        axes[1].legend()
+        figure.savefig(file)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -475,6 +496,7 @@ def main() -> None:
         print("\n".join(["", *lines]))
     if given.stage == "table":
         plot(search, given.plot)
+        plot_widths(search, given.plot.with_name("mup.svg"))
 
 
 if __name__ == "__main__":

@@ -201,6 +201,7 @@ def test_an_encoder_decoder_scores_as_in_its_validation(runs: Path, tmp_path: Pa
     assert list(again["texts"].values()) == [row]
 
 
+@pytest.mark.extended
 def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: Path) -> None:
     """The same documents, as text or as tokens; --split=all is all of them."""
     out = tmp_path / "prepared"

@@ -112,7 +112,7 @@ def test_a_preempted_run_saves_and_resumes(number: signal.Signals, text: Path, t
 
 @pytest.mark.parametrize(("moment", "more"), [
     pytest.param("0:5:write", {}, marks=pytest.mark.extended),
-    ("1:7:forward", {"eval__every": 3}),
+    pytest.param("1:7:forward", {"eval__every": 3}, marks=pytest.mark.extended),
     pytest.param("1:1:batch", {}, marks=slow),
     pytest.param("0:6:eval", {"eval__every": 3}, marks=slow),
     pytest.param("1:5:sync", SHARDED, marks=slow),

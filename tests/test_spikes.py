@@ -224,7 +224,7 @@ def told(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int,
 
 
 WAYS = [
-    pytest.param(*way, n, n == 2, marks=[] if (*way, n) == ("sharded", "dtensor", 1) else [extended])
+    pytest.param(*way, n, n == 2, marks=extended)
     for way in (("full", "dtensor"), ("full", "dcp"), ("sharded", "dtensor"), ("sharded", "dcp"))
     for n in (1, 2)
 ]

@@ -96,6 +96,7 @@ def test_a_run_resumes_on_other_world_sizes(
         assert losses(run)[step] == pytest.approx(losses(runs("float32", 2))[step], rel=1e-4), f"step {step}"
 
 
+@pytest.mark.extended
 def test_a_run_is_exported_trained_on_and_answers(
     runs: Runs, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, 
     assert f"choice  {found[5]['task/choice']:.3f} +- {found[5]['task_stderr/choice']:.3f}  (chance 0.476; 7 " in line
 
 
+@pytest.mark.extended
 def test_any_number_of_ranks_finds_the_same(text: Path, files: str, tmp_path: Path) -> None:
     """To the last bit, for the same parameters: sharded, in replicas, and on more ranks than there are questions."""
     more = {"train__steps": 1, "checkpoint__every": 0, "eval__every": 0, "eval__tasks": files, **STILL}
