@@ -235,7 +235,9 @@ class Soak:
     def _all_train(self) -> bool:
         said = self.machines.said()
         assert self.machines.coordinator.poll() is None, said[-2000:] + "".join(map(self.machines.said, NAMES))[-6000:]
-        last = said.splitlines()[-1]
+        # a machine that was in no world may have left, or be gone
+        lines = [line for line in said.splitlines() if not line.endswith((" left", " is gone"))]
+        last = lines[-1]
         names = sorted(last.rpartition(": ")[2].split(", ")) if ": world " in last else []
         started = (self._folder / "coordinator.txt").stat().st_mtime
         return names == sorted(self.machines.alive) and self.newest() > started
