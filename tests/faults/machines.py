@@ -235,9 +235,7 @@ class Soak:
     def _all_train(self) -> bool:
         said = self.machines.said()
         assert self.machines.coordinator.poll() is None, said[-2000:] + "".join(map(self.machines.said, NAMES))[-6000:]
-        # a machine that was in no world may have left, or be gone
-        lines = [line for line in said.splitlines() if not line.endswith((" left", " is gone"))]
-        last = lines[-1]
+        last = _changes(said)[-1]
         names = sorted(last.rpartition(": ")[2].split(", ")) if ": world " in last else []
         started = (self._folder / "coordinator.txt").stat().st_mtime
         return names == sorted(self.machines.alive) and self.newest() > started
@@ -262,6 +260,19 @@ class Soak:
             step: sorted(number for _, world, drawn in found if world == last[step] for number in drawn)
             for step, found in records.items()
         }
+
+
+def _changes(said: str) -> list[str]:
+    """What the coordinator has said, without machines that came and went without being in a world."""
+    lines: list[str] = []
+    for line in said.splitlines():
+        name, _, what = line.partition("coordinator: ")[2].partition(" ")
+        if what not in ("left", "is gone"):
+            lines.append(line)
+        else:
+            since_world = next((i for i in range(len(lines), 0, -1) if ": world " in lines[i - 1]), 0)
+            lines = [x for i, x in enumerate(lines) if i < since_world or not x.endswith(f": {name} joined")]
+    return lines
 
 
 def main() -> None:
