@@ -95,9 +95,12 @@ def test_logging_changes_nothing(text: Path, tmp_path: Path) -> None:
 
 
 @extended
-def test_nothing_is_a_spike_during_the_warm_up(text: Path, tmp_path: Path) -> None:
-    said = succeeded(run(1, text, tmp_path, "run", **PLAIN, **SPIKE, spike__action="skip", optim__warmup_steps=17))
-    assert "SPIKE" not in said
+@pytest.mark.parametrize("warmup", [16, 17])
+def test_nothing_is_a_spike_during_the_warm_up(warmup: int, text: Path, tmp_path: Path) -> None:
+    keys = PLAIN | SPIKE | {"spike__action": "skip", "spike__loss_deviations": 1.0, "train__steps": 18}
+    said = succeeded(run(1, text, tmp_path, "run", **keys, optim__warmup_steps=warmup))
+    assert ("SPIKE   step 17: " in said) == (warmup == 16)
+    assert "SPIKE   step 16: " not in said
 
 
 SKIPS: dict[str, tuple[int, dict[str, Any]]] = {
