@@ -393,6 +393,23 @@ def test_wandb_gets_what_a_stopped_run_had_not_sent(monkeypatch: pytest.MonkeyPa
     assert sent == [1, 2, 3, 4, 5, 6]
 
 
+def test_wandb_gets_what_was_made_before_anything_was_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sent: list[int] = []
+    start: Any = lambda *_: ((lambda scalars, at: sent.append(at)), lambda: None)  # noqa: E731
+    monkeypatch.setattr(trackers, "_wandb", start)
+    config = {"spike.action": "rewind", "spike.rewind_steps": 2, "train.steps": 9}
+    made = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0, "save_s": 1.0}]
+    found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(config=config))
+    for record in made:
+        found.record(record)
+    found.close()
+    assert sent == []
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made))
+    found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(step=2, config=config))
+    found.record({"step": 4, "loss": 1.0})
+    assert sent == [1, 2]
+
+
 @extended
 def test_tensorboard_has_each_step_once_after_a_rewind(text: Path, tmp_path: Path) -> None:
     succeeded(run(1, text, tmp_path, "run", **REWIND, log__trackers='["tensorboard"]'))

@@ -59,6 +59,8 @@ class Trackers:
         _, folder, state = self._start
         file, sent = folder / "metrics.jsonl", folder / _SENT
         try:
+            if state.step == 0:  # a stop before anything is sent loses nothing
+                sent.write_text("0\n", encoding="utf-8")
             after = int(sent.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return  # none was sent with a delay
