@@ -1,11 +1,10 @@
-"""The structure of the package: rooms, directions of imports, and limits on lines."""
+"""The structure of the package: rooms, and the directions of imports."""
 
 import ast
 import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,12 +54,6 @@ RECIPE = [
     "torchtitan_lite/data/samples.py",
     "torchtitan_lite/data/order.py",
 ]
-RECIPE_LINES = 3000
-# 8,000, and 175 for encoder-decoders, epochs, step decay, RMS scaling, spikes and muP: every run reads their keys
-LOADED_LINES = 8175
-FUNCTION_LINES = 60
-FILE_LINES = 400
-FOLDER_MODULES = 12
 
 
 def lines(path: Path) -> int:
@@ -205,58 +198,17 @@ def test_a_plain_run_loads_nothing_that_it_does_not_use(loaded: set[str]) -> Non
     assert not sorted(m for m in loaded for unused in NOT_LOADED if m == unused or m.startswith(f"{unused}."))
 
 
-def test_a_plain_run_loads_at_most_8175_lines_of_ours(loaded: set[str]) -> None:
-    files = [
-        path for path in (*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py") if name_of(path) in loaded
-    ]
-    total = sum(map(lines, files))
-    print(f"a plain run loads {total} lines in {len(files)} files of ours")
-    assert total <= LOADED_LINES
-
-
 # --- rule 3 -----------------------------------------------------------------------------------------------------
 
 
 def test_the_readme_names_the_recipe_and_its_sum() -> None:
     total = sum(lines(ROOT / file) for file in RECIPE)
-    assert total < RECIPE_LINES
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     said = re.search(r"recipe.{0,80}?([\d,]+) lines", readme, re.S)
     assert said, "README.md does not give the recipe's length"
     assert abs(int(said[1].replace(",", "")) - total) <= 50, f"README.md says {said[1]}, the files have {total} lines"
     missing = [file for file in RECIPE if Path(file).stem not in readme and Path(file).name != "__init__.py"]
     assert not missing, f"README.md does not name {missing}"
-
-
-# --- rule 4 -----------------------------------------------------------------------------------------------------
-
-
-def functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, (node.end_lineno or 0) - node.lineno + 1
-
-
-def test_functions_have_fewer_than_60_lines() -> None:
-    files = [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py", *(ROOT / "benchmarks").glob("*.py")]
-    long = [f"{path}: {name} has {n} lines" for path in files for name, n in functions(path) if n >= FUNCTION_LINES]
-    assert not long
-
-
-def test_a_long_file_gives_its_reason() -> None:
-    for path in [*PACKAGE.rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]:
-        if lines(path) > FILE_LINES:
-            head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            assert "one file" in head, f"{path} has {lines(path)} lines: its head should say why it is one file"
-
-
-# --- rule 5 -----------------------------------------------------------------------------------------------------
-
-
-def test_no_folder_has_more_than_12_modules() -> None:
-    doors = {PACKAGE / f"{name}.py" for name in COMMANDS}  # a command's name, and a call of its main
-    counts = Counter(path.parent for path in modules() if path not in doors)
-    assert not {str(folder): n for folder, n in counts.items() if n > FOLDER_MODULES}
 
 
 @pytest.mark.parametrize("page", ["README.md", "AGENTS.md"])
@@ -267,7 +219,7 @@ def test_the_tree_has_a_line_for_each_folder(page: str) -> None:
             assert re.search(rf"\b{folder}/", text), f"{page} has no line for torchtitan_lite/{folder}/"
 
 
-# --- rule 6 -----------------------------------------------------------------------------------------------------
+# --- rule 4 -----------------------------------------------------------------------------------------------------
 
 
 def test_families_are_named_in_one_place() -> None:
@@ -283,7 +235,7 @@ def test_families_are_named_in_one_place() -> None:
                 assert where == "config/schema.py", f"{where}:{node.lineno} names the family {node.value}"
 
 
-# --- rule 7 -----------------------------------------------------------------------------------------------------
+# --- rule 5 -----------------------------------------------------------------------------------------------------
 
 
 # what does one thing, and the only file that may name it
@@ -294,6 +246,11 @@ ONE_PLACE = {
     "it was renamed": "checkpointing/storage.py",
     "sequences x": "monitoring/console.py",  # the lines about model and batch
 }
+
+
+def test_each_module_says_what_it_is_for() -> None:
+    for path in modules():
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} has no docstring"
 
 
 def test_each_shared_function_has_one_definition() -> None:
