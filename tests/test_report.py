@@ -43,6 +43,7 @@ def step(n: int, **more: Any) -> dict[str, Any]:
 def figures_of(page: str) -> dict[str, dict[str, Any]]:
     found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
     assert found
+    assert not set("<>&") & set(found[1])  # "<!--<script>" in a name would hide the end of this script
     return {figure["title"]: figure for figure in json.loads(found[1])}
 
 
@@ -82,7 +83,7 @@ def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_pat
     assert "<th>train.steps</th><td><code>20</code></td><td>command line</td>" in page
     assert "<th>train.on_nonfinite</th><td><code>&quot;stop&quot;</code></td><td>default</td>" in page
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 4
+    assert len(samples) == 2 * len({s["prompt"] for s in samples})  # the text, and so its prompts, are of this Python
     assert all(html.escape(s["text"]) in page for s in samples)
 
 
@@ -95,6 +96,42 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     differences = page[page.index("Differences of the configs") :].split("</section>")[0]
     assert "<th>optim.lr</th><td><code>0.1</code></td><td><code>0.2</code></td>" in differences
     assert "optim.eps" not in differences
+
+
+def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
+    """The axes end near the initial loss, and triangles mark where a curve leaves them."""
+
+    def a_run(name: str, losses: list[float | None]) -> Path:
+        records = [step(n, loss=loss) for n, loss in enumerate(losses, 1)]
+        validations = [
+            {"step": n, "val_loss": loss, "val_bits_per_byte": loss / 2}
+            for n, loss in enumerate(losses, 1)
+            if loss and n > 1
+        ]
+        return write_run(tmp_path / name, records + validations)
+
+    good = [a_run(name, [8.0, 6.0, 5.0, 4.0, 4.0]) for name in ("one", "two")]
+    bad = a_run("bad", [8.0, 4.0, 14.0, None, 5000.0])
+    late = a_run("late", [900.0, 901.0, 902.0, 903.0, 904.0])  # its first record is after it diverged
+    figures = figures_of(made(tmp_path / "page.html", *good, bad, late))
+    loss, bits = figures["Loss"], figures["Bits per byte"]
+    assert loss["axis"]["range"] == [pytest.approx(4 - 0.05 * 6), 10]
+    assert loss["traces"][4]["y"] == [8.0, 4.0, 14.0, None, 5000.0]
+    marks = {loss["traces"][mark["of"]]["name"]: mark["x"] for mark in loss["outside"] if mark["x"]}
+    assert marks == {
+        "bad train": [pytest.approx(2.6)],
+        "bad validation": [pytest.approx(2.6)],
+        "late train": [1],
+        "late validation": [2],
+    }
+    assert "the axis ends at 10, curves that leave it (triangles) reach 5,000" in loss["unit"]
+    assert bits["axis"]["range"][1] == 5
+    assert figures["Gradient norm, before clipping"]["axis"]["type"] == "log"
+    assert "outside" not in figures_of(made(tmp_path / "page.html", *good))["Loss"]
+    # another vocabulary begins higher, continued pretraining ends higher: neither has diverged
+    wide = a_run("wide", [12.0, 10.0, 8.0, 7.0, 6.0])
+    assert "outside" not in figures_of(made(tmp_path / "page.html", *good, wide))["Loss"]
+    assert "outside" not in figures_of(made(tmp_path / "page.html", a_run("tuned", [2.0, 3.0, 3.0, 3.0])))["Loss"]
 
 
 @pytest.mark.extended
@@ -344,7 +381,10 @@ def test_a_browser_shows_the_page_without_errors(tmp_path: Path) -> None:
     samples = [{"step": n, "prompt": "<b>def", "text": EVIL, "seconds": 1.0} for n in (1, 2)]
     runs = []
     for name in ("one", "<i>other"):
-        runs.append(write_run(tmp_path / name, [step(1), step(2), {"step": 2, "val_loss": 4.0}], samples))
+        task = {"step": 2, "task/<!--<script>": 0.5, "task_stderr/<!--<script>": 0.1}
+        records = [step(1), step(2), {"step": 2, "val_loss": 4.0}, task]
+        records += [step(3, loss=99.0)] if name == "one" else []
+        runs.append(write_run(tmp_path / name, records, samples))
         (runs[-1] / "config.toml").write_text(f'[run]\nname = "{EVIL}" # command line\n')
     made(tmp_path / "page.html", *runs)
     elements, console, asked = browse(tmp_path / "page.html", tmp_path)
@@ -355,6 +395,8 @@ def test_a_browser_shows_the_page_without_errors(tmp_path: Path) -> None:
     assert f'data-drawn="{n}"' in elements
     assert elements.count('class="plot js-plotly-plot"') == n
     assert elements.count('class="js-line"') >= 2 * (n - 2)
+    assert "one &lt;!--&lt;script&gt;" in elements
+    assert "curves that leave it (triangles) reach 99<" in elements
     assert "<title>one, &lt;i&gt;other</title>" in elements
     assert html.escape(EVIL, quote=False) in elements
     assert "<img" not in elements
@@ -387,7 +429,8 @@ def test_nothing_can_be_fetched(tmp_path: Path) -> None:
 
 def test_tasks_have_errors_and_a_chance_level(tmp_path: Path) -> None:
     """In one run and in several; a score that is not finite is a gap."""
-    name = "a<b"
+    name = "<!--<script>"
+    escaped = html.escape(name)
     scores = [
         {"step": n, f"task/{name}": score, f"task_stderr/{name}": 0.03, f"task_chance/{name}": 0.25, "task_s": 1.5}
         for n, score in ((1, 0.3), (2, 0.5), (3, None))
@@ -396,17 +439,17 @@ def test_tasks_have_errors_and_a_chance_level(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1), step(2), *scores, step(3), *odd])
     page = made(tmp_path / "page.html", folder)
     (line,) = figures_of(page)["Tasks"]["traces"]
-    assert (line["x"], line["y"], line["name"]) == ([1, 2, 3], [0.3, 0.5, None], "a&lt;b")
+    assert (line["x"], line["y"], line["name"]) == ([1, 2, 3], [0.3, 0.5, None], escaped)
     assert line["error_y"]["array"] == [0.03, 0.03, 0.03]
     assert figures_of(page)["Tasks"]["levels"] == [{"y": 0.25, "text": "chance"}]
     assert figures_of(page)["Tasks"]["axis"]["range"] == [0, pytest.approx(1.1 * 0.53)]
-    assert "<span>task a&lt;b</span><b>not finite</b><small>+- 0.030; chance 0.250</small>" in page
+    assert f"<span>task {escaped}</span><b>not finite</b><small>+- 0.030; chance 0.250</small>" in page
     assert "metrics.jsonl: 2 damaged lines skipped" in page
     times = {t["name"]: t["x"][0] for t in figures_of(page)["Where the time went"]["traces"]}
     assert times["tasks"] == 4.5
     other = write_run(tmp_path / "other", [step(1), {"step": 1, "task/b": 0.1, "task_chance/b": 0.5}])
     several = figures_of(made(tmp_path / "page.html", folder, other))["Tasks"]
-    assert [trace["name"] for trace in several["traces"]] == ["run a&lt;b", "other b"]
-    assert [level["text"] for level in several["levels"]] == ["chance of a&lt;b", "chance of b"]
+    assert [trace["name"] for trace in several["traces"]] == [f"run {escaped}", "other b"]
+    assert [level["text"] for level in several["levels"]] == [f"chance of {escaped}", "chance of b"]
     assert several["traces"][1]["error_y"]["array"] == [None]
     assert "Tasks" not in figures_of(made(tmp_path / "page.html", write_run(tmp_path / "none", [step(1)])))

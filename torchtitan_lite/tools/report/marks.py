@@ -1,6 +1,8 @@
-"""Marks on the curves of the report: where a resume changed values, and where a loss spike was skipped or rewound."""
+"""Marks on the curves of the report: changes on a resume, loss spikes, and where a diverged run leaves the axis."""
 
 import html
+import math
+import statistics
 from typing import Any
 
 from torchtitan_lite.terminal import counted
@@ -43,3 +45,50 @@ def spike_notes(run: Run) -> list[str]:
             f"{last['step'] - 1}; what was abandoned is in spikes.jsonl."
         )
     return notes
+
+
+# --- diverged runs ----------------------------------------------------------------------------------------------
+
+
+def ceiling(runs: list[Run]) -> float:
+    """The highest loss that an axis shows: 1.25 times the initial one. A diverged run must not flatten the others.
+
+    The initial loss is the highest of the runs, without those whose first record is far above the others. A run alone
+    that is higher in three quarters of its records is not cut there.
+    """
+    known = [losses for run in runs if (losses := [r["loss"] for r in run.steps if r["loss"] is not None])]
+    if not known:
+        return math.inf
+    first = [losses[0] for losses in known]
+    initial = max(loss for loss in first if loss <= 3 * abs(statistics.median_low(first)))
+    return 1.25 * max(initial, min(sorted(losses)[len(losses) // 4] for losses in known))
+
+
+def cut(figure: dict[str, Any] | None, limit: float) -> dict[str, Any] | None:
+    """The figure with an axis that ends at the limit, and a triangle wherever a curve leaves it."""
+    values = [y for trace in figure["traces"] for y in trace["y"] if y is not None] if figure else []
+    if figure is None or max(values) <= limit or min(values) >= limit:
+        return figure
+    outside = []
+    for i, trace in enumerate(figure["traces"]):
+        marker = {"symbol": "triangle-up", "size": 9, "color": trace["line"]["color"]}
+        look = {"type": "scatter", "mode": "markers", "marker": marker, "cliponaxis": False, "hoverinfo": "skip"}
+        leaves = _leaves(trace["x"], trace["y"], limit)
+        outside.append({"of": i, "x": leaves, "y": [limit] * len(leaves)} | look)
+    unit = f"{figure['unit']}; the axis ends at {limit:.3g}, curves that leave it (triangles) reach {max(values):,.4g}"
+    below = 0.05 * (limit - min(values))
+    return figure | {"unit": unit, "axis": figure["axis"] | {"range": [min(values) - below, limit]}, "outside": outside}
+
+
+def _leaves(x: list[int], y: list[float | None], limit: float) -> list[float]:
+    """Where a curve rises above the limit: between two steps, as it is drawn; at the step after a gap."""
+    found: list[float] = []
+    before: float | None = None  # the last value that is known
+    for i, value in enumerate(y):
+        if value is not None and value > limit and (before is None or before <= limit):
+            if before is None or y[i - 1] is None:
+                found.append(x[i])
+            else:
+                found.append(x[i] - (x[i] - x[i - 1]) * (value - limit) / (value - before))
+        before = before if value is None else value
+    return found

@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from importlib import resources
 from typing import Any
@@ -12,7 +13,7 @@ from plotly.offline import get_plotlyjs
 from torchtitan_lite.monitoring.console import duration
 from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools.report import tasks
-from torchtitan_lite.tools.report.marks import COLOURS, marks, spike_notes
+from torchtitan_lite.tools.report.marks import COLOURS, ceiling, cut, marks, spike_notes
 from torchtitan_lite.tools.report.runs import BY_SOURCE, ROUGE, Records, Run
 from torchtitan_lite.tools.report.table import best_validation, changes_of, differing_keys
 
@@ -136,29 +137,48 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
     two = {"color": COLOURS[2]} if len(runs) == 1 else {"dash": "dash"}
     guessed = "unigram model" + (": each token guessed by its frequency alone" if len(runs) == 1 else "")
     unigram = {"color": "#888888", "width": 1.2} if len(runs) == 1 else {"width": 1}
+    limit = ceiling(runs)
+    ratios = [
+        r["val_bits_per_byte"] / r["val_loss"]
+        for run in runs
+        for r in run.validations
+        if r.get("val_bits_per_byte") and r["val_loss"]
+    ]
     found = [
-        lines_figure(
-            *(runs, "Loss", "nats per token"),
-            [
-                ("steps", "loss", "train", {}),
-                ("validations", "val_loss", "validation", {"width": 2.4} | one),
-                ("averages", "ema_val_loss", "validation of averaged weights", {"width": 2.4} | two),
-            ],
+        cut(
+            lines_figure(
+                *(runs, "Loss", "nats per token"),
+                [
+                    ("steps", "loss", "train", {}),
+                    ("validations", "val_loss", "validation", {"width": 2.4} | one),
+                    ("averages", "ema_val_loss", "validation of averaged weights", {"width": 2.4} | two),
+                ],
+            ),
+            limit,
         ),
-        lines_figure(
-            *(runs, "Bits per byte", "bits per byte of held-out text"),
-            [
-                ("validations", "val_bits_per_byte", "validation", one),
-                ("averages", "ema_val_bits_per_byte", "averaged weights", two),
-                ("validations", "unigram_bits_per_byte", guessed, dot | unigram),
-            ],
+        cut(
+            lines_figure(
+                *(runs, "Bits per byte", "bits per byte of held-out text"),
+                [
+                    ("validations", "val_bits_per_byte", "validation", one),
+                    ("averages", "ema_val_bits_per_byte", "averaged weights", two),
+                    ("validations", "unigram_bits_per_byte", guessed, dot | unigram),
+                ],
+            ),
+            limit * statistics.median(ratios) if ratios else math.inf,
         ),
-        lines_figure(
-            *(runs, "Validation loss by source", "nats per token"),
-            [
-                ("validations", key, key.partition("/")[2], {"color": COLOURS[i % len(COLOURS)], "dash": DASHES[i % 3]})
-                for i, key in enumerate(by_source(runs))
-            ],
+        cut(
+            lines_figure(
+                *(runs, "Validation loss by source", "nats per token"),
+                [
+                    (
+                        *("validations", key, key.partition("/")[2]),
+                        {"color": COLOURS[i % len(COLOURS)], "dash": DASHES[i % 3]},
+                    )
+                    for i, key in enumerate(by_source(runs))
+                ],
+            ),
+            limit,
         ),
         lines_figure(
             *(runs, "ROUGE of answers to held-out pairs", "F-measure"),
@@ -166,7 +186,7 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
         ),
         tasks.with_chance(lines_figure(runs, "Tasks", "score", tasks.lines(runs)), runs),
         lines_figure(runs, "Learning rate", "", [("steps", "lr", "", {})], tickformat="~e"),
-        lines_figure(runs, "Gradient norm, before clipping", "", [("steps", "grad_norm", "", {})]),
+        lines_figure(runs, "Gradient norm, before clipping", "", [("steps", "grad_norm", "", {})], type="log"),
         lines_figure(
             runs,
             "Throughput",
@@ -192,7 +212,8 @@ def page(runs: list[Run], reload_s: int = 0) -> str:
     """The page as HTML. With `reload_s`, an open page reloads itself every so many seconds."""
     shown = figures(runs)
     cells = "".join(_figure(i, figure) for i, figure in enumerate(shown))
-    data = json.dumps(shown, allow_nan=False).replace("</", "<\\/")
+    # in a script, "<!--<script>" would hide its end. json.dumps itself escapes all but ASCII
+    data = json.dumps(shown, allow_nan=False).translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
     title = html.escape(", ".join(run.name for run in runs))
     parts = resources.files("torchtitan_lite.tools.report")
     style = parts.joinpath("report.css").read_text(encoding="utf-8")

@@ -41,8 +41,12 @@ function layoutOf(figure) {
 
 const buttons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
 const config = { responsive: true, displaylogo: false, modeBarButtons: buttons };
+function tracesOf(figure) {
+  const outside = (figure.outside || []).map((marks) => ({ ...marks, visible: figure.traces[marks.of].visible }));
+  return figure.traces.concat(outside);
+}
 function draw() {
-  return Promise.all(figures.map((figure, i) => Plotly.react("plot" + i, figure.traces, layoutOf(figure), config)));
+  return Promise.all(figures.map((figure, i) => Plotly.react("plot" + i, tracesOf(figure), layoutOf(figure), config)));
 }
 
 draw().then(() => { document.documentElement.dataset.drawn = figures.length; });
