@@ -1,5 +1,6 @@
 """Runs the commands of docs/incidents.md on a small run."""
 
+import ast
 import json
 import re
 import shlex
@@ -58,3 +59,28 @@ def test_the_page_quotes_what_is_said() -> None:
     for quoted in ("tensors differ", "differs: ", "; on all ranks", "the gradient norm", "equal   "):
         assert quoted in source
         assert quoted.strip() in PAGE
+
+
+def test_the_table_at_the_top_has_real_lines_sections_and_commands() -> None:
+    """Each line is printed by the source, each section exists, and each command is in a block that a test runs."""
+    texts = []
+    for file in (ROOT / "train.py", *(ROOT / "torchtitan_lite").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    printed = "\n".join(texts)
+    pages = {name: (ROOT / name).read_text() for name in ("docs/incidents.md", "docs/data.md", "README.md")}
+    pages |= {f"docs/{name}.md": (ROOT / f"docs/{name}.md").read_text() for name in ("checkpoints", "plan")}
+    blocks = "\n".join(b for page in pages.values() for b in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S))
+    run = {line.split("  #")[0].strip() for line in blocks.splitlines()}
+    rows = re.findall(r"^\| `(.*?)` \| \[.*?\]\((.*?)\) \| `(.*?)` \|$", PAGE.split("\n## ")[0], re.M)
+    assert len(rows) == PAGE.split("\n## ")[0].count("\n| `")
+    assert len(rows) > 12
+    for line, section, command in rows:
+        for part in re.split(r"\.\.\.|\bnode\d|\(SIGTERM\)|\d[\d.]*", line):
+            assert part.strip(" :,") in printed, f"nothing prints {part!r} of {line!r}"
+        page, _, anchor = section.partition("#")
+        headings = re.findall(r"^##+ (.*)$", pages[f"docs/{page or 'incidents.md'}"], re.M)
+        anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+        assert anchor in anchors | {""}, section
+        assert command in run, f"no test runs {command!r}"
