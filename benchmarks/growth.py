@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import svg
 from torchtitan_lite.config.schema import ModelConfig
 
 ROOT = Path(__file__).parent.parent
@@ -131,10 +132,12 @@ def plot(file: Path, panels: dict[tuple[str, str, str], dict[str, Points]]) -> N
         for name, points in lines.items():
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
         axis.set(title=title, xlabel=x, ylabel=y)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * max(y for points in lines.values() for _, y in points))
+        axis.locator_params(nbins=5)
         if len(lines) > 1:
             axis.legend()
-    figure.savefig(file)
+    note = "Time per step and to the first step of a tiny model on one process. Medians without error bars."
+    svg.save(figure, file, "What stays constant and what grows with a run", note)
 
 
 def main() -> None:

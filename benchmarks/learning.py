@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import svg
 from benchmarks.machine import cpu
 
 ROOT = Path(__file__).parent.parent
@@ -414,6 +415,20 @@ def recipe_tables(search: Search) -> list[str]:
     return lines
 
 
+def curve(axis: Any, search: Search, stage: str, jobs: dict[float, Job], label: str) -> None:
+    """Bits per byte: the mean over seeds, with their standard deviation as an error bar if there are several."""
+    points = {}
+    for x, (name, options, _) in jobs.items():
+        scores = [one["bits_per_byte"] for seed in range(3) if (one := search.result(stage, name, options, seed))]
+        if scores:
+            points[x] = statistics.mean(scores), statistics.stdev(scores) if len(scores) > 1 else math.nan
+    if points:
+        y, error = zip(*points.values(), strict=True)
+        (line,) = axis.plot(list(points), y, marker="o", label=label)
+        if not all(map(math.isnan, error)):
+            axis.errorbar(list(points), y, yerr=error, fmt="none", ecolor=line.get_color(), capsize=3)
+
+
 def plot(search: Search, file: Path) -> None:
     """Bits per byte of each recipe over seconds."""
     import matplotlib
@@ -423,17 +438,15 @@ def plot(search: Search, file: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(6.5, 4), layout="constrained")
     for name in RECIPES:
-        found = [(n, search.result("final", *recipe_job(search, name, n))) for n in SECONDS]
-        points = [(n, one["bits_per_byte"]) for n, one in found if one]
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        curve(axis, search, "final", {seconds: recipe_job(search, name, seconds) for seconds in SECONDS}, name)
     if not axis.lines:
         return  # no recipe has been run
     axis.set(xlabel="seconds of two cores", ylabel="bits per byte of held-out text", xscale="log")
     axis.set_xticks(SECONDS, [str(n) for n in SECONDS])
     axis.minorticks_off()
     axis.legend()
-    figure.savefig(file)
+    note = f"Bits per byte of held-out text (lower is better) over seconds of two cores. {SEEDS}"
+    svg.save(figure, file, "What four recipes learn in the same time", note)
 
 
 def plot_widths(search: Search, file: Path) -> None:
@@ -447,17 +460,19 @@ def plot_widths(search: Search, file: Path) -> None:
     for axis, scaled in zip(axes, (False, True), strict=True):
         for dim in sorted({dim for dim, _ in WIDTHS}):
             base = 128 if scaled or dim == 128 else 0  # the base width is the same with both
-            found = {rate: search.result("widths", *WIDTH_JOBS[dim, base, rate]) for rate in RATES}
-            points = [(rate, one["bits_per_byte"]) for rate, one in found.items() if one]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=f"model.dim = {dim}")
+            jobs: dict[float, Job] = {rate: WIDTH_JOBS[dim, base, rate] for rate in RATES}
+            curve(axis, search, "widths", jobs, f"model.dim = {dim}")
         axis.set(title="model.mup_base_dim = 128" if scaled else "not scaled", xlabel="optim.lr", xscale="log")
         axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
         axis.minorticks_off()
     if axes[0].lines:
         axes[0].set_ylabel("bits per byte")
         axes[1].legend()
-        figure.savefig(file)
+        note = f"Bits per byte of held-out text (lower is better) over the learning rate. {SEEDS}"
+        svg.save(figure, file, "The best learning rate of three widths, with and without muP", note)
+
+
+SEEDS = "Error bars, if any, are standard deviations over seeds; a point without one has one seed."
 
 
 def main() -> None:

@@ -5,12 +5,14 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import contenders, gpu, learning
-from tests.helpers import start, succeeded, tiny
+from tests.helpers import ROOT, start, succeeded, tiny
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.models import build
@@ -96,6 +98,40 @@ def test_no_result_is_of_a_recipe_that_changed_since() -> None:
     assert lines
     for one in map(json.loads, lines):
         assert one["key"] in keys or one["name"] in recipes, one
+
+
+def test_figures_have_a_title_a_description_and_a_ground() -> None:
+    """Also on a dark page, and to a screen reader; they are small, because their text is text."""
+    figures = sorted((ROOT / "docs").glob("*.svg"))
+    assert len(figures) == 3
+    for file in figures:
+        svg = file.read_text(encoding="utf-8")
+        assert re.search(r"<svg [^>]*>\s*<title>[^<]{20,}</title>\s*<desc>[^<]{20,}</desc>", svg), file
+        assert re.search(r'<g id="patch_1">\s*<path d="M 0 [^"]*" style="fill: #ffffff"', svg), file
+        assert "<text" in svg
+        assert len(svg) < 64 << 10
+    rows = re.findall(r"^\| [\w ]+ \| 0\.\d+ \| [\d,]+ \| \d.* \+- .*$", (ROOT / "BENCHMARKS.md").read_text(), re.M)
+    scores = [score for row in rows for score in re.findall(r"([\d.]+) \+-", row)]
+    assert len(scores) == 12
+    plotted = (ROOT / "docs/learning.svg").read_text()
+    assert all(f"{float(score):.4g} at" in plotted for score in scores)
+
+
+def test_error_bars_are_drawn_where_there_are_several_seeds(tmp_path: Path) -> None:
+    search = learning.Search(tmp_path, tmp_path / "results.jsonl")
+    for x, scores in ((60, [2.0]), (120, [1.0, 1.5, 2.0])):
+        for seed, bits in enumerate(scores):
+            search.results[json.dumps(["final", "mine", {"x": x}, seed])] = {"bits_per_byte": bits}
+    drawn: dict[str, Any] = {}
+
+    def plot(x: list[float], y: tuple[float, ...], **more: Any) -> tuple[Any]:
+        drawn["line"] = x, y
+        return (SimpleNamespace(get_color=lambda: "#000000"),)
+
+    axis = SimpleNamespace(plot=plot, errorbar=lambda x, y, yerr, **more: drawn.update(error=yerr))
+    learning.curve(axis, search, "final", {x: ("mine", {"x": x}, 0) for x in (60, 120, 300)}, "mine")
+    assert drawn["line"] == ([60, 120], (2.0, 1.5))
+    assert drawn["error"] == (pytest.approx(math.nan, nan_ok=True), 0.5)
 
 
 @pytest.mark.extended
