@@ -69,8 +69,8 @@ def test_the_table_at_the_top_has_real_lines_sections_and_commands() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     printed = "\n".join(texts)
-    pages = {name: (ROOT / name).read_text() for name in ("docs/incidents.md", "docs/data.md", "README.md")}
-    pages |= {f"docs/{name}.md": (ROOT / f"docs/{name}.md").read_text() for name in ("checkpoints", "plan")}
+    pages = {name: (ROOT / name).read_text() for name in ("docs/incidents.md", "docs/data.md")}
+    pages |= {f"docs/{name}.md": (ROOT / f"docs/{name}.md").read_text() for name in ("checkpoints", "plan", "commands")}
     blocks = "\n".join(b for page in pages.values() for b in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S))
     run = {line.split("  #")[0].strip() for line in blocks.splitlines()}
     rows = re.findall(r"^\| `(.*?)` \| \[.*?\]\((.*?)\) \| `(.*?)` \|$", PAGE.split("\n## ")[0], re.M)

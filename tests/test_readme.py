@@ -1,4 +1,4 @@
-"""Runs the commands of the README, shortened by overrides."""
+"""Runs the commands of the README and of docs/commands.md, shortened by overrides."""
 
 import functools
 import re
@@ -11,8 +11,10 @@ import pytest
 
 from tests.helpers import ROOT, losses, ranks, run_python, start, succeeded, tiny
 
-BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.split("#")[0].strip()]
+README, PAGE = ((ROOT / name).read_text() for name in ("README.md", "docs/commands.md"))
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", README + PAGE, re.MULTILINE | re.DOTALL)
+LINES = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines()]
+COMMANDS = list(dict.fromkeys(filter(None, LINES)))
 NOT_RUN = {
     "make bench",
     "make test",
@@ -54,16 +56,12 @@ def done(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 def marks(command: str) -> list[pytest.MarkDecorator]:
     """What takes long, or has tests of its own, is run by `make test-all`."""
-    long = re.compile(
-        "^make train|\\.plan |\\.evaluate |--dry-run|gpt_debug|--explicit|--dcp|--mixed|data.path=my_text"
-    )
+    long = re.compile("^make train|\\.plan |\\.evaluate |--dry-run|gpt_debug|data.path=my_text")
     return [pytest.mark.extended] if long.search(command) else []
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=marks(c)) for c in COMMANDS if c not in NOT_RUN])
-def test_each_readme_command_runs(
-    command: str, done: Callable[[str], tuple[str, Path]], text: Path, tmp_path: Path
-) -> None:
+def test_each_command_runs(command: str, done: Callable[[str], tuple[str, Path]], text: Path, tmp_path: Path) -> None:
     if any(name in command for name in ("runs/default", ".plan ", "hf_folder")):
         places = {"runs/default": done(PLAIN)[1] / "default", "--data my_text": f"--data {text}"}
         places |= {name: tmp_path / name for name in ("hf_folder", "my_model.toml")}
@@ -101,7 +99,7 @@ def test_each_readme_command_runs(
 
 
 def test_make_passes_config_args_and_nproc() -> None:
-    (command,) = (command for command in COMMANDS if command.startswith("make train "))
+    (command,) = (command for command in COMMANDS if command.startswith("make train CONFIG"))
     said = succeeded(
         start([*shlex.split(command), "-n", "NPROC=3", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed"])
     )
@@ -148,19 +146,33 @@ def test_the_recorded_first_run_has_the_lines_of_a_real_one(done: Callable[[str]
     assert re.search(r"^\d+ tokens, [\d.]+ tokens/s;", generated, re.MULTILINE)
 
 
-def test_every_flag_is_in_the_readme() -> None:
+def test_every_flag_is_in_a_page() -> None:
     from torchtitan_lite.config.cli import SHORTHANDS
 
-    text = (ROOT / "README.md").read_text()
-    assert all(
-        flag in text for flag in (*SHORTHANDS, "--config", "--print-config", "--check-config", "--inspect", "--help")
-    )
+    options = "--config", "--print-config", "--check-config", "--inspect", "--help"
+    assert all(flag in README + PAGE for flag in (*SHORTHANDS, *options))
     for intent in ("your GPUs", "your text", "your model", "your old checkpoint", "score it", "publish it"):
-        assert re.search(rf"^(torchrun|python) .*# {intent}\b", text, re.M), intent
-    assert "`import torchtitan_lite as ttl` ([docs/notebook.md](docs/notebook.md))" in " ".join(text.split())
-    assert len(text.splitlines()) <= 128
-    assert "make train" in COMMANDS
+        assert re.search(rf"^(torchrun|python) .*# {intent}\b", README + PAGE, re.M), intent
+    assert "`import torchtitan_lite as ttl` ([docs/notebook.md](docs/notebook.md))" in " ".join(README.split())
     assert "make test" in COMMANDS
+
+
+def test_the_readme_begins_with_its_reasons_and_first_commands() -> None:
+    top = "\n".join(README.splitlines()[:30])
+    assert top.count("\n- **") == 4
+    for other in ("nanochat", "nanoGPT", "litgpt", "Hugging Face Trainer", "torchtitan"):
+        assert f"\n- Use {other} instead if " in top
+    assert "](docs/learning.svg)" in top
+    # the figures are those of the pages with the commands that print them
+    row = r"^\| {} \| [\d.]+ \| [\d,]+ \|.*\| ([\d.]+) \+- [\d.]+ \|$"
+    for name in ("torchtitan_lite", "nanoGPT", "litgpt", "Hugging Face Trainer"):
+        (bits,) = re.findall(row.format(name), (ROOT / "BENCHMARKS.md").read_text(), re.M)
+        assert f"{float(bits):.2f}" in top, name
+    assert "30 rows not used: median error 4.5%" in (ROOT / "docs/plan.md").read_text()
+    assert "200 in all" in (ROOT / "BENCHMARKS.md").read_text()
+    first = README.split("## First commands\n")[1].split("```")[1].splitlines()
+    flags = ("", " --explicit-prefetching", " --mixed-precision", " --dcp-api")
+    assert [line.split("#")[0].strip() for line in first[1:]] == ["make train", *(f"{PLAIN}{flag}" for flag in flags)]
 
 
 def test_links_and_files_exist() -> None:
