@@ -80,6 +80,15 @@ def lines_figure(
     return figure if traces else None
 
 
+def log_axis(runs: list[Run], key: str) -> dict[str, Any]:
+    """A logarithmic axis. plotly labels a short one with single digits: 0.3 would be "3"."""
+    values = [r[key] for run in runs for r in run.steps if (r.get(key) or 0.0) > 0]
+    low, high = (math.floor(math.log10(f(values, default=1.0))) for f in (min, max))
+    ticks = [digit * 10.0**n for n in range(low, high + 2, (high - low) // 8 + 1) for digit in (1, 2, 5)]
+    ticks = ticks if high - low < 3 else ticks[::3]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+
+
 def time_figure(runs: list[Run]) -> dict[str, Any] | None:
     """A bar per run with the time of each activity."""
     kinds: list[tuple[str, str, Callable[[Run], float]]] = [
@@ -186,7 +195,9 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
         ),
         tasks.with_chance(lines_figure(runs, "Tasks", "score", tasks.lines(runs)), runs),
         lines_figure(runs, "Learning rate", "", [("steps", "lr", "", {})], tickformat="~e"),
-        lines_figure(runs, "Gradient norm, before clipping", "", [("steps", "grad_norm", "", {})], type="log"),
+        lines_figure(
+            runs, "Gradient norm, before clipping", "", [("steps", "grad_norm", "", {})], **log_axis(runs, "grad_norm")
+        ),
         lines_figure(
             runs,
             "Throughput",
