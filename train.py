@@ -45,13 +45,13 @@ from torchtitan_lite.distributed.process_group import (
 )
 from torchtitan_lite.errors import StuckError, UserError, run_cli
 from torchtitan_lite.monitoring import run_folder
-from torchtitan_lite.monitoring.console import duration, source_lines, what_next
+from torchtitan_lite.monitoring.console import source_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.terminal import counted, print_error, print_line
+from torchtitan_lite.terminal import counted, duration, print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory
 from torchtitan_lite.training import start as starting
 from torchtitan_lite.training.evaluate import Validation

@@ -31,7 +31,7 @@ ROOMS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # `python -m torchtitan_lite.NAME`: two lines each, which stand for a module of tools/
-COMMANDS = {"generate", "evaluate", "rouge", "report", "plan", "migrate", "which"}
+COMMANDS = {"generate", "evaluate", "rouge", "report", "plan", "migrate", "which", "status"}
 RECIPE = [
     "train.py",
     "checkpoint.py",

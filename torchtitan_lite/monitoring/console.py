@@ -20,7 +20,7 @@ from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.terminal import counted
+from torchtitan_lite.terminal import counted, duration
 
 
 def start_lines(
@@ -195,11 +195,3 @@ def lasting_options(argv: Sequence[str]) -> list[str]:
     once = ("--train.steps", "--train.epochs", "--checkpoint.resume", "--resume-with-changes")
     pairs = zip(["", *argv], argv, strict=False)
     return [w for before, w in pairs if w.split("=")[0] not in once and (before not in once or w.startswith("--"))]
-
-
-def duration(seconds: float) -> str:
-    """4m12s, 2h05m, 3d04h."""
-    s = round(seconds)
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
-    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"

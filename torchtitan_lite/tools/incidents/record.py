@@ -60,7 +60,7 @@ def read_record(folder: Path) -> Record:
         ConfigError: this is no run, its config can't be read, or its data has changed.
         DataError: the data can't be read.
     """
-    loaded, data = prepared(Loaded(_config(folder), {}))
+    loaded, data = prepared(Loaded(config_of(folder), {}))
     states = _states(folder)
     for state in states[-1:]:
         require_same_data(str(folder), data, state)
@@ -70,7 +70,7 @@ def read_record(folder: Path) -> Record:
     return Record(folder, loaded.config, data, consumed, sizes)
 
 
-def _config(folder: Path) -> Config:
+def config_of(folder: Path) -> Config:
     """The config of the newest attempt. Keys that this version no longer has are ignored."""
     file = folder / "config.toml"
     try:

@@ -9,8 +9,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from torchtitan_lite.monitoring.console import duration
-from torchtitan_lite.terminal import counted
+from torchtitan_lite.terminal import counted, duration
 from torchtitan_lite.tools.report import tasks
 from torchtitan_lite.tools.report.marks import COLOURS, marks, spike_notes
 from torchtitan_lite.tools.report.runs import BY_SOURCE, ROUGE, Records, Run
@@ -273,9 +272,10 @@ def _summary(run: Run, many: bool) -> str:
     losses = [r["loss"] for r in run.steps if r["loss"] is not None]
     rates = sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second"))
     best = best_validation(run)
-    of = run.status.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
+    of = run.about.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
+    status, _, more = run.status.text.partition(", ")
     tiles = [
-        ("status", run.status.get("status", "unknown"), run.status.get("reason", "")),
+        ("status", status, more or run.about.get("reason", "")),
         ("step", f"{last['step']:,}", f"of {int(of):,}" if of.isdigit() else ""),
         ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "at the last record"),
     ]
