@@ -143,13 +143,16 @@ def checkpoint_before(run: Path, step: int) -> tuple[Path | None, list[str]]:
 
 
 def changes_of(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """What resumes have changed: the step after which, and [before, now] of each changed key, oldest first."""
+    """What resumes have changed: the step after which, and [before, now] of each changed key, oldest first.
+
+    A key with a dot is of the config, another one of the bitwise setting.
+    """
     found: list[tuple[int, dict[str, Any]]] = []
     file = folder / "changes.jsonl"
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
             entry = json.loads(line)
-            found.append((int(entry["step"]), dict(entry["changed"])))
+            found.append((int(entry["step"]), {**entry["changed"], **entry.get("setting", {})}))
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return sorted(found, key=lambda change: change[0])
