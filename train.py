@@ -206,6 +206,8 @@ def train(s: Session) -> None:
             check_previous_step(s)
             log_step(s, step, loss.item(), grad_norm.item(), n_tokens=s.state.tokens - logged, first=first)
             logged = s.state.tokens
+        if due(step, config.log.every):
+            s.loss_since.zero_()
         if config.eval.every and (due(step, config.eval.every) or step == config.train.steps):
             with s.clock.paused():
                 validate(s, step)
@@ -269,6 +271,7 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch = s.loader.batch(first, size)
     s.watchdog.computing()
     totals = compute(s, step, batch)
+    s.add_loss(totals[0], batch.global_tokens)
     loss, grad_norm = totals[0].float() / batch.global_tokens, totals[1].sqrt().float() / s.scaler.scale
     optim.clip_gradients(s.optimizer, grad_norm, s.config.optim.max_norm, s.scaler.scale)
 

@@ -139,7 +139,7 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
         lines_figure(
             *(runs, "Loss", "nats per token"),
             [
-                ("steps", "loss", "train", {}),
+                ("steps", "mean_loss", "train", {}),
                 ("validations", "val_loss", "validation", {"width": 2.4} | one),
                 ("averages", "ema_val_loss", "validation of averaged weights", {"width": 2.4} | two),
             ],
@@ -269,7 +269,7 @@ def _notes(runs: list[Run]) -> list[str]:
 def _summary(run: Run, many: bool) -> str:
     """Tiles with the main results of a run."""
     last = run.steps[-1]
-    losses = [r["loss"] for r in run.steps if r["loss"] is not None]
+    losses = [r["mean_loss"] for r in run.steps if r["mean_loss"] is not None]
     rates = sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second"))
     best = best_validation(run)
     of = run.about.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
@@ -277,7 +277,7 @@ def _summary(run: Run, many: bool) -> str:
     tiles = [
         ("status", status, more or run.about.get("reason", "")),
         ("step", f"{last['step']:,}", f"of {int(of):,}" if of.isdigit() else ""),
-        ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "at the last record"),
+        ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "mean since the record before"),
     ]
     if best is not None:
         tiles.append(("best validation loss", f"{best['val_loss']:.4f}", f"step {best['step']:,}"))

@@ -45,7 +45,7 @@ class Run:
 ROUGE = ("rouge1", "rouge2", "rougeLsum")
 # Keys with numbers. A record with anything else there was not written by a run.
 NUMBERS = {
-    *("loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
+    *("loss", "mean_loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
     *("seconds", "data_s", "optimizer_s", "eval_s", "save_s", "task_s"),
     *("val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"),
     *("ema_val_loss", "ema_val_loss_stderr", "ema_val_bits_per_byte", "ema_val_bits_per_byte_stderr"),
@@ -86,6 +86,8 @@ def _read_run(folder: Path) -> Run:
         for key, records in kinds.items():
             if key in record:
                 records.append(record)
+        if "loss" in record:
+            record.setdefault("mean_loss", record["loss"])  # of an older run
         if isinstance(record.get("spike"), dict):
             run.spikes.append(record)
         if type(record.get("rewound_from")) is int and type(record.get("rewind")) is int:
