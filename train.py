@@ -150,6 +150,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         s = starting.start(loaded_config, data, world, log, build)
     except Exception as error:
         run_folder.write_status(config.folder, world, "failed", None, str(error) or repr(error))
+        log.notify("stall" if isinstance(error, StuckError) else "failure", None)
         raise
     if s is None:
         return
@@ -167,6 +168,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         if isinstance(error, UserError) and not isinstance(error, StuckError):
             report_save(s, wait=True)
         run_folder.write_status(config.folder, world, "failed", s.state.step, str(error) or repr(error))
+        log.notify("stall" if isinstance(error, StuckError) else "failure", s.state.step)
         raise
     finally:
         if trackers is not None:
@@ -250,6 +252,7 @@ def report_end(s: Session, first: int) -> None:
         run_folder.write_status(config.folder, s.world, "preempted", step, why)
         return
     run_folder.write_status(config.folder, s.world, "complete", step)
+    s.log.notify("completion", step)
     for line in source_lines(s.samples, s.state):
         s.log.info(line)
     seconds = time.perf_counter() - s.clock.started
@@ -374,7 +377,9 @@ def prepare_and_run(command: cli.Command) -> None:
         return
     with process_group(config.run) as world:
         lock = run_folder.lock(config.folder, world)
-        run(loaded, data, world, Log(config.folder, speaks=world.rank == 0))
+        log = Log(config.folder, speaks=world.rank == 0)
+        with log.notifying(config.run.name, config.log.notify):
+            run(loaded, data, world, log)
         lock.release()
 
 

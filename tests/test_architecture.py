@@ -155,7 +155,7 @@ NOT_LOADED = (
     *("torchtitan_lite.tasks", "torchtitan_lite.training.tasks", "torchtitan_lite.training.options"),
     "torchtitan_lite.huggingface",
     "torchtitan_lite.data.prepare.__main__",
-    "torchtitan_lite.monitoring.trackers",
+    *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.notify"),
     "torchtitan_lite.monitoring.profiler",
     "torchtitan_lite.optim.average",
     "torchtitan_lite.training.average",

@@ -1,6 +1,7 @@
 """The state of the training loop, and the parts of a step that log: checks, metrics, validation, saves."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -78,10 +79,12 @@ class Session:
     def __post_init__(self) -> None:
         self.restore_loss()
 
-        def on_abort(why: str) -> None:
+        def on_abort(event: str, why: str) -> None:
             run_folder.write_status(self.config.folder, self.world, "failed", self.state.step, why)
+            self.log.notify(event, self.state.step, ends=True)
 
-        self.preemption.on_abort = self.watchdog.on_abort = on_abort
+        self.preemption.on_abort = functools.partial(on_abort, "failure")
+        self.watchdog.on_abort = functools.partial(on_abort, "stall")
 
     def restore_loss(self) -> None:
         """Continue the sums of `loss_since` from the state."""
