@@ -87,8 +87,8 @@ def _locked(folder: Path) -> bool | None:
 
 def last_time(folder: Path, about: Mapping[str, Any]) -> float:
     """When the run wrote its last record, or else run.json; 0 if unknown. Seconds since the epoch."""
-    newest = next(reversed([*_tail(folder / "metrics.jsonl")]), {})
-    return max([t for t in (about.get("time"), newest.get("time")) if type(t) in (int, float)], default=0)
+    newest: Mapping[str, Any] = next(reversed([*_tail(folder / "metrics.jsonl")]), {})
+    return max([float(t) for t in (about.get("time"), newest.get("time")) if isinstance(t, int | float)], default=0.0)
 
 
 def _tail(file: Path) -> Iterator[dict[str, Any]]:
