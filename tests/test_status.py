@@ -107,6 +107,15 @@ def test_the_last_events_and_what_is_damaged(run: Path, capsys: pytest.CaptureFi
         (run / "run.json").touch()
 
 
+def test_the_speed_beside_the_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    about = json.loads((run / "run.json").read_text())
+    assert status.main([str(run), "--plan"]) == 1
+    assert "plan    has no figures of this device: cpu" in capsys.readouterr().out
+    (run / "run.json").write_text(json.dumps(about | {"device": "cuda NVIDIA H100 80GB HBM3"}))
+    assert status.main([str(run), "--plan"]) == 1
+    assert re.search(r"^plan    expects [\d,]+ tokens per second: the run has \d+%$", capsys.readouterr().out, re.M)
+
+
 def test_it_loads_no_torch(run: Path) -> None:
     script = "import sys; from torchtitan_lite.tools.status import main; code = main(sys.argv[1:]); "
     script += "print('torch' in sys.modules, code)"
