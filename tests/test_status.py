@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import ROOT, checkpoint, ranks, tiny
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.tools import status
 from torchtitan_lite.tools.report import report
 
@@ -66,6 +69,15 @@ def test_a_lock_that_is_held_is_a_run_that_is_alive(run: Path, capsys: pytest.Ca
         about = json.loads((run / "run.json").read_text()) | {"status": "complete", "starting": {}}
         assert status.status_of(run, about) == status.Status("starting", active=True)
     assert status.status_of(run, about) == status.Status("complete", active=False), "killed while it loaded"
+
+
+def test_a_reader_that_tests_the_lock_refuses_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds a shared lock for an instant, in which a run may start."""
+    monkeypatch.setattr(run_folder, "from_rank0", lambda value: value)
+    with (tmp_path / ".lock").open("w") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(reader, fcntl.LOCK_UN))
+        run_folder.lock(tmp_path, World(0, 1, torch.device("cpu"), 1)).release()
 
 
 @pytest.mark.parametrize("where", ["another machine", "no lock"])

@@ -342,11 +342,14 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
                     raise DifferentError(f"step {number} differs: {difference}. {recorded.unsure}{_unsure(s)}{_NEXT}")
                 compared, equal = compared + 1, number
             if number in checkpoints:
-                tensors += _compare_tensors(s, storage.step_folder(folder / "checkpoints", number), equal)
+                saved = storage.step_folder(folder / "checkpoints", number)
+                tensors += _compare_tensors(s, saved, equal, recorded.unsure)
     except NonFiniteError as error:
         now, then = (text.split(". ")[0] for text in (str(error), recorded.stopped))
         if now != then:
-            raise DifferentError(f"{now}; the run recorded {then or 'no such thing'}. {_NEXT}") from None
+            raise DifferentError(
+                f"{now}; the run recorded {then or 'no such thing'}. {recorded.unsure}{_NEXT}"
+            ) from None
         return f"bit for bit, and not finite again: {now}. {_CAUSE}"
     if recorded.stopped and recorded.stopped.startswith(f"step {recorded.last}:"):
         raise DifferentError(f"step {recorded.last} is finite here; the run recorded: {recorded.stopped}. {_NEXT}")
@@ -402,7 +405,7 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: [*map(finite, v)] if isinstance(v, list) else finite(v) for key, v in plain.items()}
 
 
-def _compare_tensors(s: Session, checkpoint: Path, equal: int) -> int:
+def _compare_tensors(s: Session, checkpoint: Path, equal: int, unsure: str) -> int:
     """Compare all parameters and moments with a checkpoint of this step. Collective. Returns their number.
 
     Raises:
@@ -427,7 +430,7 @@ def _compare_tensors(s: Session, checkpoint: Path, equal: int) -> int:
     if wrong := from_rank0(wrong):
         raise DifferentError(
             f"after step {equal} {len(wrong):,} of {n:,} tensors differ from {checkpoint}, first {wrong[0]}: the "
-            f"update differed, or the checkpoint was changed. {_unsure(s)}{_NEXT}"
+            f"update differed, or the checkpoint was changed. {unsure}{_unsure(s)}{_NEXT}"
         )
     return n
 

@@ -275,7 +275,7 @@ def _summary(run: Run, many: bool) -> str:
     of = run.about.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
     status, _, more = run.status.text.partition(", ")
     tiles = [
-        ("status", status, more or run.about.get("reason", "")),
+        ("status", status, more or run.about.get("reason", "").split("\n")[0]),
         ("step", f"{last['step']:,}", f"of {int(of):,}" if of.isdigit() else ""),
         ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "mean since the record before"),
     ]
