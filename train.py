@@ -45,13 +45,13 @@ from torchtitan_lite.distributed.process_group import (
 )
 from torchtitan_lite.errors import StuckError, UserError, run_cli
 from torchtitan_lite.monitoring import run_folder
-from torchtitan_lite.monitoring.console import duration, source_lines, what_next
+from torchtitan_lite.monitoring.console import source_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.terminal import counted, print_error, print_line
+from torchtitan_lite.terminal import counted, duration, print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory
 from torchtitan_lite.training import start as starting
 from torchtitan_lite.training.evaluate import Validation
@@ -150,6 +150,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         s = starting.start(loaded_config, data, world, log, build)
     except Exception as error:
         run_folder.write_status(config.folder, world, "failed", None, str(error) or repr(error))
+        log.notify("stall" if isinstance(error, StuckError) else "failure", None)
         raise
     if s is None:
         return
@@ -167,6 +168,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         if isinstance(error, UserError) and not isinstance(error, StuckError):
             report_save(s, wait=True)
         run_folder.write_status(config.folder, world, "failed", s.state.step, str(error) or repr(error))
+        log.notify("stall" if isinstance(error, StuckError) else "failure", s.state.step)
         raise
     finally:
         if trackers is not None:
@@ -206,6 +208,8 @@ def train(s: Session) -> None:
             check_previous_step(s)
             log_step(s, step, loss.item(), grad_norm.item(), n_tokens=s.state.tokens - logged, first=first)
             logged = s.state.tokens
+        if due(step, config.log.every):
+            s.loss_since.zero_()
         if config.eval.every and (due(step, config.eval.every) or step == config.train.steps):
             with s.clock.paused():
                 validate(s, step)
@@ -248,6 +252,7 @@ def report_end(s: Session, first: int) -> None:
         run_folder.write_status(config.folder, s.world, "preempted", step, why)
         return
     run_folder.write_status(config.folder, s.world, "complete", step)
+    s.log.notify("completion", step)
     for line in source_lines(s.samples, s.state):
         s.log.info(line)
     seconds = time.perf_counter() - s.clock.started
@@ -269,6 +274,7 @@ def train_step(s: Session, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch = s.loader.batch(first, size)
     s.watchdog.computing()
     totals = compute(s, step, batch)
+    s.add_loss(totals[0], batch.global_tokens)
     loss, grad_norm = totals[0].float() / batch.global_tokens, totals[1].sqrt().float() / s.scaler.scale
     optim.clip_gradients(s.optimizer, grad_norm, s.config.optim.max_norm, s.scaler.scale)
 
@@ -371,7 +377,9 @@ def prepare_and_run(command: cli.Command) -> None:
         return
     with process_group(config.run) as world:
         lock = run_folder.lock(config.folder, world)
-        run(loaded, data, world, Log(config.folder, speaks=world.rank == 0))
+        log = Log(config.folder, speaks=world.rank == 0)
+        with log.notifying(config.run.name, config.log.notify):
+            run(loaded, data, world, log)
         lock.release()
 
 

@@ -31,7 +31,7 @@ ROOMS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # `python -m torchtitan_lite.NAME`: two lines each, which stand for a module of tools/
-COMMANDS = {"generate", "evaluate", "rouge", "report", "plan", "migrate", "which"}
+COMMANDS = {"generate", "evaluate", "rouge", "report", "plan", "migrate", "which", "status"}
 RECIPE = [
     "train.py",
     "checkpoint.py",
@@ -155,7 +155,7 @@ NOT_LOADED = (
     *("torchtitan_lite.tasks", "torchtitan_lite.training.tasks", "torchtitan_lite.training.options"),
     "torchtitan_lite.huggingface",
     "torchtitan_lite.data.prepare.__main__",
-    "torchtitan_lite.monitoring.trackers",
+    *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.notify"),
     "torchtitan_lite.monitoring.profiler",
     "torchtitan_lite.optim.average",
     "torchtitan_lite.training.average",

@@ -110,8 +110,6 @@ def test_the_closing_block_repeats_the_command(text: Path, tmp_path: Path) -> No
     assert words[1] == "train.py"
     kept = [word for word in more if not word.startswith("--train.steps")][:-2]
     assert words[2:] == [*kept, "--train.steps=4"]
-    (by_make,) = re.findall(r"by make: +(make train ARGS=.*)", output)
-    assert shlex.split(by_make) == ["make", "train", f"ARGS={' '.join(words[2:])}"]
     assert "resumed after step 2" in succeeded(run_python(words[1:]))
 
 
@@ -126,18 +124,34 @@ def test_the_closing_block_repeats_the_command(text: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_is_for_one_time_is_not_repeated(argv: list[str], expected: list[str]) -> None:
-    assert console.lasting_options(argv) == expected
+    assert console.lasting_options(argv, "--train.steps") == expected
 
 
 def test_the_closing_block_fits_the_launcher_and_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", '--sample.prompts=["a $b"]'])
+    argv = [
+        "train.py",
+        "--config",
+        "configs/t5.toml",
+        "--run.name=old",
+        '--sample.prompts=["a $b"]',
+        "--train.steps=10",
+    ]
+    monkeypatch.setattr(sys, "argv", argv)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     config = Config(sample=SampleConfig(prompts=["a $b"]))
     text = console.what_next(config, 10)
-    assert "torchrun --nproc-per-node 4 train.py '--sample.prompts=[\"a $b\"]' --train.steps=20" in text
+    kept = "torchrun --nproc-per-node 4 train.py --config configs/t5.toml '--sample.prompts=[\"a $b\"]' --train.steps="
+    assert f"on your own text: {kept}10 --run.name=NAME --data.path=FOLDER_OF_TXT_FILES" in text.replace(
+        ".venv/bin/", ""
+    )
     assert "--prompt 'a $b'" in text
-    assert "by make" not in text, "make would replace $b"
+    own = config.model_copy(update={"data": DataConfig(path="my_text")})
+    after = console.what_next(own, 10)
+    assert "your own text" not in after
+    assert kept.replace("'--sample", "--run.name=old '--sample") + "20 (the learning" in after
+    for each in (text, after):
+        assert len(each.splitlines()) == 4, "the folder, and three commands"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert "... train.py" in console.what_next(config, 10), "the launcher of two machines is not known"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -145,7 +159,8 @@ def test_the_closing_block_fits_the_launcher_and_the_text(monkeypatch: pytest.Mo
     assert "torchrun" not in console.what_next(Config(), 10)
     assert "--prompt 'def '" in console.what_next(Config(), 10)
     assert "--interactive" in console.what_next(Config(data=DataConfig(path="my_text")), 10)
-    assert console.what_next(Config(optim=OptimConfig(schedule="constant")), 10)
+    constant = Config(optim=OptimConfig(schedule="constant"), data=DataConfig(path="my_text"))
+    assert "rises again" not in console.what_next(constant, 10)
 
 
 # --- Ctrl-C -------------------------------------------------------------------------------------------------------

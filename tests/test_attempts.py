@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.helpers import checkpoint, losses, ranks, records, succeeded, tiny
+from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import select, storage
 from torchtitan_lite.errors import CheckpointError
 
@@ -48,6 +48,11 @@ def contents(run: Path) -> dict[str, object]:
     facts = {key: value for key, value in about(run).items() if key in ("argv", "step", "started", "world_size")}
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     return {name: (run / name).read_bytes() for name in files} | {"run.json": facts, "checkpoints": names}
+
+
+def table(run: Path) -> str:
+    """The row of the run in `report --table`."""
+    return succeeded(python(str(run), "--table", script="-m torchtitan_lite.report")).splitlines()[1]
 
 
 def set_aside(run: Path) -> list[str]:
@@ -219,23 +224,30 @@ def test_a_status_belongs_to_its_attempt(run: Path, text: Path, tmp_path: Path) 
     refused = ranks(1, *command(text, tmp_path, train__seq_len=16), env={"TORCHTITAN_LITE_ATTEMPT": "7-1"})
     assert refused.returncode == 2
     second = about(run)
-    assert (second["status"], second["attempt"], second["step"]) == ("failed", "7-1", 8)
-    assert "train.seq_len is 32 in the checkpoint and 16 here" in second["reason"]
-    assert second["argv"] == first["argv"], "what started the run that is in the folder"
+    why = second.pop("refused")
+    assert second == first, "the run is as it was"
+    assert why["attempt"] == "7-1"
+    assert "train.seq_len is 32 in the checkpoint and 16 here" in why["message"]
+    assert table(run).split()[-1] == "complete", table(run)
+    said = succeeded(python(str(run), script="-m torchtitan_lite.status"))
+    assert f"run     {run}: complete" in said
+    assert "a command was refused, the run is as it was: " in said
     assert ranks(1, *command(text, tmp_path), fault="kill:0:0:hash").returncode != 0
     third = about(run)
-    assert (third["status"], third["reason"]) == ("starting", "")
-    assert third["attempt"] not in ("7-1", first["attempt"])
+    assert third["status"] == "complete"
+    assert third["starting"]["attempt"] not in ("7-1", first["attempt"])
+    assert table(run).split()[-1] == "complete", table(run)
     succeeded(ranks(1, *command(text, tmp_path)))
     assert about(run)["status"] == "complete", "there was nothing left to do"
-    assert about(run)["attempt"] not in ("7-1", first["attempt"], third["attempt"])
+    assert about(run)["attempt"] not in ("7-1", first["attempt"], third["starting"]["attempt"])
+    assert not {"refused", "starting"} & about(run).keys()
 
 
 def test_an_error_of_ours_is_a_failed_attempt_too(run: Path, text: Path, tmp_path: Path) -> None:
     result = ranks(1, *command(text, tmp_path, train__steps=12), fault="raise:0:0:hash")
     assert "Traceback" in result.stderr
-    assert about(run)["status"] == "failed"
-    assert "a bug in somebody's loader" in about(run)["reason"]
+    assert about(run)["status"] == "complete", "no step has been made"
+    assert "a bug in somebody's loader" in about(run)["refused"]["message"]
 
 
 def test_a_command_that_finds_the_folder_in_use_leaves_the_status_alone(run: Path, text: Path, tmp_path: Path) -> None:

@@ -80,6 +80,33 @@ def test_a_first_step_that_is_withheld_leaves_the_initial_weights() -> None:
     assert kept.signbit().equal(weight.signbit())
 
 
+@pytest.mark.parametrize("values", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_loop_of_ones_own_averages_also_after_its_state_was_loaded(values: dict[str, Any]) -> None:
+    """Through `ttl.build_optimizer` no FiniteGuard sets the number of the step."""
+
+    def built() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        model = nn.Linear(3, 4, bias=False)
+        config = OptimConfig.model_validate({"ema_decay": DECAY, "lr": 0.1} | values)
+        return model.get_parameter("weight"), build_optimizer(model, config)
+
+    weight, optimizer = built()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # it wraps the step
+    mean = weight.detach().clone()
+    gradients = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(0))
+    for step, gradient in enumerate(gradients, start=1):
+        if step == 4:
+            kept, saved = weight.detach().clone(), optimizer.state_dict()
+            weight, optimizer = built()
+            optimizer.load_state_dict(saved)
+            with torch.no_grad():
+                weight.copy_(kept)
+        weight.grad = gradient.clone()
+        optimizer.step()
+        mean = after(mean, weight.detach().clone(), step)
+        assert optimizer.state[weight]["ema"].equal(mean), step
+    assert not mean.equal(weight)
+
+
 def test_the_averages_replace_the_weights_for_a_while() -> None:
     model, optimizer = trained(torch.ones(2, 2), 0.9, withheld=False)
     parameter = model.get_parameter("weight")

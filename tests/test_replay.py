@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import checkpoint, ranks, records, succeeded, tiny
+from torchtitan_lite.checkpointing.compatibility import bitwise_setting
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools.incidents.replay import Recorded, differs, has_changed, not_the_same, read
 
@@ -88,6 +91,47 @@ def test_another_world_size_is_refused(trained: Path, text: Path) -> None:
     result = replay(text, trained, 7, n=1)
     assert result.returncode == 2
     assert "world_size was 2, and is 1 here" in result.stderr
+
+
+def test_a_change_of_the_world_size_between_kept_checkpoints(trained: Path, text: Path, tmp_path: Path) -> None:
+    """The checkpoint of step 8, from which one rank has continued, is gone."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    longer = tiny(text, tmp_path, **PLAIN | {"train__steps": 10})
+    succeeded(ranks(1, *longer))
+    shutil.rmtree(checkpoint(tmp_path / "run", 8))
+    said = succeeded(replay(text, tmp_path, 7))
+    assert "equal   bit for bit: loss, gradient norm and each rank's loss of 3 steps" in said
+    result = replay(text, tmp_path, 7, n=1)
+    assert result.returncode == 2
+    assert "world_size was 2, and is 1 here" in result.stderr
+    result = replay(text, tmp_path, 9, "--train.steps=10", n=1)
+    assert result.returncode == 2, result.stdout
+    assert "--replay=9: the steps 5 to 9, which follow" in result.stderr
+    assert re.search(r"A resume has changed them after step 8: .*\bworld_size 2 -> 1", result.stderr)
+
+    # as an older version recorded it: the losses of ranks name the world size, and a dtype may be the cause
+    run = tmp_path / "run"
+    (run / "changes.jsonl").unlink()
+    config = Config.model_validate({"run": {"out_dir": str(tmp_path), "name": "run"}, "train": {"steps": 8}})
+    assert read(config, 7).setting["world_size"] == 2
+    with pytest.raises(ConfigError, match="changed them before step 9: world_size 2 -> 1"):
+        read(config, 9)
+    state = json.loads((checkpoint(run, 10) / "state.json").read_text())
+    state["setting"] |= {"world_size": 2, "param_dtype": "bfloat16"}
+    (checkpoint(run, 10) / "state.json").write_text(json.dumps(state))
+    assert "a resume has changed param_dtype float32 -> bfloat16" in read(config, 7).unsure
+
+
+def test_the_instructions_of_the_cpu_are_part_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environment variables limit them, so that the same CPU rounds in another way."""
+    world = World(0, 1, torch.device("cpu"), 1)
+    here = bitwise_setting(Config(), world)["instructions"]
+    assert here.startswith(torch.backends.cpu.get_cpu_capability())
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "SSE4_2")
+    assert bitwise_setting(Config(), world)["instructions"].endswith(
+        ", ONEDNN_MAX_CPU_ISA=AVX2, MKL_ENABLE_INSTRUCTIONS=SSE4_2"
+    )
 
 
 def recorded_with(trained: Path, **setting: Any) -> tuple[Recorded, Config, dict[str, Any]]:

@@ -70,7 +70,7 @@ def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_pat
     losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     train, validation = figures["Loss"]["traces"]
     assert train["x"] == list(range(1, 21))
-    assert train["y"] == [r["loss"] for r in losses if "loss" in r]
+    assert train["y"] == [r["mean_loss"] for r in losses if "loss" in r]
     assert validation["x"] == [10, 20]
     times = {t["name"]: t["x"][0] for t in figures["Where the time went"]["traces"]}
     assert times.keys() == {"forward and backward", "optimizer", "waiting for data", "validation", "samples", "saving"}

@@ -134,3 +134,45 @@ def test_training_changes_the_parameters(api: str, straight: Callable[[str], Pat
     first, last = (tensors(checkpoint(straight(api), step)) for step in (3, 12))
     assert all(not first[name].equal(last[name]) for name in last)
     assert losses(straight(api))[12][0] < losses(straight(api))[1][0] - 0.05
+
+
+def test_the_mean_loss_covers_the_steps_since_the_last_line(text: Path, tmp_path: Path) -> None:
+    """Also if the run was preempted in between, if the world size has changed, and without an end in a checkpoint."""
+    more = {"train__steps": 8, "eval__every": 0, "checkpoint__every": 3, "optim__schedule": "constant"}
+
+    def command(name: str, every: int = 4) -> list[str]:
+        return tiny(text, tmp_path, run__name=name, log__every=every, **more)
+
+    def means(name: str) -> dict[int, float]:
+        return {r["step"]: r["mean_loss"] for r in records(tmp_path / name) if "loss" in r}
+
+    succeeded(ranks(1, *command("each", 1)))
+    each = {step: loss for step, (loss, _) in losses(tmp_path / "each").items()}
+    assert means("each") == pytest.approx(each)
+    said = succeeded(ranks(1, *command("rare")))
+    straight = means("rare")
+    expected = {4: sum(each[s] for s in (1, 2, 3, 4)) / 4, 8: sum(each[s] for s in (5, 6, 7, 8)) / 4}
+    assert straight == pytest.approx(expected)
+    assert straight[8] != pytest.approx(each[8], abs=1e-4)
+    assert f"step    8/8  loss {straight[8]:.4f}" in said
+
+    succeeded(ranks(1, *command("stopped"), fault="term:0:5"))
+    left = max(means("stopped"))
+    assert 5 <= left < 8, "a line of its own"
+    succeeded(ranks(1, *command("stopped")))
+    again = means("stopped")
+    assert again.pop(left) == pytest.approx(sum(each[s] for s in range(5, left + 1)) / (left - 4))
+    assert again == straight
+
+    shutil.copytree(tmp_path / "rare", tmp_path / "resized")
+    shutil.copytree(tmp_path / "rare", tmp_path / "older")
+    for name in ("resized", "older"):
+        forget_after(tmp_path / name, 6)
+    succeeded(ranks(2, *command("resized")))
+    assert means("resized") == pytest.approx(straight)
+    file = checkpoint(tmp_path / "older", 6) / "state.json"
+    state = json.loads(file.read_text())
+    assert len(state.pop("loss_since")) == 2
+    file.write_text(json.dumps(state))
+    succeeded(ranks(1, *command("older"), "--checkpoint.verify=off"))
+    assert means("older") == pytest.approx({4: straight[4], 8: (each[7] + each[8]) / 2})

@@ -164,6 +164,8 @@ def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
 def test_a_rewind_is_bit_for_bit_a_run_that_was_told_to_skip(rewound: Path, text: Path, tmp_path: Path) -> None:
     succeeded(run(2, text, tmp_path, "told", **PLAIN, **TOLD))
     assert_same_end(rewound, tmp_path / "told")
+    each, once = ({r["step"]: r["mean_loss"] for r in records(f) if "loss" in r} for f in (rewound, tmp_path / "told"))
+    assert each == once, "the sums of the abandoned steps are gone"
     mine, theirs = (storage.read_state(checkpoint(folder, 24)) for folder in (rewound, tmp_path / "told"))
     assert mine.jumps == theirs.jumps == [[12, 72, 102]]
     assert (mine.samples_consumed, mine.tokens) == (theirs.samples_consumed, theirs.tokens) == (174, 24 * 6 * 32)

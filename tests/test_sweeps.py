@@ -134,7 +134,9 @@ def test_another_rate_does_not_pass_as_finished(first: Path, text: Path, tmp_pat
     assert "finished" not in output
     assert "Traceback" not in output
     assert {file: file.read_bytes() for file in before} == before
-    assert json.loads((run / "run.json").read_text())["status"] == "failed"
+    about = json.loads((run / "run.json").read_text())
+    assert about["status"] == "complete"
+    assert "other values than this command has" in about["refused"]["message"]
     code, output = again(text, run, optim__lr=0.004)
     assert code == 0
     assert "finished: step 4" in output

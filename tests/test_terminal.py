@@ -15,7 +15,15 @@ import pytest
 from tests.helpers import ROOT, python, succeeded, tiny
 from torchtitan_lite.monitoring.console import fitted, step_line
 
-STEP = {"step": 20, "loss": 3.2, "grad_norm": 1.5, "lr": 1e-3, "tokens_per_second": 9e3, "peak_memory_gib": 0.5}
+STEP = {
+    "step": 20,
+    "mean_loss": 3.2,
+    "loss": 3.2,
+    "grad_norm": 1.5,
+    "lr": 1e-3,
+    "tokens_per_second": 9e3,
+    "peak_memory_gib": 0.5,
+}
 
 
 def on_a_terminal(columns: int, *options: str) -> str:

@@ -98,7 +98,14 @@ def test_an_invalid_range_of_steps_is_an_error(steps: list[int]) -> None:
         load.load(None, {"profile.steps": load.ConfigValue(steps, "command line")})
 
 
-RECORD: dict[str, Any] = {"step": 7, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 5000.0}
+RECORD: dict[str, Any] = {
+    "step": 7,
+    "loss": 2.0,
+    "mean_loss": 2.0,
+    "grad_norm": 1.0,
+    "lr": 1e-3,
+    "tokens_per_second": 5000.0,
+}
 
 
 def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

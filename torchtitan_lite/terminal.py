@@ -40,6 +40,14 @@ def counted(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """4m12s, 2h05m, 3d04h."""
+    s = round(seconds)
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
+    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
 def print_line(text: str) -> None:
     """Print a line. A full or closed stdout is reported once, on stderr."""
     try:

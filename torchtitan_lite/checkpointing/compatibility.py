@@ -1,5 +1,6 @@
 """What a checkpoint and the run that resumes it must have in common."""
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -112,10 +113,21 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         **_sums_in_shared_memory(config, world),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "cpu": "" if on_gpu else re.findall(r"model name\s*: (.*)|\Z", Path("/proc/cpuinfo").read_text())[0],
+        "instructions": "" if on_gpu else _instructions(),
         "deterministic": config.run.deterministic or not on_gpu,
         "threads": world.threads,
         "torch": torch.__version__,
     }
+
+
+# they choose the kernels of oneDNN and MKL; ATEN_CPU_CAPABILITY, of ATen, is in what torch reports
+_KERNELS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"
+
+
+def _instructions() -> str:
+    """The instructions that the kernels of a CPU use, as far as the environment limits them."""
+    limits = [f"{name}={os.environ[name]}" for name in _KERNELS if os.environ.get(name)]
+    return ", ".join([torch.backends.cpu.get_cpu_capability(), *limits])
 
 
 def _order_of_groups(config: Config, world: World) -> int:

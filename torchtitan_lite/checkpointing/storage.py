@@ -55,6 +55,7 @@ class TrainState:
     skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
     jumps: list[list[int]] = field(default_factory=list)  # [step, first, end]: after it, these samples were skipped
     spikes: Mapping[str, Any] = field(default_factory=dict)  # see training/spikes/watch.py
+    loss_since: list[float] = field(default_factory=list)  # of Session; empty in older checkpoints
     end_token: int | None = None  # token id; None in checkpoints older than this field
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see evaluate.py
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume

@@ -1,6 +1,7 @@
 """Rules between config values. Each message names a value that works."""
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from torchtitan_lite.errors import ConfigError, shortened
 _LOCAL_RULES = {
     *("data.path", "data.sources", "tokenizer.path", "model.init_from", "checkpoint.resume"),
     *("model.vocab_size tokenizer.vocab_size", "compile.enabled compile.backend run.device"),
-    *("log.trackers tensorboard", "log.trackers wandb"),
+    *("log.trackers tensorboard", "log.trackers wandb", "log.notify environment"),
 }
 
 
@@ -74,6 +75,18 @@ def _log_conflicts(config: Config) -> dict[str, str]:
             found[f"log.trackers {name}"] = (
                 f'log.trackers = ["{name}"]: {name} is not installed; run pip install -e ".[{name}]"'
             )
+    if variable := config.log.notify:
+        # neither text is shown: one may be the URL, the other is
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+            found["log.notify"] = (
+                "log.notify should be the name of an environment variable that holds the URL, e.g. "
+                'log.notify = "RUN_WEBHOOK"; its value is not repeated here, because it may be the URL itself'
+            )
+        elif not re.match(r"https?://[^/?#\s]", os.environ.get(variable, ""), re.IGNORECASE):
+            wrong = (
+                "does not hold a URL that begins with http:// or https://" if variable in os.environ else "is not set"
+            )
+            found["log.notify environment"] = f"log.notify: the environment variable {variable} {wrong}"
     steps = config.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         found["profile.steps"] = f"profile.steps = {steps} should be a first and a last step, e.g. [10, 12]"

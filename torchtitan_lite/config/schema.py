@@ -555,6 +555,8 @@ class LogConfig(Section):
     """also send the records to these trackers; each is an extra: pip install -e ".[tensorboard]\""""
     wandb_project: str = "torchtitan_lite"
     """wandb: the project"""
+    notify: str = ""
+    """name of an environment variable with the URL of a webhook: it is told of failure, spike, stall and completion"""
 
 
 class Config(Frozen):

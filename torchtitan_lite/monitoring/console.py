@@ -20,7 +20,7 @@ from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.terminal import counted
+from torchtitan_lite.terminal import counted, duration
 
 
 def start_lines(
@@ -142,9 +142,9 @@ def fsdp_line(config: Config) -> str:
 
 
 def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
-    """A step's record on one line. The time of the end is local."""
+    """A step's record on one line, with the mean loss since the last one. The time of the end is local."""
     end = time.strftime("%H:%M", time.localtime(time.time() + left_s))
-    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+    loss = "not finite" if record["loss"] is None else f"{record['mean_loss']:.4f}"
     norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
     scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
     mfu = f"  mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
@@ -165,41 +165,35 @@ def fitted(line: str, columns: int) -> str:
 
 
 def what_next(config: Config, step: int) -> str:
-    """The commands to use after a finished run. They repeat the options of its own command."""
+    """The commands to use after a finished run, at most three. They repeat the options of its own command."""
     folder = shlex.quote(str(config.folder))
     here = os.path.relpath(sys.executable)  # works without activating a virtual environment in this folder
     python = "python" if here.startswith("..") else here
-    prompts = config.sample.prompts or ([] if config.data.path or config.data.sources else ["def "])
+    own = bool(config.data.path or config.data.sources)
+    prompts = config.sample.prompts or ([] if own else ["def "])
     kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
-    n, data = os.environ.get("WORLD_SIZE", "1"), "PREPARED_PAIRS" if config.data.objective == "pairs" else "TXT_FILES"
+    n = os.environ.get("WORLD_SIZE", "1")
     command = f"{os.path.dirname(python)}/torchrun --nproc-per-node {n}".lstrip("/") if "RANK" in os.environ else python
     if n != os.environ.get("LOCAL_WORLD_SIZE", n):
         command = "..."  # the launcher of several machines
-    more = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
-    rises = "" if config.optim.schedule in ("constant", "step") else " (the learning rate rises again)"
-    longer = shlex.join([*lasting_options(sys.argv[1:]), more])
-    plain = re.fullmatch(r"[\w./=,:+ -]+", longer)  # no character that a shell or make would read
+    if own:
+        more = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
+        rises = "" if config.optim.schedule in ("constant", "step") else " (the learning rate rises again)"
+        words = [*lasting_options(sys.argv[1:], "--train.steps", "--train.epochs"), more]
+        third = f"train longer:     {command} train.py {shlex.join(words)}{rises}"
+    else:
+        words = [*lasting_options(sys.argv[1:], "--run.name"), "--run.name=NAME", "--data.path=FOLDER_OF_TXT_FILES"]
+        third = f"on your own text: {command} train.py {shlex.join(words)}"
     return (
         f"the run is in {config.folder}\n"
         f"next    prompt it:        {python} -m torchtitan_lite.generate {folder} "
         + (f"--{kind} {shlex.quote(prompts[0])}\n" if prompts else "--interactive\n")
-        + f"        plot its curves:  {python} -m torchtitan_lite.report {folder}\n"
-        f"        train longer:     {command} train.py {longer}{rises}\n"
-        + (f'        or by make:       make train ARGS="{longer}"\n' if plain else "")
-        + f"        on your own text: {command} train.py --run.name=NAME --data.path=FOLDER_OF_{data}"
+        + f"        plot its curves:  {python} -m torchtitan_lite.report {folder}\n        {third}"
     )
 
 
-def lasting_options(argv: Sequence[str]) -> list[str]:
-    """The words of a command, without the options that are for one time only, and without the number of steps."""
-    once = ("--train.steps", "--train.epochs", "--checkpoint.resume", "--resume-with-changes")
+def lasting_options(argv: Sequence[str], *also: str) -> list[str]:
+    """The words of a command, without options that are for one time only, and those named in `also`."""
+    once = ("--checkpoint.resume", "--resume-with-changes", *also)
     pairs = zip(["", *argv], argv, strict=False)
     return [w for before, w in pairs if w.split("=")[0] not in once and (before not in once or w.startswith("--"))]
-
-
-def duration(seconds: float) -> str:
-    """4m12s, 2h05m, 3d04h."""
-    s = round(seconds)
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
-    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"

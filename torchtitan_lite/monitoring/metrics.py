@@ -78,6 +78,7 @@ class Log:
         self._torn: set[Path] = set()  # files whose last line may be incomplete
         self._failed: set[str] = set()
         self.trackers: Tracker | None = None
+        self._notifier: Any = None  # notify.Notifier
 
     def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
         """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
@@ -98,8 +99,32 @@ class Log:
         if self._speaks:
             with self._reported(f"a record of {file}"):
                 self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
+            if "spike" in values and file == "metrics.jsonl":
+                self.notify("spike", values["step"])
             if self.trackers is not None and file == "metrics.jsonl":
                 self.trackers.record(values)
+
+    @contextmanager
+    def notifying(self, run: str, variable: str) -> Iterator[None]:
+        """Send events in this context to the webhook of `log.notify`, if `variable` is not empty."""
+        if not variable or not self._speaks:
+            yield
+            return
+        from torchtitan_lite.monitoring.notify import Notifier
+
+        self._notifier = notifier = Notifier(run, variable)
+        try:
+            yield
+        finally:
+            self._notifier = None
+            notifier.close()
+
+    def notify(self, event: str, step: int | None, *, ends: bool = False) -> None:
+        """Send failure, spike, stall or completion to the webhook, if there is one. `ends`: the process ends now."""
+        if self._notifier is not None:
+            self._notifier.send(event, step)
+            if ends:
+                self._notifier.close()
 
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:

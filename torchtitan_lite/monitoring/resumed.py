@@ -21,7 +21,8 @@ _NOT_RECORDED = "model.size", "model.init_from", "run.name", "run.out_dir", "che
 def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> dict[str, bytes]:
     """The new content of a run's changes.jsonl, by its name: records of earlier steps, and what changes now.
 
-    A record is {"step": the step after which values changed, "changed": {"section.key": [before, now]}}.
+    A record is {"step": the step after which values changed, "changed": {"section.key": [before, now]}}, with "setting"
+    if the bitwise setting has changed: {key: [before, now]}. A replay needs both.
 
     Args:
         saved: None if the run starts over.
@@ -37,8 +38,12 @@ def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> 
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     changes = _changes(saved, here) if saved else {}
-    if changes := {key: pair for key, pair in changes.items() if key not in _NOT_RECORDED}:
-        lines.append(json.dumps({"step": here.step, "changed": changes, "time": round(time.time(), 3)}).encode())
+    changes = {key: pair for key, pair in changes.items() if key not in _NOT_RECORDED}
+    before = dict(saved.bitwise_setting) if saved else {}
+    setting = {key: [before[key], now] for key, now in here.bitwise_setting.items() if before.get(key, now) != now}
+    if changes or setting:
+        record = {"step": here.step, "changed": changes} | ({"setting": setting} if setting else {})
+        lines.append(json.dumps(record | {"time": round(time.time(), 3)}).encode())
     return {file.name: b"".join(line + b"\n" for line in lines)} if lines or file.exists() else {}
 
 

@@ -55,7 +55,7 @@ def lock(folder: Path, world: World) -> FileLock:
     Raises:
         ConfigError: on every rank: another process holds the lock, or locking fails.
     """
-    held = FileLock(folder / ".lock", blocking=False)
+    held = FileLock(folder / ".lock", timeout=0.5)  # a reader of the status may test it just now (tools/status.py)
     problem = ""
     if world.rank == 0:
         holder = folder / ".lock-holder"
@@ -107,7 +107,10 @@ def begin(folder: Path, world: World, resume: str) -> str:
             if same_run and not max(counts):
                 before["carried_out"] = recorded | {"torchelastic_run_id": ""}  # from an earlier launch of this name
         if not problem:
-            _write(folder, before | _now("starting", before.get("step", 0), ""))
+            if before.get("status", "starting") == "starting":  # none has trained here yet
+                before |= _now("starting", before.get("step", 0), "")
+            # until `accepted`, the status is that of the training before
+            _write(folder, before | {"starting": {"time": round(time.time(), 3)} | _attempt()})
     restart, problem = from_rank0((restart, problem))
     if problem:  # without run.json, this attempt could set the wrong checkpoints aside
         raise ConfigError(problem)
@@ -158,20 +161,33 @@ def take_over(folder: Path, files: Mapping[str, bytes], set_aside: Callable[[], 
 def write_status(folder: Path, world: World, status: str, step: int | None, reason: str = "") -> None:
     """Write "running", "complete", "preempted" or "failed" to run.json, on rank 0. Step None keeps the recorded one."""
     if world.rank == 0:
-        before = _read(folder)
-        _write(folder, before | _now(status, before.get("step", 0) if step is None else step, reason))
+        with contextlib.suppress(OSError):  # without its content, "carried_out" would be lost
+            _end(folder, _read(folder, strict=True), status, step, reason)
 
 
 def stand_in(folder: Path, step: int, reason: str) -> None:
     """Write "failed" for rank 0, which may be gone, unless it has written how it ended."""
     before = _read(folder)
-    if before.get("status") == "running":
-        _write(folder, before | _now("failed", step, reason))
+    if before.get("status") == "running" or "starting" in before:
+        _end(folder, before, "failed", step, reason)
+
+
+def _end(folder: Path, before: dict[str, Any], status: str, step: int | None, reason: str) -> None:
+    """Write a status. A failure before the attempt has changed the run is "refused": the run is as it was."""
+    starting = before.pop("starting", None)
+    if status == "failed" and starting and before.get("status") != "starting":
+        _write(folder, before | {"refused": {"message": reason, "time": round(time.time(), 3)} | _attempt()})
+        return
+    before.pop("refused", None)
+    _write(folder, before | _now(status, before.get("step", 0) if step is None else step, reason))
 
 
 def _now(status: str, step: int, reason: str) -> dict[str, Any]:
-    now = {"status": status, "step": step, "reason": reason, "time": round(time.time(), 3), "pid": os.getpid()}
-    return now | {"attempt": attempt_id()}
+    return {"status": status, "step": step, "reason": reason, "time": round(time.time(), 3)} | _attempt()
+
+
+def _attempt() -> dict[str, Any]:
+    return {"pid": os.getpid(), "attempt": attempt_id()}
 
 
 def _read(folder: Path, strict: bool = False) -> dict[str, Any]:

@@ -8,7 +8,9 @@ saved, resharded and loaded as a moment is, and `plan` counts it.
 """
 
 import contextlib
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,27 +23,33 @@ KEY = "ema"
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Update the averages at the end of each `optimizer.step`.
 
-    It reads `found_inf` as fused AdamW does: where that is 1, nothing changes. `run_step` (FiniteGuard) is the step.
+    It reads `found_inf` as fused AdamW does: where that is 1, nothing changes. The number of steps is "step_number" of
+    each parameter group, so `optimizer.state_dict()` has it. FiniteGuard sets it to that of the run.
     """
     optimizer.defaults["ema_decay"] = decay
     plain = optimizer.step
+    for group in optimizer.param_groups:
+        group["step_number"] = 0
 
     @torch.no_grad()
-    def step(closure: None = None) -> None:
-        plain(closure)
-        # 1 in the first step, and 1 - decay in the long run
-        share = (1 - decay) / (1 - decay ** getattr(optimizer, "run_step", 1))
-        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-        for group in optimizer.param_groups:
+    def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+        result = plain(closure)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            group["step_number"] = group.get("step_number", 0) + 1
+            # 1 in the first step, and 1 - decay in the long run
+            share = (1 - decay) / (1 - decay ** group["step_number"])
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state = optimizer.state[parameter]
+                state = self.state[parameter]
                 if KEY not in state:
                     state[KEY] = parameter.detach().clone()
                 _update(state[KEY], parameter, share, found_inf)
+        return result
 
-    optimizer.step = step  # type: ignore[method-assign, assignment]
+    # a method: torch's learning-rate schedulers wrap it
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 def _update(average: Tensor, parameter: Tensor, share: float, found_inf: Tensor | None) -> None:

@@ -70,7 +70,9 @@ class FiniteGuard:
             # the fused kernel runs where the parameters are: with cpu_offload, on the host
             self.optimizer.found_inf = withheld.float().to(self._device)  # type: ignore[attr-defined]
         if self._fused or not withheld:
-            self.optimizer.run_step = step  # type: ignore[attr-defined]  # for optim.ema_decay
+            for group in self.optimizer.param_groups:
+                if "step_number" in group:  # optim.ema_decay
+                    group["step_number"] = step - 1
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.scaler.update(bad)

@@ -133,15 +133,15 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     A step with zero gradients and a rate of 0 leaves every parameter unchanged, bit for bit. The state's values (such
     as the step count) are wrong and have to be overwritten.
     """
-    given = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    given = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0  # SGD's momentum would begin with the decay
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    for group, (rate, decay) in zip(optimizer.param_groups, given, strict=True):
-        group["lr"], group["weight_decay"] = rate, decay
+    for group, values in zip(optimizer.param_groups, given, strict=True):
+        group.update(values)
 
 
 def squared_norm(model: nn.Module, copies: int) -> Tensor:

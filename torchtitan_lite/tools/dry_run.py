@@ -23,8 +23,9 @@ from torchtitan_lite.distributed.agreement import require_agreement
 from torchtitan_lite.distributed.process_group import env_int, process_group
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring import mfu, run_folder
-from torchtitan_lite.monitoring.console import batch_line, duration, fsdp_line, model_line
+from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.terminal import duration
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.plan import Plan, make_plan, size
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS

@@ -22,9 +22,9 @@ from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.monitoring.console import batch_line, duration, model_line
+from torchtitan_lite.monitoring.console import batch_line, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device, flops_per_token, formula
-from torchtitan_lite.terminal import counted
+from torchtitan_lite.terminal import counted, duration
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.schedule import schedule_lines

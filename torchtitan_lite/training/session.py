@@ -1,6 +1,7 @@
 """The state of the training loop, and the parts of a step that log: checks, metrics, validation, saves."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from torchtitan_lite.checkpointing.save import Saved, Saver
 from torchtitan_lite.checkpointing.storage import TrainState
@@ -71,12 +73,28 @@ class Session:
     profile: Any = None  # monitoring.profiler.Profile
     spikes: Any = None  # training.spikes.watch.Spikes
     clock: Clock = field(default_factory=Clock)
+    # (2,) float64 on the device: the summed loss of all ranks and its tokens, since the last step that log.every names
+    loss_since: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        def on_abort(why: str) -> None:
-            run_folder.write_status(self.config.folder, self.world, "failed", self.state.step, why)
+        self.restore_loss()
 
-        self.preemption.on_abort = self.watchdog.on_abort = on_abort
+        def on_abort(event: str, why: str) -> None:
+            run_folder.write_status(self.config.folder, self.world, "failed", self.state.step, why)
+            self.log.notify(event, self.state.step, ends=True)
+
+        self.preemption.on_abort = functools.partial(on_abort, "failure")
+        self.watchdog.on_abort = functools.partial(on_abort, "stall")
+
+    def restore_loss(self) -> None:
+        """Continue the sums of `loss_since` from the state."""
+        saved = self.state.loss_since or [0.0, 0.0]
+        self.loss_since = torch.tensor(saved, dtype=torch.float64, device=self.world.device)
+
+    def add_loss(self, total: Tensor, tokens: int) -> None:
+        """Add the loss of a step, () float64, to `loss_since`, without waiting. One that is not finite is left out."""
+        sums = torch.stack([total, torch.full_like(total, tokens)])
+        self.loss_since += torch.where(total.isfinite(), sums, 0.0)
 
     def close(self) -> None:
         """End the background threads."""
@@ -123,13 +141,19 @@ def validate(s: Session, step: int) -> None:
 
 
 def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:
-    """Record and log a step. Rates cover the n_tokens since the last line, excluding saves and validations."""
+    """Record and log a step. Rates cover the n_tokens since the last line, excluding saves and validations.
+
+    `loss` is that of the step, which a replay compares. `mean_loss` is per token, over the steps since the last
+    multiple of log.every: a line that a preemption adds in between does not divide them, so a resume has the same mean.
+    """
     seconds, parts = s.clock.lap()
     if s.world.device.type == "cuda":
         parts.pop("optimizer_s", None)  # the host only launches the kernels
+    total, counted_tokens = s.loss_since.tolist()
     record: dict[str, Any] = {
         "step": step,
         "loss": loss if math.isfinite(loss) else None,  # not finite in a skipped step
+        "mean_loss": total / counted_tokens if counted_tokens else None,
         "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
         "rank_losses": [total if math.isfinite(total) else None for total in s.guard.rank_losses],  # sums
         "lr": learning_rate(s.config.optim, step, s.config.train.steps),
@@ -155,7 +179,7 @@ def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: 
 def save(s: Session, *, last: bool) -> None:
     """Wait for the previous save, then save a checkpoint. Raises SaveError if the last save of a run fails."""
     report_save(s, wait=True)
-    s.checkpointer.save(replace(s.state, grad_scaler=s.scaler.state_dict()))
+    s.checkpointer.save(replace(s.state, grad_scaler=s.scaler.state_dict(), loss_since=s.loss_since.tolist()))
     error = report_save(s, wait=last or not s.config.checkpoint.async_save)
     if last and error:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")

@@ -80,6 +80,7 @@ def start(
                 s.checkpointer.require_space()
         facts = run_folder.facts(s.layout, world, machines, sys.argv)
         facts |= {"steps": config.train.steps, "config_files": list(loaded_config.files)}
+        facts["setting"] = dict(s.state.bitwise_setting)  # for a replay
 
         def take_over() -> list[str]:
             later, changes = _records(config, s)

@@ -60,7 +60,7 @@ def read_record(folder: Path) -> Record:
         ConfigError: this is no run, its config can't be read, or its data has changed.
         DataError: the data can't be read.
     """
-    loaded, data = prepared(Loaded(_config(folder), {}))
+    loaded, data = prepared(Loaded(config_of(folder), {}))
     states = _states(folder)
     for state in states[-1:]:
         require_same_data(str(folder), data, state)
@@ -70,7 +70,7 @@ def read_record(folder: Path) -> Record:
     return Record(folder, loaded.config, data, consumed, sizes)
 
 
-def _config(folder: Path) -> Config:
+def config_of(folder: Path) -> Config:
     """The config of the newest attempt. Keys that this version no longer has are ignored."""
     file = folder / "config.toml"
     try:
@@ -143,13 +143,16 @@ def checkpoint_before(run: Path, step: int) -> tuple[Path | None, list[str]]:
 
 
 def changes_of(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """What resumes have changed: the step after which, and [before, now] of each changed key, oldest first."""
+    """What resumes have changed: the step after which, and [before, now] of each changed key, oldest first.
+
+    A key with a dot is of the config, another one of the bitwise setting.
+    """
     found: list[tuple[int, dict[str, Any]]] = []
     file = folder / "changes.jsonl"
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
             entry = json.loads(line)
-            found.append((int(entry["step"]), dict(entry["changed"])))
+            found.append((int(entry["step"]), {**entry["changed"], **entry.get("setting", {})}))
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return sorted(found, key=lambda change: change[0])

@@ -73,6 +73,7 @@ class Recorded:
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
     jumps: Sequence[Sequence[int]] = ()  # of TrainState: where the run skipped samples
     notes: tuple[str, ...] = ()
+    unsure: str = ""  # a sentence: why a difference may be none of the hardware
 
 
 def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step) -> None:
@@ -166,10 +167,10 @@ def read(config: Config, n: int) -> Recorded:
     between = {step: record for step, record in steps.items() if start < step <= last}
     if not between and not stopped:
         raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
-    setting, values = _setting(folder, status, checkpoint, n)
+    setting, values, unsure = _setting(config, status, checkpoint, range(start + 1, last + 1), between, n)
     jumps = [jump for jump in jumps_of(folder) if jump[0] >= start]
     notes = tuple(f"note    {note}" for note in (*damaged, *abandoned(folder / "spikes.jsonl", n)))
-    return Recorded(start, last, str(checkpoint or ""), between, stopped, setting, values, jumps, notes)
+    return Recorded(start, last, str(checkpoint or ""), between, stopped, setting, values, jumps, notes, unsure)
 
 
 def has_changed(config: Config, n: int, recorded: Recorded) -> bool:
@@ -182,20 +183,82 @@ def has_changed(config: Config, n: int, recorded: Recorded) -> bool:
 
 
 def _setting(
-    folder: Path, status: Mapping[str, Any], checkpoint: Path | None, n: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the steps up to n were made with: the bitwise setting, and the config."""
-    later = [step for step in storage.find_steps(folder / "checkpoints") if step >= n]
-    if later:  # saved by the process that made these steps
-        state = storage.read_state(storage.step_folder(folder / "checkpoints", later[0]))
-        return dict(state.bitwise_setting), dict(state.config)
-    facts = {"world_size": status.get("world_size"), "torch": (status.get("versions") or {}).get("torch")}
-    known = {key: value for key, value in facts.items() if value is not None}  # of the newest attempt
-    if checkpoint is None:
-        return known, {}
-    state = storage.read_state(checkpoint)
-    now = {key: pair[1] for step, changed in changes_of(folder) if step == state.step for key, pair in changed.items()}
-    return {**state.bitwise_setting, **known}, {**state.config, **now}
+    config: Config,
+    status: Mapping[str, Any],
+    checkpoint: Path | None,
+    made: range,
+    between: Mapping[int, Mapping[str, Any]],
+    n: int,
+) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """What these steps were made with: the bitwise setting, the config, and Recorded.unsure.
+
+    A checkpoint has the values of the attempt that saved it. changes.jsonl has what resumes have changed in between.
+
+    Args:
+        made: the steps of the replay, from the one after `checkpoint`.
+        between: the logged ones.
+
+    Raises:
+        ConfigError: a resume changed a value in between, so no command repeats them all.
+    """
+    checkpoints = config.folder.absolute() / "checkpoints"
+    changes, start, last = changes_of(checkpoints.parent), made.start - 1, made.stop - 1
+    for step, changed in changes:
+        pairs = {key: pair for key, pair in changed.items() if "." not in key or _matters(key)}
+        if config.optim.schedule == "constant":
+            pairs.pop("train.steps", None)
+        if start < step < last and pairs:
+            raise _mixed(n, made, f"after step {step}: {_shown(pairs)}")
+    later = next((step for step in storage.find_steps(checkpoints) if step >= n), None)
+    first = storage.read_state(checkpoint) if checkpoint else None
+    values: dict[str, Any] = {} if first is None else {**first.config, **first.bitwise_setting}
+    for step, changed in changes:
+        if first is not None and start <= step < (later or last):
+            values |= {key: now for key, (_, now) in changed.items()}
+    unsure = ""
+    if later is not None:
+        state = storage.read_state(storage.step_folder(checkpoints, later))
+        before, values = values, {**state.config, **state.bitwise_setting}
+        # an older version did not record when the setting changed
+        unknown = {k: [before[k], now] for k, now in values.items() if "." not in k and before.get(k, now) != now}
+        if unknown:
+            unsure = (
+                f"Between step {start} and {later} a resume has changed {_shown(unknown)}, and the run does not "
+                "record after which step, so this may be the cause. "
+            )
+    else:
+        facts = {"world_size": status.get("world_size"), "torch": (status.get("versions") or {}).get("torch")}
+        values |= status.get("setting") or {key: value for key, value in facts.items() if value is not None}
+    for step, changed in reversed(changes):
+        if last <= step < (later or float("inf")):
+            values |= {key: before for key, (before, _) in changed.items()}
+    sizes = {step: len(record["rank_losses"]) for step, record in between.items() if record.get("rank_losses")}
+    if len({*sizes.values()}) > 1:
+        change = next(step for step in sizes if sizes[step] != sizes[min(sizes)])
+        raise _mixed(n, made, f"before step {change}: {_shown({'world_size': [sizes[min(sizes)], sizes[change]]})}")
+    if sizes and values.get("world_size", sizes[min(sizes)]) != sizes[min(sizes)]:  # the change was not recorded
+        earlier = {} if first is None else dict(first.bitwise_setting)
+        known = earlier if earlier.get("world_size") == sizes[min(sizes)] else {"world_size": sizes[min(sizes)]}
+        values = {key: value for key, value in values.items() if "." in key} | known
+    setting = {key: value for key, value in values.items() if "." not in key}
+    return setting, {key: value for key, value in values.items() if "." in key}, unsure
+
+
+def _mixed(n: int, made: range, change: str) -> ConfigError:
+    return ConfigError(
+        f"--replay={n}: the steps {made.start} to {made.stop - 1}, which follow the newest complete checkpoint before, "
+        f"were not made with the same values. A resume has changed them {change}. So no command repeats all of them "
+        "bit for bit; a step before the change, or after a later checkpoint, can be replayed"
+    )
+
+
+def _shown(pairs: Mapping[str, Sequence[Any]]) -> str:
+    return ", ".join(f"{key} {before} -> {now}" for key, (before, now) in pairs.items())
+
+
+def _matters(key: str) -> bool:
+    """Whether a key of the config changes a step, and is no part of the bitwise setting."""
+    return key != "model.init_from" and (is_refused(key) or is_learned_with(key) or key in _ALSO)
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -234,11 +297,10 @@ def not_the_same(recorded: Recorded, config: Config, setting: Mapping[str, Any])
         if recorded.setting.get(key, value) != value
     ]
     here = json.loads(json.dumps(flatten(config), default=str))
-    matters = [key for key in here if is_refused(key) or is_learned_with(key) or key in _ALSO]
     lines += [
         f"{key} was {format_value(recorded.config[key])}, and is {format_value(here[key])} here"
-        for key in matters
-        if key != "model.init_from" and recorded.config.get(key, here[key]) != here[key]
+        for key in filter(_matters, here)
+        if recorded.config.get(key, here[key]) != here[key]
     ]
     sizes = {step: len(record["rank_losses"]) for step, record in recorded.steps.items() if "rank_losses" in record}
     lines += [
@@ -277,14 +339,17 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
             if record := recorded.steps.get(number):
                 again = {"loss": loss.item(), "grad_norm": grad_norm.item(), "rank_losses": s.guard.rank_losses}
                 if difference := differs(record, again, equal):
-                    raise DifferentError(f"step {number} differs: {difference}. {_unsure(s)}{_NEXT}")
+                    raise DifferentError(f"step {number} differs: {difference}. {recorded.unsure}{_unsure(s)}{_NEXT}")
                 compared, equal = compared + 1, number
             if number in checkpoints:
-                tensors += _compare_tensors(s, storage.step_folder(folder / "checkpoints", number), equal)
+                saved = storage.step_folder(folder / "checkpoints", number)
+                tensors += _compare_tensors(s, saved, equal, recorded.unsure)
     except NonFiniteError as error:
         now, then = (text.split(". ")[0] for text in (str(error), recorded.stopped))
         if now != then:
-            raise DifferentError(f"{now}; the run recorded {then or 'no such thing'}. {_NEXT}") from None
+            raise DifferentError(
+                f"{now}; the run recorded {then or 'no such thing'}. {recorded.unsure}{_NEXT}"
+            ) from None
         return f"bit for bit, and not finite again: {now}. {_CAUSE}"
     if recorded.stopped and recorded.stopped.startswith(f"step {recorded.last}:"):
         raise DifferentError(f"step {recorded.last} is finite here; the run recorded: {recorded.stopped}. {_NEXT}")
@@ -340,7 +405,7 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: [*map(finite, v)] if isinstance(v, list) else finite(v) for key, v in plain.items()}
 
 
-def _compare_tensors(s: Session, checkpoint: Path, equal: int) -> int:
+def _compare_tensors(s: Session, checkpoint: Path, equal: int, unsure: str) -> int:
     """Compare all parameters and moments with a checkpoint of this step. Collective. Returns their number.
 
     Raises:
@@ -365,7 +430,7 @@ def _compare_tensors(s: Session, checkpoint: Path, equal: int) -> int:
     if wrong := from_rank0(wrong):
         raise DifferentError(
             f"after step {equal} {len(wrong):,} of {n:,} tensors differ from {checkpoint}, first {wrong[0]}: the "
-            f"update differed, or the checkpoint was changed. {_unsure(s)}{_NEXT}"
+            f"update differed, or the checkpoint was changed. {unsure}{_unsure(s)}{_NEXT}"
         )
     return n
 

@@ -56,7 +56,7 @@ def ceiling(runs: list[Run]) -> float:
     The initial loss is the highest of the runs, without those whose first record is far above the others. A run alone
     that is higher in three quarters of its records is not cut there.
     """
-    known = [losses for run in runs if (losses := [r["loss"] for r in run.steps if r["loss"] is not None])]
+    known = [losses for run in runs if (losses := [r["mean_loss"] for r in run.steps if r["mean_loss"] is not None])]
     if not known:
         return math.inf
     first = [losses[0] for losses in known]

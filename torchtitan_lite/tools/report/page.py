@@ -10,8 +10,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from torchtitan_lite.monitoring.console import duration
-from torchtitan_lite.terminal import counted
+from torchtitan_lite.terminal import counted, duration
 from torchtitan_lite.tools.report import tasks
 from torchtitan_lite.tools.report.marks import COLOURS, ceiling, cut, marks, spike_notes
 from torchtitan_lite.tools.report.runs import BY_SOURCE, ROUGE, Records, Run
@@ -158,7 +157,7 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
             lines_figure(
                 *(runs, "Loss", "nats per token"),
                 [
-                    ("steps", "loss", "train", {}),
+                    ("steps", "mean_loss", "train", {}),
                     ("validations", "val_loss", "validation", {"width": 2.4} | one),
                     ("averages", "ema_val_loss", "validation of averaged weights", {"width": 2.4} | two),
                 ],
@@ -302,14 +301,15 @@ def _notes(runs: list[Run]) -> list[str]:
 def _summary(run: Run, many: bool) -> str:
     """Tiles with the main results of a run."""
     last = run.steps[-1]
-    losses = [r["loss"] for r in run.steps if r["loss"] is not None]
+    losses = [r["mean_loss"] for r in run.steps if r["mean_loss"] is not None]
     rates = sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second"))
     best = best_validation(run)
-    of = run.status.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
+    of = run.about.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
+    status, _, more = run.status.text.partition(", ")
     tiles = [
-        ("status", run.status.get("status", "unknown"), run.status.get("reason", "")),
+        ("status", status, more or run.about.get("reason", "").split("\n")[0]),
         ("step", f"{last['step']:,}", f"of {int(of):,}" if of.isdigit() else ""),
-        ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "at the last record"),
+        ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "mean since the record before"),
     ]
     if best is not None:
         tiles.append(("best validation loss", f"{best['val_loss']:.4f}", f"step {best['step']:,}"))

@@ -93,7 +93,7 @@ def _write_live(folders: Sequence[Path], out: Path, seconds: int) -> None:
     while True:
         try:
             runs = [read_run(folder) for folder in folders]
-            active = any(run.status.get("status") in ("starting", "running") for run in runs)
+            active = any(run.status.active for run in runs)
             _write(runs, out, seconds if active else 0)
         except DataError as error:  # no step yet
             if not any(folder.is_dir() for folder in folders):

@@ -12,6 +12,7 @@ import tomli
 
 from torchtitan_lite.config import toml
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.tools.status import UNKNOWN, Status, status_of
 
 Records = list[dict[str, Any]]
 Changed = dict[str, tuple[Any, Any]]  # by "section.key": the value before and now
@@ -23,7 +24,8 @@ class Run:
 
     name: str
     folder: Path
-    status: dict[str, str] = field(default_factory=dict)  # the strings of run.json, and its number of steps
+    about: dict[str, str] = field(default_factory=dict)  # the strings of run.json, and its number of steps
+    status: Status = field(default_factory=lambda: UNKNOWN)
     config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
     steps: Records = field(default_factory=list)
     validations: Records = field(default_factory=list)
@@ -43,7 +45,7 @@ class Run:
 ROUGE = ("rouge1", "rouge2", "rougeLsum")
 # Keys with numbers. A record with anything else there was not written by a run.
 NUMBERS = {
-    *("loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
+    *("loss", "mean_loss", "grad_norm", "lr", "tokens", "time", "tokens_per_second", "peak_memory_gib", "loss_scale"),
     *("seconds", "data_s", "optimizer_s", "eval_s", "save_s", "task_s"),
     *("val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"),
     *("ema_val_loss", "ema_val_loss_stderr", "ema_val_bits_per_byte", "ema_val_bits_per_byte_stderr"),
@@ -84,6 +86,8 @@ def _read_run(folder: Path) -> Run:
         for key, records in kinds.items():
             if key in record:
                 records.append(record)
+        if "loss" in record:
+            record.setdefault("mean_loss", record["loss"])  # of an older run
         if isinstance(record.get("spike"), dict):
             run.spikes.append(record)
         if type(record.get("rewound_from")) is int and type(record.get("rewind")) is int:
@@ -99,7 +103,7 @@ def _read_run(folder: Path) -> Run:
     run.rouge = sorted(complete, key=lambda r: r["step"])
     for record in _read_lines(folder / "changes.jsonl", run.notes):
         run.changes.append((record["step"], _changed(record.get("changed"))))
-    run.status = _read_status(folder / "run.json", run.notes)
+    run.about, run.status = _read_status(folder, run.notes)
     run.config = _read_config(folder / "config.toml", run.notes)
     return run
 
@@ -155,20 +159,21 @@ def _changed(content: Any) -> Changed:
     return found
 
 
-def _read_status(file: Path, notes: list[str]) -> dict[str, str]:
+def _read_status(folder: Path, notes: list[str]) -> tuple[dict[str, str], Status]:
+    file = folder / "run.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
+        return {}, UNKNOWN
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{file.name}: can't be read: {error}")
-        return {}
+        return {}, UNKNOWN
     if not isinstance(content, dict):
         notes.append(f"{file.name}: not a table of keys and values")
-        return {}
+        return {}, UNKNOWN
     if type(content.get("steps")) is int:
         content["steps"] = str(content["steps"])
-    return {key: value for key, value in content.items() if isinstance(value, str)}
+    return {key: value for key, value in content.items() if isinstance(value, str)}, status_of(folder, content)
 
 
 def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:

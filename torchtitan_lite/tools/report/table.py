@@ -28,13 +28,13 @@ def table(runs: list[Run]) -> str:
     rows = [["run", "step", "best val_loss", "at", "bits/byte", "status", *keys]]
     for run in sorted(runs, key=_rank):
         best = best_validation(run)
-        of = run.status.get("steps") or run.config.get("train.steps", ("?", ""))[0]  # older runs have the key only
+        of = run.about.get("steps") or run.config.get("train.steps", ("?", ""))[0]  # older runs have the key only
         cells = [run.name, f"{run.steps[-1]['step']}/{of}"]
         if best is None:
             cells += ["-", "-", "-"]
         else:
             cells += [_with_error(best), f"{best['step']}", _number(best.get("val_bits_per_byte"), ".3f")]
-        cells.append(run.status.get("status", "unknown"))
+        cells.append(run.status.text)
         cells += [_short(run.config.get(key, ("-", ""))[0]) for key in keys]
         rows.append(["".join(c if c.isprintable() else "?" for c in cell) for cell in cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

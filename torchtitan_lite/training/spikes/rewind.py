@@ -81,6 +81,7 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
     s.scaler = GradScaler(c.grad_scaler, c.fsdp.uses_float16, s.world.device, saved.grad_scaler)
     s.guard = FiniteGuard(s.optimizer, s.scaler, s.guard.max_skipped, saved.skipped)
     s.clock = Clock()
+    s.restore_loss()
     if s.log.trackers is not None:
         s.log.trackers.rewound(saved.step)
     s.log.record({"step": saved.step + 1, "rewind": number, "rewound_from": before.step, "rewound_samples": jump[1:]})

@@ -1,0 +1,241 @@
+"""What a run is doing, from its folder: `python -m torchtitan_lite.status [RUN]`. Without --plan it needs no torch.
+
+run.json has the status that the run has written last. A killed process writes none, so `status_of` compares it with the
+lock of the folder, which the kernel releases when rank 0 ends. Every reader of the status uses it.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.config import paths
+from torchtitan_lite.errors import ConfigError, UserError, run_cli
+from torchtitan_lite.terminal import counted, duration
+
+_TAIL = 1 << 20  # bytes of metrics.jsonl that are read
+_EVENTS = 3
+
+
+@dataclass(frozen=True)
+class Status:
+    """The status of a run.
+
+    Args:
+        text: as in run.json, or what is known of a run that has written none at its end.
+        active: whether the run trains, or may train: it can't be seen from here.
+    """
+
+    text: str
+    active: bool
+
+
+UNKNOWN = Status("unknown", active=False)
+
+
+def status_of(folder: Path, about: Mapping[str, Any]) -> Status:
+    """The status of a run now.
+
+    Args:
+        about: the content of run.json.
+    """
+    status = about.get("status")
+    if not isinstance(status, str):
+        return UNKNOWN
+    if status not in ("starting", "running"):
+        starts = "starting" in about and _locked(folder) is True
+        return Status("starting" if starts else status, starts)
+    locked = _locked(folder)
+    if locked:
+        return Status("starting" if "starting" in about else status, True)
+    age = f"last record {_ago(last_time(folder, about))}"
+    holder = re.search(r" on (.+)$", _text(folder / ".lock-holder"))
+    if locked is False and holder and holder[1] == socket.gethostname():
+        return Status(f"stopped without a word, {age}", False)
+    where = f" on {holder[1]}" if holder else ""
+    return Status(f"{status}{where} when last seen, {age}", True)
+
+
+def _locked(folder: Path) -> bool | None:
+    """Whether a process that this machine can see holds the lock of a run; None if that can't be tested.
+
+    A file system may keep locks on each machine: False proves something only on the machine of rank 0. The lock is
+    shared and held for an instant, which `run_folder.lock` waits for. Nothing is written.
+    """
+    try:
+        descriptor = os.open(folder / ".lock", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def last_time(folder: Path, about: Mapping[str, Any]) -> float:
+    """When the run wrote its last record, or else run.json; 0 if unknown. Seconds since the epoch."""
+    newest: Mapping[str, Any] = next(reversed([*_tail(folder / "metrics.jsonl")]), {})
+    return max([float(t) for t in (about.get("time"), newest.get("time")) if isinstance(t, int | float)], default=0.0)
+
+
+def _tail(file: Path) -> Iterator[dict[str, Any]]:
+    """The last records of a file. Damaged lines are left out."""
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        stream.seek(max(stream.seek(0, os.SEEK_END) - _TAIL, 0))
+        for line in stream.read().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and type(record.get("step")) is int:
+                    yield record
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _ago(moment: float) -> str:
+    return f"{duration(max(time.time() - moment, 0))} ago" if moment > 0 else "at an unknown time"
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code: 1 if the run has failed or stopped without a word, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.status",
+        description="Whether a run is alive, its last record, speed, newest checkpoint, and what happened last.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", nargs="?", type=paths.argument, help="the run's folder; default: the newest in runs/")
+    parser.add_argument("--plan", action="store_true", help="also print the speed that `plan` expects (GPUs; slower)")
+    given = parser.parse_args(argv)
+    return run_cli("status", lambda: _status(given.run or _newest(), with_plan=given.plan))
+
+
+def _newest() -> Path:
+    found = {file.parent: file.stat().st_mtime for file in Path("runs").glob("*/run.json")}
+    if not found:
+        raise ConfigError("there is no run in runs/: name its folder, e.g. python -m torchtitan_lite.status FOLDER")
+    return max(found, key=lambda folder: found[folder])
+
+
+def _status(folder: Path, *, with_plan: bool) -> int:
+    try:
+        about = json.loads((folder / "run.json").read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is not the folder of a run: it has no run.json") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder / 'run.json'} can't be read: {error}") from None
+    if not isinstance(about, dict):
+        raise ConfigError(f"{folder / 'run.json'} can't be read: it holds no table of keys and values")
+    status = status_of(folder, about)
+    records = [*_tail(folder / "metrics.jsonl")]
+    steps = [record for record in records if "loss" in record and _number(record.get("time"))]
+    of = about.get("steps")
+    lines = [f"run     {folder}: {status.text}"]
+    if steps:
+        last = steps[-1]
+        loss = last.get("mean_loss", last["loss"])
+        lines.append(
+            f"step    {last['step']:,}{f' of {of:,}' if type(of) is int else ''}, {_ago(last['time'])}, "
+            f"loss {f'{loss:.4f}' if _number(loss) else 'not finite'}"
+        )
+        lines += _speed(folder, steps[-10:], of if status.active else None, with_plan=with_plan)
+    else:
+        lines.append("step    none has been logged")
+    lines.append(f"saved   {_newest_checkpoint(folder / 'checkpoints')}")
+    lines += [f"event   {_ago(when)}: {what}" for when, what in _events(about, records)]
+    print("\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines))
+    return 1 if status.text.startswith(("failed", "stopped")) else 0
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _speed(folder: Path, steps: list[dict[str, Any]], of: int | None, *, with_plan: bool) -> list[str]:
+    """Tokens per second over the last records, the expected end, and what `plan` expects."""
+    rates = sorted(r["tokens_per_second"] for r in steps if _number(r.get("tokens_per_second")))
+    if not rates:
+        return []
+    line = f"speed   {rates[len(rates) // 2]:,.0f} tokens per second (median of {counted(len(rates), 'record')})"
+    first, last = steps[0], steps[-1]
+    if of and last["step"] > first["step"]:
+        seconds = sum(r["seconds"] for r in steps[1:] if _number(r.get("seconds")))
+        line += f", {duration(seconds / (last['step'] - first['step']) * max(of - last['step'], 0))} to the last step"
+    return [line, *([f"plan    {_planned(folder, rates[len(rates) // 2])}"] if with_plan else [])]
+
+
+def _planned(folder: Path, rate: float) -> str:
+    """The speed that `plan` expects of this run on its device."""
+    from torchtitan_lite.monitoring.mfu import named
+    from torchtitan_lite.tools.incidents.record import config_of
+    from torchtitan_lite.tools.plan import make_plan
+
+    about = json.loads((folder / "run.json").read_bytes())
+    device = named(str(about.get("device", "")).removeprefix("cuda "))
+    if device is None or not str(about["device"]).startswith("cuda"):
+        return f"has no figures of this device: {about.get('device', 'unknown')}"
+    try:
+        plan = make_plan(config_of(folder), int(about["world_size"]), device)
+    except UserError as error:
+        return f"not known: {error}"
+    if plan.config.fsdp.cpu_offload:
+        return "not known: copies to the host are not estimated"
+    expected = plan.layout.tokens_per_step / plan.expected(device).total
+    return f"expects {expected:,.0f} tokens per second: the run has {rate / expected:.0%}"
+
+
+def _newest_checkpoint(checkpoints: Path) -> str:
+    """The newest checkpoint whose files have the sizes of its manifest."""
+    damaged = ""
+    for folder in sorted(checkpoints.glob("step-*"), reverse=True):
+        try:
+            manifest = folder / "manifest.json"
+            files = json.loads(manifest.read_bytes())["files"]
+            if all((folder / name).stat().st_size == record["bytes"] for name, record in files.items()):
+                size = sum(record["bytes"] for record in files.values()) / 2**20
+                return f"{folder.name}, {_ago(manifest.stat().st_mtime)}, {size:,.1f} MiB{damaged}"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+        damaged = damaged or f"; {folder.name} is damaged: python checkpoint.py verify {checkpoints.parent}"
+    return f"no complete checkpoint{damaged}"
+
+
+def _events(about: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[tuple[float, str]]:
+    """The last events with their times, newest first: how the run ended, a refused command, spikes, skipped steps."""
+    found: list[tuple[Any, str]] = []
+    if about.get("status") in ("failed", "preempted", "complete"):
+        reason = str(about.get("reason") or "").split("\n")[0]
+        found.append((about.get("time"), f"{about['status']} at step {about.get('step')}{reason and f': {reason}'}"))
+    if isinstance(refused := about.get("refused"), dict):
+        message = str(refused.get("message")).split("\n")[0]
+        found.append((refused.get("time"), f"a command was refused, the run is as it was: {message}"))
+    for record in records:
+        when, step = record.get("time"), record["step"]
+        if isinstance(spike := record.get("spike"), dict):
+            loss = f" (loss {spike['loss']:.4f})" if _number(spike.get("loss")) else ""
+            found.append((when, f"loss spike at step {step}{loss}, action {spike.get('action')}"))
+        if "skipped_samples" in record:
+            found.append((when, f"step {step} was skipped: not finite"))
+        if "rewound_from" in record:
+            found.append((when, f"rewound from step {record['rewound_from']} to {step - 1}"))
+    known = [(float(when), what) for when, what in found if _number(when)]
+    return sorted(known, reverse=True)[:_EVENTS]
