@@ -82,7 +82,10 @@ def _log_conflicts(config: Config) -> dict[str, str]:
                 "log.notify should be the name of an environment variable that holds the URL, e.g. "
                 'log.notify = "RUN_WEBHOOK"; its value is not repeated here, because it may be the URL itself'
             )
-        elif not re.match(r"https?://[^/?#\s]", os.environ.get(variable, ""), re.IGNORECASE):
+        # only rank 0 sends
+        elif os.environ.get("RANK", "0") == "0" and not re.match(
+            r"https?://[^/?#\s]", os.environ.get(variable, ""), re.IGNORECASE
+        ):
             wrong = (
                 "does not hold a URL that begins with http:// or https://" if variable in os.environ else "is not set"
             )
