@@ -24,9 +24,10 @@ from torchtitan_lite.training import preemption
 
 @pytest.fixture(scope="module")
 def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 2 steps."""
+    """A finished run of 2 steps, with OMP_NUM_THREADS=1."""
     folder = tmp_path_factory.mktemp("around")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=2, optim__warmup_steps=1)))
+    more = {"run__name": "run", "run__threads": 0, "train__steps": 2, "optim__warmup_steps": 1}
+    succeeded(ranks(1, *tiny(text, folder, **more)))
     return folder / "run"
 
 
@@ -236,7 +237,7 @@ def test_one_is_singular(first: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert checkpoints.main(["inspect", str(first)]) == 0
     assert "saved by 1 rank;" in capsys.readouterr().out
     log = (first / "train.log").read_text()
-    assert "1 thread per rank" in log
+    assert "1 thread per rank (OMP_NUM_THREADS)" in log
     assert " x 1 rank x " in log
     wrong = re.findall(r"(?<![\d,.])1 (?:ranks|threads|files|steps|groups|layers|heads|documents|sequences)\b", log)
     assert not wrong

@@ -1,7 +1,6 @@
 """Collectives through shared memory: gloo's results, in FSDP on every mesh, and ranks that do not come."""
 
 import ctypes
-import sys
 import threading
 import time
 from pathlib import Path
@@ -57,13 +56,17 @@ def test_a_clock_that_is_set_back_does_not_hide_that_a_rank_has_ended(monkeypatc
 
     def check(waited_s: float) -> None:
         checked.set()
-        sys.exit()  # ends the thread, as an error would
+        raise RuntimeError("Remote process exited")
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="exited"):
+            mine.wait()
 
     mine = barrier.Barrier(address, 0, 2, check)
     mine.initialise()
     late = time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: late)
-    threading.Thread(target=mine.wait, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
     assert checked.wait(HANGS_S)
 
 
