@@ -245,6 +245,23 @@ def test_one_is_singular(first: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "prefetches 1 group in forward" in console.fsdp_line(config)
 
 
+def test_threads_that_spin_on_a_busy_machine_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    for load, threads, policy, busy in (
+        (1.5, 2, "", True),
+        (1.5, 1, "", False),
+        (0.9, 2, "", False),
+        (2, 2, "PASSIVE", False),
+    ):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load * cores, 0, 0))
+        if policy:
+            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        assert ("OMP_WAIT_POLICY=PASSIVE" in console.spinning_line(threads)) == busy, (load, threads, policy)
+    assert console.spinning_line(2) == ""
+
+
 def test_a_checked_config_names_its_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--check-config", "--run.name=mine"]) == 0
     assert "its run is in runs/mine" in capsys.readouterr().out

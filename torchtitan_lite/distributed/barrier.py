@@ -42,9 +42,10 @@ class Barrier:
         self._size, self._check = size, check
         # by a clock that nobody can set back, which would stretch a slice; sem_clockwait is in glibc since 2.30
         self._now: Callable[[], float] = time.monotonic
+        self._timedwait: Callable[[Any, Any], int]
         try:
             clockwait = self._library.sem_clockwait
-            self._timedwait = lambda semaphore, until: clockwait(semaphore, time.CLOCK_MONOTONIC, until)
+            self._timedwait = lambda semaphore, until: int(clockwait(semaphore, time.CLOCK_MONOTONIC, until))
         except AttributeError:
             self._now, self._timedwait = time.time, self._library.sem_timedwait
 
