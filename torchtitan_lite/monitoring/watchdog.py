@@ -214,23 +214,28 @@ class Watchdog:
     def _ended(self) -> list[int]:
         """The ranks of this machine whose processes have ended, as soon as there is one; [] after two seconds.
 
-        Only once all have started: in the first steps, or later.
+        Also [] in a load, when some may not have started, and where locks do not work or the folder is gone.
         """
+        if not self._at.step or self._has_ended(self._world.rank):
+            return []
         first, end = self._world.rank - env_int("LOCAL_RANK", 0), time.monotonic() + 2
-        others = {*range(first, first + self._world.local_world_size)} - {self._world.rank} if self._at.step else set()
-        found: list[int] = []
-        while others and not found and time.monotonic() < end:  # a killed process closes its files in any order
-            for rank in sorted(others):
-                try:
-                    with self._path.with_name(f"rank-{rank}.txt").open("rb") as file:
-                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except FileNotFoundError:  # `close` has removed it
-                    pass
-                except OSError:  # its process still holds the lock
-                    continue
-                found.append(rank)
-            time.sleep(0 if found else 0.05)
-        return found
+        others = [r for r in range(first, first + self._world.local_world_size) if r != self._world.rank]
+        while others and time.monotonic() < end:  # a killed process closes its connections and files in any order
+            if found := [rank for rank in others if self._has_ended(rank)]:
+                return found
+            time.sleep(0.05)
+        return []
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether no process holds the lock on a rank's file, or `close` has removed it."""
+        try:
+            with self._path.with_name(f"rank-{rank}.txt").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
 
     def _check(self) -> None:
         """End the process when no rank makes progress, or when another one has decided so."""
