@@ -83,6 +83,26 @@ def silence(rank: int, seconds: float, last_seen: object) -> str:
     )
 
 
+def explain_start(error: RuntimeError, rank: int) -> str:
+    """The message for a communication error before there is a Watchdog."""
+    if is_gone(error):
+        return _reset(f"rank {rank}, starting", "a process died", error)
+    return f"rank {rank}, starting: waited for the other ranks for run.timeout_minutes. {_shortened(error)}"
+
+
+def _reset(where: str, who: str, error: RuntimeError) -> str:
+    return (
+        f"{where}: connection reset: {who}. If that process printed no error, it was killed; dmesg on its machine "
+        f"names it if the kernel did so for lack of memory. {_shortened(error)}"
+    )
+
+
+def _shortened(error: RuntimeError) -> str:
+    """The first line, without gloo's place in its source and its advice."""
+    first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])
+    return f"({first.partition('. This is typically caused')[0]})"
+
+
 class StepTimer:
     """Measures how long this rank has been at one place, and compares it with the others.
 
@@ -109,22 +129,17 @@ class StepTimer:
             silent: the ranks whose watchdogs are silent, for so many seconds.
             ended: the ranks of this machine whose processes have ended.
         """
-        first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])  # without gloo's place in its source
-        first = f"({first.partition('. This is typically caused')[0]})"
         places = self._places()
         if not is_gone(error):
             what = f"waited for the other ranks for run.timeout_minutes = {self._timeout_s / 60:g}"
-            return f"{self._message(what, at, places, silent)} {first}"
+            return f"{self._message(what, at, places, silent)} {_shortened(error)}"
         who = "a process died"
         if ended:
             seen = (f"rank {rank}" + (f" (last seen: {places[rank]})" if rank in places else "") for rank in ended)
             who = f"a process died: {', '.join(seen)}"
         elif self._world.local_world_size < self._world.world_size:
             who = "a process on another machine died, or the network to it failed"
-        return (
-            f"rank {self._world.rank}, step {at.step}: connection reset: {who}. If that process printed no error, it "
-            f"was killed; dmesg on its machine names it if the kernel did so for lack of memory. {first}"
-        )
+        return _reset(f"rank {self._world.rank}, step {at.step}", who, error)
 
     def problem(self, at: Place, silent: Mapping[int, float] = MappingProxyType({})) -> str:
         """The message if this rank, which is at this place, waits in vain; otherwise "". Call it at each interval."""

@@ -48,6 +48,23 @@ class Beat:
     working: list[str] = field(default_factory=list)
 
 
+@contextlib.contextmanager
+def explained_start(world: World) -> Iterator[None]:
+    """Turn a communication error into a StuckError, also before there is a Watchdog."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.world_size == 1:
+            raise
+        from torchtitan_lite.monitoring import hang
+
+        if not hang.is_lost(error):
+            raise
+        stuck = StuckError(hang.explain_start(error, world.rank))
+        stuck.follows = hang.is_gone(error)
+        raise stuck from error
+
+
 class Watchdog:
     """Watches the steps, saves and loads of this rank until `close`."""
 
