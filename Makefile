@@ -25,11 +25,12 @@ PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_cou
 .PHONY: train test test-extended test-all check bench clean
 .DEFAULT_GOAL := train
 
-# OMP_NUM_THREADS=1 is torchrun's default, without its warning; train.py then applies [run] threads
+# OMP_NUM_THREADS=1 is torchrun's default, without its warning; train.py then applies [run] threads.
+# --local-addr: otherwise the ranks meet at this machine's hostname, which may not resolve
 train: $(VENV)/.installed
 	@n=$(PROCESSES); \
 	WORLD_SIZE=$$n LOCAL_WORLD_SIZE=$$n $(PY) train.py --check-config $(OPTIONS) >/dev/null && \
-	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $$n train.py $(OPTIONS) && \
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node $$n train.py $(OPTIONS) && \
 	{ WORLD_SIZE=$$n $(PY) -m torchtitan_lite.report $(OPTIONS) || echo "training is complete, but the report failed"; }
 
 test: $(VENV)/.installed-dev

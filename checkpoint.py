@@ -19,7 +19,6 @@ in the background. Command line: `python checkpoint.py verify | inspect | conver
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,6 @@ class Checkpointer:
 
         Never raises: `wait` returns the outcome.
         """
-        began = time.perf_counter()
-        parts = self._parts()
         way = {
             ("full", "dtensor"): self._full_by_dtensor,
             ("full", "dcp"): self._full_by_dcp,
@@ -100,8 +97,12 @@ class Checkpointer:
             ("sharded", "dcp"): self._sharded_by_dcp,
         }[self.config.state_dict, self.config.api]
         background = self.config.async_save
-        write = way(parts, background)
-        self.saver.start(state, write, _n_bytes(parts), began, background=background)
+
+        def prepare() -> tuple[Write, int]:
+            parts = self._parts()
+            return way(parts, background), _n_bytes(parts)
+
+        self.saver.start(state, prepare, background=background)
 
     def require_space(self) -> None:
         """Raise CheckpointError on every rank if the disk has no room for one checkpoint."""

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing.initial_weights import load_weights
 from torchtitan_lite.checkpointing.preflight import require_finite
 from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.verify import verify_together
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
     FsdpConfig,
@@ -261,6 +263,34 @@ def case_only_one_group_and_the_head_are_whole_at_a_time() -> None:
     loss_of(model).backward()
     assert all(name.startswith("layers.0.") for name in whole["layers.0"]), whole
     assert set(whole["output"]) == {"norm.weight", "norm.bias", "output.weight"}, whole
+
+
+def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
+    """The next save succeeds. Then two machines, of 1 and 3 ranks, verify it on the disk of the first."""
+    world = World(dist.get_rank(), 4, CPU, 1)
+    shared: list[str] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    folder, model = Path(shared[0]), sharded(make_mesh(MESHES["4"]))
+    optimizer = build_optimizer(model, OptimConfig(name="adamw"))
+    for api, kind, beside in (("dcp", "sharded", True), ("dtensor", "full", True)):
+        checkpointer = Checkpointer(folder / kind, model, optimizer, way(api, kind, beside), world)
+        honest = checkpointer._copied
+        for step in (1, 2):
+            fails = step == 1 and world.rank == 2
+            checkpointer._copied = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
+            checkpointer.save(TrainState(step=step))
+            saved = checkpointer.wait()
+            assert saved is not None
+            assert saved.error == ("rank 2: MemoryError()" if step == 1 else ""), saved.error
+        dist.barrier()
+        assert [found.name for found in (folder / kind).iterdir()] == ["step-00000002"]
+    mine = replace(world, local_world_size=3 if world.rank else 1)
+    manifest, problems = verify_together(folder / ("nowhere" if world.rank else "full") / "step-00000002", "full", mine)
+    assert manifest is not None
+    assert not problems, problems
+    dist.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:

@@ -24,9 +24,10 @@ from torchtitan_lite.training import preemption
 
 @pytest.fixture(scope="module")
 def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 2 steps."""
+    """A finished run of 2 steps, with OMP_NUM_THREADS=1."""
     folder = tmp_path_factory.mktemp("around")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=2, optim__warmup_steps=1)))
+    more = {"run__name": "run", "run__threads": 0, "train__steps": 2, "optim__warmup_steps": 1}
+    succeeded(ranks(1, *tiny(text, folder, **more)))
     return folder / "run"
 
 
@@ -251,12 +252,29 @@ def test_one_is_singular(first: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert checkpoints.main(["inspect", str(first)]) == 0
     assert "saved by 1 rank;" in capsys.readouterr().out
     log = (first / "train.log").read_text()
-    assert "1 thread per rank" in log
+    assert "1 thread per rank (OMP_NUM_THREADS)" in log
     assert " x 1 rank x " in log
     wrong = re.findall(r"(?<![\d,.])1 (?:ranks|threads|files|steps|groups|layers|heads|documents|sequences)\b", log)
     assert not wrong
     config = Config.model_validate({"fsdp": {"explicit_prefetching": True, "forward_prefetch": 1}})
     assert "prefetches 1 group in forward" in console.fsdp_line(config)
+
+
+def test_threads_that_spin_on_a_busy_machine_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    for load, threads, policy, busy in (
+        (1.5, 2, "", True),
+        (1.5, 1, "", False),
+        (0.9, 2, "", False),
+        (2, 2, "PASSIVE", False),
+    ):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load * cores, 0, 0))
+        if policy:
+            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        assert ("OMP_WAIT_POLICY=PASSIVE" in console.spinning_line(threads)) == busy, (load, threads, policy)
+    assert console.spinning_line(2) == ""
 
 
 def test_a_checked_config_names_its_run(capsys: pytest.CaptureFixture[str]) -> None:

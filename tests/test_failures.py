@@ -1,16 +1,20 @@
 """A failing run prints the reason, exits with an error, and keeps its files."""
 
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.helpers import HANGS_S, ROOT, checkpoint, limited, losses, ranks, succeeded, tensors, tiny
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.errors import ConfigError, StuckError, run_cli
 
 
 def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
@@ -92,9 +96,49 @@ def test_a_port_in_use_is_reported(text: Path, tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+def torchruns_last_lines(files: dict[int, Path]) -> str:
+    """What torchrun prints last, given the error files of its ranks; a missing file is that of a killed rank."""
+    failures = {r: ProcessFailure(r, 123, 1 if f.is_file() else -9, str(f)) for r, f in files.items()}
+    return ChildFailedError("train.py", failures).format_msg().partition("Root Cause (first observed failure):")[2]
+
+
 def test_an_unwritable_folder_is_an_error(text: Path, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
-    result = ranks(1, *tiny(text, tmp_path / "runs"))
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    result = ranks(1, *tiny(text, tmp_path / "runs"), env=env)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "can't be written" in result.stderr
+    repeated = result.stderr.strip().replace("\n", "\n  ")
+    assert f"traceback : {repeated}\n" in torchruns_last_lines({0: tmp_path / "error.json"})
+
+
+def _dead_rank() -> int:
+    stuck = StuckError("rank 1 died")
+    stuck.follows = True
+    raise stuck
+
+
+def _config_error() -> int:
+    raise ConfigError("two lines\nwith \ud800")
+
+
+def test_torchrun_repeats_the_error_of_the_rank_that_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {rank: tmp_path / f"error-{rank}.json" for rank in range(2)}
+
+    def fail(rank: int, main: Callable[[], int]) -> str:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[rank]))
+        with contextlib.suppress(ZeroDivisionError):
+            assert run_cli("train.py", main, lambda _: None) in (1, 2)
+        return torchruns_last_lines(files)
+
+    cause = fail(0, _dead_rank)
+    assert "rank      : 1 " in cause, "it was killed, and left no file"
+    assert "Signal 9 (SIGKILL)" in cause
+    assert "traceback : train.py: two lines\n  with \\ud800\n" in fail(1, _config_error)
+    last = fail(1, lambda: 1 // 0)
+    assert "Traceback (most recent call last):" in last
+    assert "ZeroDivisionError: integer division or modulo by zero" in last
+    assert sorted(tmp_path.iterdir()) == sorted(files.values())

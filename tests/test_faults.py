@@ -268,30 +268,52 @@ def test_a_rank_that_pauses_changes_nothing(
     assert_same_end(tmp_path / "run", straight)
 
 
+@pytest.mark.parametrize("site", ["forward", "batch"])
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.extended
-def test_a_stopped_rank_0_is_recorded_by_the_others(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_rank_is_named_with_its_silence(
+    rank: int, site: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops in a forward pass, and the others end with gloo's error."""
+    """gloo's error ends the others, or their watchdog if the rank was behind. Rank 0 has the store here."""
     monkeypatch.setenv("FAULT_SECONDS", "600")
-    result = ranks(2, *tiny(text, tmp_path, **RUN, run__timeout_minutes=0.15), fault="stop:0:4:forward")
+    result = ranks(2, *tiny(text, tmp_path, **RUN, run__timeout_minutes=0.15), fault=f"stop:{rank}:4:{site}")
     assert result.returncode != 0
-    assert "rank 1, step 4: lost the other ranks, or waited for 0.15 minutes" in result.stderr
     left = status(tmp_path / "run")
     assert left["status"] == "failed"
-    assert left["reason"].startswith("rank 1, step 4: lost the other ranks")
+    assert left["reason"] in result.stderr
+    expected = (
+        rf"rank {1 - rank}, step 4: waited for the other ranks for .*; rank {rank} silent for [6-9] s \(its process is "
+        r"stopped, or its machine does not answer; last seen: (step 4, .*|unknown)\)\. "
+        r"Stacks of .*; a process that is stopped or was killed writes none\."
+    )
+    assert re.match(expected, left["reason"]), left["reason"]
 
 
 @pytest.mark.parametrize(("action", "said"), [
-    pytest.param("exit", "rank 0, step 4: lost the other ranks", marks=slow),
+    pytest.param("exit", "", marks=slow),
     ("raise", "ZeroDivisionError: a bug in somebody's loader"),
+    ("kill", ""),
 ])  # fmt: skip
-def test_a_rank_that_exits_ends_the_others(action: str, said: str, straight: Path, text: Path, tmp_path: Path) -> None:
+def test_a_rank_that_ends_ends_the_others_which_name_it(
+    action: str, said: str, straight: Path, text: Path, tmp_path: Path
+) -> None:
     command = tiny(text, tmp_path, **{**RUN, "checkpoint__every": 2})
-    result = ranks(2, *command, fault=f"{action}:1:4:batch")
+    result = ranks(3, *command, fault=f"{action}:1:4:batch")
     assert result.returncode != 0
     assert said in result.stderr
     assert saved_steps(tmp_path / "run") == [2]
+    died = ", step 4: connection reset: a process died: rank 1 (last seen: step 4, fetching its batch). "
+    assert status(tmp_path / "run")["reason"].partition(died)[0] in ("rank 0", "rank 2")
+
+
+@pytest.mark.extended
+def test_torchrun_ends_with_the_cause_and_names_the_killed_rank(text: Path, tmp_path: Path) -> None:
+    process = launched(*tiny(text, tmp_path, **RUN), script="tests/faults/worker.py", env={"FAULT": "kill:1:4:batch"})
+    output, _ = process.communicate(timeout=HANGS_S)
+    others, cause = output.partition("Failures:")[2].split("Root Cause (first observed failure):")
+    assert "rank      : 1 (local_rank: 1)" in cause
+    assert "exitcode  : -9" in cause
+    assert "traceback : train.py: rank 0, step 4: connection reset: a process died: rank 1 " in others
 
 
 @pytest.mark.extended

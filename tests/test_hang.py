@@ -15,7 +15,9 @@ from tests.helpers import ranks
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.checkpointing.progress import Place
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring.hang import StepTimer
+from torchtitan_lite.monitoring.watchdog import explained_start
 
 
 @pytest.mark.parametrize(("case", "said"), [
@@ -74,6 +76,47 @@ def timer(device: str, mine: Place, other: Place, clock: list[float]) -> Callabl
 
 
 AHEAD, SAME, BEHIND = Place(4, 1, 2), Place(4, 1, 1), Place(4, 0)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (
+        "[/pytorch/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete",
+        "waited for the other ranks for run.timeout_minutes = 1; rank 2 silent for 42 s (its process is stopped, or "
+        "its machine does not answer; last seen: step 4, computing); behind: rank 1 (step 4, fetching its batch). "
+        "Stacks of processes that took too long are in stacks; a process that is stopped or was killed writes none. "
+        "(Timed out waiting 60000ms for recv operation to complete)",
+    ),
+    (
+        "[/pytorch/pair.cc:537] Read error [::1]:80: Connection reset by peer. This is typically caused by bugs.\nMore",
+        "connection reset: a process died: rank 1 (last seen: step 4, fetching its batch). If that process printed no "
+        "error, it was killed; dmesg on its machine names it if the kernel did so for lack of memory. "
+        "(Read error [::1]:80: Connection reset by peer)",
+    ),
+])  # fmt: skip
+def test_a_dead_rank_and_a_silent_one_are_told_apart(text: str, expected: str) -> None:
+    store: Any = FakeStore()
+    of = [StepTimer(World(rank, 3, torch.device("cpu"), 1, 3), store, 60, 1, Path("stacks")) for rank in range(3)]
+    of[1].publish(store, BEHIND)
+    of[2].publish(store, SAME)
+    assert of[0].explain(RuntimeError(text), SAME, {2: 42.4}, [1]) == f"rank 0, step 4: {expected}"
+
+
+def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_no_traceback() -> None:
+    world, reset = World(0, 2, torch.device("cpu"), 1), RuntimeError("Read error [::1]:80: Connection reset by peer")
+    said = r"^rank 0, starting: connection reset: a process died\. "
+    with pytest.raises(StuckError, match=said) as caught, explained_start(world):
+        raise reset
+    assert caught.value.follows
+    for error, its_world in ((RuntimeError("size mismatch"), world), (reset, World(0, 1, torch.device("cpu"), 1))):
+        with pytest.raises(RuntimeError), explained_start(its_world):
+            raise error
+
+
+def test_a_store_that_does_not_answer_is_not_called_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = StepTimer(World(0, 2, torch.device("cpu"), 1), FakeStore(), 60, 1, Path("stacks"))
+    monkeypatch.setattr(alone, "_places", dict)  # what it returns after five seconds
+    said = alone.explain(RuntimeError("Timed out waiting 60000ms"), SAME, {}, [])
+    assert "where the others are is unknown: the store does not answer" in said
 
 
 def test_it_ends_before_the_timeout_and_not_much_earlier(clock: list[float]) -> None:

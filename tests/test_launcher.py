@@ -1,7 +1,8 @@
-"""A worker ends with its launcher, even if that is process 1, as torchrun may be in a container."""
+"""What a process takes from its launcher and its container: its end, and its number of threads."""
 
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
@@ -11,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, tiny
+from torchtitan_lite.config.derive import quota_of_cores, usable_cores
+from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import process
+from torchtitan_lite.distributed.process_group import cpu_threads
 
-NAMESPACES = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+CORES = len(os.sched_getaffinity(0))
+NAMESPACES = ["unshare", "--user", "--map-root-user", "--uts", "--pid", "--fork", "--mount-proc"]
 
 # A launcher that starts a worker, tells its number, and waits. The worker then waits for its end.
 LAUNCHER = """
@@ -39,10 +44,12 @@ def namespaces_work() -> bool:
 @pytest.mark.skipif(not namespaces_work(), reason="unshare can't make a PID namespace here")
 @pytest.mark.extended
 def test_torchrun_can_be_process_1(text: Path, tmp_path: Path) -> None:
-    """What `docker run image torchrun ...` is."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    """What `docker run image torchrun ...` is. The hostname does not resolve, and the options are those of make."""
+    options = re.findall(r"torch.distributed.run (--.*) --nproc-per-node", (ROOT / "Makefile").read_text())[0].split()
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "1"]
+    nowhere = ["sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh"]
     result = subprocess.run(
-        [*NAMESPACES, *launcher, "train.py", *tiny(text, tmp_path, run__name="run", train__steps=3)],
+        [*NAMESPACES, *nowhere, *launcher, "train.py", *tiny(text, tmp_path, run__name="run", train__steps=3)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
@@ -78,3 +85,48 @@ def test_a_worker_ends_with_its_launcher() -> None:
     assert select.select([process.stdout], [], [], 60)[0], "a worker outlives its launcher"
     assert process.stdout.read() == b""
     process.communicate()
+
+
+@pytest.mark.parametrize(("env", "threads", "expected"), [
+    ({"OMP_NUM_THREADS": "3"}, 5, (5, "run.threads")),
+    ({"OMP_NUM_THREADS": "3"}, 0, (3, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "3,2"}, 0, (3, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "all"}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),
+    ({}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),
+    # torchrun sets the 1
+    ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),
+])  # fmt: skip
+def test_the_number_of_threads_has_a_source(
+    env: dict[str, str], threads: int, expected: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if quota_of_cores():
+        pytest.skip("this container has a quota")
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert cpu_threads(RunConfig(threads=threads)) == expected
+
+
+V1, V2 = "4:memory:/elsewhere\n2:cpu,cpuacct:/docker/1\n0::/\n", "0::/pod/container\n"
+
+
+@pytest.mark.parametrize(("groups", "files", "quota"), [
+    (V2, {"pod/container/cpu.max": "max 100000"}, 0),
+    (V2, {"pod/container/cpu.max": "150000 100000"}, 1.5),
+    (V2, {"pod/container/cpu.max": "max 100000", "pod/cpu.max": "50000 100000"}, 0.5),  # the outer one limits
+    (V2, {"pod/container/cpu.max": "300000 100000", "pod/cpu.max": "400000 100000"}, 3),
+    ("0::/\n", {"cpu.max": "200000 100000"}, 2),  # a namespace of its own
+    (V1, {"cpu/docker/1/cpu.cfs_quota_us": "-1", "cpu/docker/1/cpu.cfs_period_us": "100000"}, 0),
+    (V1, {"cpu/docker/1/cpu.cfs_quota_us": "25000", "cpu/docker/1/cpu.cfs_period_us": "50000"}, 0.5),
+    (V1, {"cpu/cpu.cfs_quota_us": "70000", "cpu/cpu.cfs_period_us": "100000"}, 0.7),  # only its own group is visible
+    (V1, {"memory/elsewhere/cpu.cfs_quota_us": "1", "memory/elsewhere/cpu.cfs_period_us": "1"}, 0),
+    ("", {}, 0),
+])  # fmt: skip
+def test_a_container_limits_the_cores(groups: str, files: dict[str, str], quota: float, tmp_path: Path) -> None:
+    assert quota_of_cores(tmp_path) == 0
+    for name, content in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{k}": v for k, v in files.items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert quota_of_cores(tmp_path) == quota
+    assert usable_cores(tmp_path) == min(CORES, {0: CORES, 0.5: 1, 0.7: 1, 1.5: 2}.get(quota, int(quota)))

@@ -1,10 +1,15 @@
 """Collectives through shared memory: gloo's results, in FSDP on every mesh, and ranks that do not come."""
 
+import ctypes
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.helpers import losses, ranks, succeeded, tiny
+from tests.helpers import HANGS_S, losses, ranks, succeeded, tiny
+from torchtitan_lite.distributed import barrier
 
 extended = pytest.mark.extended
 WORKER = "tests.shared_memory_worker"
@@ -40,6 +45,29 @@ def test_without_shared_memory_gloo_is_used(broken: int) -> None:
 def test_a_rank_that_does_not_come_is_a_communication_error(case: str) -> None:
     said = succeeded(ranks(3, case, entry=WORKER))
     assert sorted(said.split("\n")[:2]) == [f"rank {rank} has noticed" for rank in range(2)], said
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "sem_clockwait"), reason="this libc has no sem_clockwait")
+def test_a_clock_that_is_set_back_does_not_hide_that_a_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock that was set back, a wait would end in an hour."""
+    memory = torch.zeros(barrier.n_bytes(2) + 64, dtype=torch.uint8)
+    address = memory.data_ptr() + -memory.data_ptr() % 64
+    checked = threading.Event()
+
+    def check(waited_s: float) -> None:
+        checked.set()
+        raise RuntimeError("Remote process exited")
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="exited"):
+            mine.wait()
+
+    mine = barrier.Barrier(address, 0, 2, check)
+    mine.initialise()
+    late = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: late)
+    threading.Thread(target=wait, daemon=True).start()
+    assert checked.wait(HANGS_S)
 
 
 def test_a_signal_is_handled_while_a_rank_waits() -> None:

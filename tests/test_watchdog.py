@@ -215,5 +215,5 @@ def test_a_process_that_hangs_in_a_save_ends_the_run(
     command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.15)
     result = ranks(2, *command, fault=f"stop:{rank}:5:write", timeout=90)
     assert result.returncode != 0
-    assert f"Waited for: rank {rank} (its process or its machine does not answer" in result.stderr
+    assert f"Waited for: rank {rank} silent for " in result.stderr
     assert status(tmp_path / "run")["status"] == "failed"

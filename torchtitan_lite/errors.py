@@ -45,6 +45,7 @@ class StuckError(UserError):
     """Another rank died, or made this one wait too long."""
 
     exit_code = 1
+    follows = False  # whether another process failed first
 
 
 class NoMemoryError(UserError):
@@ -88,6 +89,7 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
         info(f"{name}: stopped")
         return 130
     except UserError as error:
+        tell_launcher(f"{name}: {error}", follows=isinstance(error, StuckError) and error.follows)
         info(f"{name}: {error}")
         return error.exit_code
     except Exception as error:
@@ -98,13 +100,40 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
 
         message = explain(error, shortened, out_of_memory=is_out_of_memory(error))
         if not message:
+            import traceback
+
+            tell_launcher(f"{name}: {error!r}", traceback.format_exc())
             raise
+        tell_launcher(f"{name}: {message}")
         info(f"{name}: {message}")
         try:
             sys.stdout.flush()
         except OSError:  # stdout itself failed, and the interpreter would flush it again at exit
             _discard_stdout()
         return 1 if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS else UserError.exit_code
+
+
+def tell_launcher(message: str, stack: str = "", *, follows: bool = False) -> None:
+    """Write an error of this rank to the file that torchrun reads, so that torchrun's last lines repeat it.
+
+    torchrun calls the earliest failure the root cause. It dates a process that left no file, such as a killed one, when
+    it notices the death. So an error that follows from such a death is dated some seconds later.
+
+    Args:
+        stack: the traceback of a bug, shown in place of the message.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    import json
+    import time
+
+    info = {"timestamp": str(int(time.time()) + (5 if follows else 0))} | ({"py_callstack": stack} if stack else {})
+    text = message.encode("utf-8", "backslashreplace").decode()  # torchrun prints it, and can't print a lone surrogate
+    with contextlib.suppress(OSError):
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": info}}, file)
+        os.replace(f"{path}.new", path)  # torchrun raises if it reads half of it
 
 
 def is_out_of_memory(error: Exception) -> bool:

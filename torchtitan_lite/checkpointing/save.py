@@ -1,7 +1,8 @@
 """One save across all ranks, synchronous or in the background.
 
-Rank 0 makes the folder, all ranks write their files into it and exchange errors, and rank 0 commits (storage.py). An
-error never stops a run here: every rank gets it as the outcome.
+Each rank prepares what it will write (state dicts, copies) while training waits. The ranks then agree that all have
+succeeded, rank 0 makes the folder, all write their files into it and exchange errors, and rank 0 commits (storage.py).
+An error never stops a run here: every rank gets it as the outcome.
 """
 
 import threading
@@ -51,22 +52,27 @@ class Saver:
         self._saved: Saved | None = None
         self._what = ""  # for the watchdog
 
-    def start(self, state: TrainState, write: Write, n_bytes: int, began: float, *, background: bool) -> None:
+    def start(self, state: TrainState, prepare: Callable[[], tuple[Write, int]], *, background: bool) -> None:
         """Write a checkpoint. `wait` returns the outcome.
 
         Args:
-            n_bytes: its size.
-            began: when training stopped for it, by time.perf_counter.
+            prepare: called first, while training waits. Returns the function that writes, and the size in bytes.
         """
         assert self._thread is None, "wait for the previous save first"
-        stopped_s = time.perf_counter() - began
+        began = time.perf_counter()
         self._what = f"saving step {state.step}"
+        prepared: tuple[Write, int] | str
+        try:
+            prepared = prepare()
+        except Exception as caught:  # such as no memory for the copies, on this rank alone
+            prepared = self._text(caught)
+        stopped_s = time.perf_counter() - began
 
         def run() -> None:
             size = 0
             try:
                 with progress.doing(self._what):
-                    error, size = self._save(state, write, n_bytes)
+                    error, size = self._save(state, prepared)
             except Exception as caught:  # from a collective: another rank is lost
                 error = str(caught) or repr(caught)
             folder = storage.step_folder(self.folder, state.step)
@@ -93,8 +99,13 @@ class Saver:
         saved, self._saved = self._saved, None
         return saved
 
-    def _save(self, state: TrainState, write: Write, n_bytes: int) -> tuple[str, int]:
+    def _save(self, state: TrainState, prepared: tuple[Write, int] | str) -> tuple[str, int]:
         """Returns the error and the size in bytes."""
+        failed = prepared if isinstance(prepared, str) else ""
+        _, error = self._exchange({}, failed)  # writing has collectives, so all ranks begin it or none
+        if error or isinstance(prepared, str):
+            return error, 0
+        write, n_bytes = prepared
         folder, error = self._on_rank0(lambda: self._begin(state.step, n_bytes))
         if error or folder is None:
             return error, 0
@@ -102,12 +113,8 @@ class Saver:
         try:
             mine = write(folder)
         except Exception as caught:  # any error: the other ranks must not wait for this one
-            text = str(caught) or repr(caught)
-            error = text if text.startswith("rank ") else f"rank {self.world.rank}: {text}"
-        found: list[tuple[dict[str, FileRecord], str]] = [({}, "")] * self.world.world_size
-        dist.all_gather_object(found, (mine, error), group=self.group)
-        error = "; ".join(dict.fromkeys(text for _, text in found if text))
-        files = {name: record for records, _ in found for name, record in records.items()}
+            error = self._text(caught)
+        files, error = self._exchange(mine, error)
 
         def commit() -> Path:
             if error:
@@ -120,6 +127,18 @@ class Saver:
                 storage.abandon(folder)
             return error, 0
         return "", sum(record.bytes for record in files.values())
+
+    def _exchange(self, mine: dict[str, FileRecord], error: str) -> tuple[dict[str, FileRecord], str]:
+        """The files and the errors of all ranks, on every rank."""
+        found: list[tuple[dict[str, FileRecord], str]] = [({}, "")] * self.world.world_size
+        dist.all_gather_object(found, (mine, error), group=self.group)
+        files = {name: record for records, _ in found for name, record in records.items()}
+        return files, "; ".join(dict.fromkeys(text for _, text in found if text))
+
+    def _text(self, error: Exception) -> str:
+        """The error, with the rank that has it."""
+        text = str(error) or repr(error)
+        return text if text.startswith("rank ") else f"rank {self.world.rank}: {text}"
 
     def _delete_old(self, step: int) -> str:
         """Apply retention, on rank 0. Returns the error, which does not fail the save."""

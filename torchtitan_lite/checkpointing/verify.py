@@ -16,10 +16,11 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
 
     A full state dict may be on a local disk of the first machine, so only that machine's ranks hash it.
     """
-    manifest, error = on_rank0(world, lambda: storage.check_manifest(folder))
+    # rank 0's number for all: another machine may have more or fewer ranks
+    (manifest, error), n = on_rank0(world, lambda: (storage.check_manifest(folder), world.local_world_size))
     if manifest is None:
         return None, [error]
-    n = world.world_size if manifest.state_dict == "sharded" else min(world.local_world_size, world.world_size)
+    n = world.world_size if manifest.state_dict == "sharded" else min(n, world.world_size)
     by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
     mine = by_size[world.rank :: n] if world.rank < n else []
     problems: list[str] = []

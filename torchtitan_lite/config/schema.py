@@ -155,7 +155,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: cuda if there is a GPU, else cpu"""
     threads: int = Field(default=0, ge=0, le=4096)
-    """CPU threads per rank; 0: this machine's cores divided by its ranks"""
+    """CPU threads per rank; 0: without a launcher OMP_NUM_THREADS, else the cores of the machine, or the quota of its \
+container, divided by its ranks"""
     max_minutes: NonNegativeFloat = 0.0
     """save and exit after this many minutes; 0: no limit"""
     timeout_minutes: float = Field(default=20.0, gt=0, le=525_600)

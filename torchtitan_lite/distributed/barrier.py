@@ -40,6 +40,14 @@ class Barrier:
         self._gate, self._others = gates[rank], [gate for i, gate in enumerate(gates) if i != rank]
         self._arrived = ctypes.c_int64.from_address(address + (size + 1) * _BYTES)
         self._size, self._check = size, check
+        # by a clock that nobody can set back, which would stretch a slice; sem_clockwait is in glibc since 2.30
+        self._now: Callable[[], float] = time.monotonic
+        self._timedwait: Callable[[Any, Any], int]
+        try:
+            clockwait = self._library.sem_clockwait
+            self._timedwait = lambda semaphore, until: int(clockwait(semaphore, time.CLOCK_MONOTONIC, until))
+        except AttributeError:
+            self._now, self._timedwait = time.time, self._library.sem_timedwait
 
     def initialise(self) -> None:
         """Called once, by one rank, before any rank waits."""
@@ -71,13 +79,13 @@ class Barrier:
             return
         waited_s = 0.0  # not by a clock: the time in which this process is stopped does not count
         while True:
-            until = time.time() + SLICE_S
+            until = self._now() + SLICE_S
             timespec = _Timespec(int(until), int(until % 1 * 1e9))
-            while self._library.sem_timedwait(semaphore, ctypes.byref(timespec)):
+            while self._timedwait(semaphore, ctypes.byref(timespec)):
                 if ctypes.get_errno() == errno.ETIMEDOUT:
                     break
                 if ctypes.get_errno() != errno.EINTR:  # Python now runs the handler of a signal
-                    raise OSError(ctypes.get_errno(), "sem_timedwait")
+                    raise OSError(ctypes.get_errno(), "waiting for a semaphore")
             else:
                 return
             waited_s += SLICE_S

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lite.config.derive import Layout, usable_cores
+from torchtitan_lite.config.derive import Layout, quota_of_cores, usable_cores
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import process
 from torchtitan_lite.errors import ConfigError, shortened
-from torchtitan_lite.terminal import flush, print_error
+from torchtitan_lite.terminal import counted, flush, print_error
 
 T = TypeVar("T")
 
@@ -65,9 +65,7 @@ def process_group(run: RunConfig) -> Iterator[World]:
     Collectives of CPU tensors use gloo, those of CUDA tensors NCCL.
     """
     device = choose_device(run.device, env_int("LOCAL_RANK", 0))
-    # The number of threads changes how a matrix product is summed, so it is fixed and recorded for a bitwise resume.
-    # (torchrun sets one thread per rank; plain python uses all cores.)
-    threads = run.threads or max(usable_cores() // env_int("LOCAL_WORLD_SIZE", 1), 1)
+    threads, _ = cpu_threads(run)
     torch.set_num_threads(threads)
     if device.type == "cpu":
         process.keep_freed_memory()
@@ -85,6 +83,23 @@ def process_group(run: RunConfig) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield World(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group())
+
+
+def cpu_threads(run: RunConfig) -> tuple[int, str]:
+    """The number of CPU threads of this rank, and where it comes from.
+
+    It changes how a matrix product is summed, so it is fixed and recorded for a bitwise resume. torchrun sets
+    OMP_NUM_THREADS=1 by itself, so the variable is used only without a launcher.
+    """
+    if run.threads:
+        return run.threads, "run.threads"
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has a number for each nested level
+    if "LOCAL_WORLD_SIZE" not in os.environ and wanted.isdecimal() and int(wanted):
+        return int(wanted), "OMP_NUM_THREADS"
+    cores, ranks = usable_cores(), env_int("LOCAL_WORLD_SIZE", 1)
+    quota = quota_of_cores()
+    limit = f"quota of {quota:g} cores" if 0 < quota <= cores else counted(cores, "core")
+    return max(cores // ranks, 1), f"{limit} / {counted(ranks, 'rank')}"
 
 
 _UNTIMED = "untimed"

@@ -26,7 +26,8 @@ def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
             f"the ranks can't meet at {where}: {str(error).splitlines()[0]}\n  If the port is in use, choose "
-            "another MASTER_PORT; torchrun --standalone takes a free one"
+            "another MASTER_PORT; torchrun --standalone takes a free one.\n  If the host's name does not resolve, give "
+            "torchrun its address: --local-addr=ADDRESS, 127.0.0.1 on a single machine"
         ) from None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _store_of_this_attempt(store, rank, world_size, timeout)

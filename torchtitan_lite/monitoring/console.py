@@ -17,7 +17,7 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.samples import Mixture
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import World, cpu_threads
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.terminal import counted, duration
@@ -38,7 +38,8 @@ def start_lines(
     mine = sum(local_rows(p)[0].numel() for p in model.parameters())
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
-        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {counted(world.threads, 'thread')} per rank",
+        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {counted(world.threads, 'thread')} per rank "
+        f"({cpu_threads(config.run)[1]})",
         model_line(
             config,
             f"{n_parameters:,} parameters, {mine:,} on rank 0",
@@ -50,6 +51,8 @@ def start_lines(
         f"run     {config.folder}  "
         + (f"resumed after step {loaded.step}" if loaded else "new; the same command resumes it"),
     ]
+    if world.device.type == "cpu" and (line := spinning_line(world.threads)):
+        lines.append(line)
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
     if loaded:
@@ -59,6 +62,22 @@ def start_lines(
     if config.model.init_from and not loaded:
         lines.append(f"run     starts from the weights of {config.model.init_from}")
     return "\n".join(lines)
+
+
+def spinning_line(threads: int) -> str:
+    """A line if other processes use the cores on which threads of OpenMP spin while they wait for each other."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if (
+        threads == 1
+        or load <= cores
+        or not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}.isdisjoint(os.environ)
+    ):
+        return ""
+    return (
+        f"run     this machine is busy (load {load:.1f} on {counted(cores, 'core')}), and the {threads} threads of a "
+        "rank spin while they wait for each other. OMP_WAIT_POLICY=PASSIVE in the environment may make steps several "
+        "times faster"
+    )
 
 
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:

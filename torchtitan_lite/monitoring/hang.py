@@ -12,11 +12,13 @@ gloo's error decides.
 """
 
 import contextlib
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -29,14 +31,17 @@ _AT = "torchtitan_lite/at/{}"
 _COMPILERS = "/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"
 
 # Error texts of gloo, the store and NCCL when another process is gone or late. (Most of the latter two are DistErrors.)
-_LOST = (
+_GONE = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
     "connection was likely closed",
-    "application timeout caused pair closure",
     "broken pipe",
     "socket closed",
+    "remote process exited",
+)
+_LATE = (
+    "application timeout caused pair closure",
     "socket timeout",
     "timed out waiting",
     "timed out in monitoredbarrier",
@@ -47,7 +52,6 @@ _LOST = (
     "wait timeout",
     "timeout waiting for key",
     "collective operation timeout",
-    "remote process exited",
 )
 
 
@@ -62,7 +66,41 @@ def is_lost(error: RuntimeError) -> bool:
         return False  # its text may quote any code, and the pipes of compiler processes break, too
     if isinstance(error, dist.DistError):
         return not any(phrase in text for phrase in _LOCAL)
-    return any(phrase in text for phrase in _LOST)
+    return any(phrase in text for phrase in _GONE + _LATE)
+
+
+def is_gone(error: RuntimeError) -> bool:
+    """Whether an error of `is_lost` means that a connection was closed, rather than that a time limit was reached."""
+    text = str(error).lower()
+    return any(phrase in text for phrase in _GONE) or not any(phrase in text for phrase in _LATE)
+
+
+def silence(rank: int, seconds: float, last_seen: object) -> str:
+    """The text for a rank whose watchdog is silent."""
+    return (
+        f"rank {rank} silent for {seconds:.0f} s (its process is stopped, or its machine does not answer; last seen: "
+        f"{last_seen})"
+    )
+
+
+def explain_start(error: RuntimeError, rank: int) -> str:
+    """The message for a communication error before there is a Watchdog."""
+    if is_gone(error):
+        return _reset(f"rank {rank}, starting", "a process died", error)
+    return f"rank {rank}, starting: waited for the other ranks for run.timeout_minutes. {_shortened(error)}"
+
+
+def _reset(where: str, who: str, error: RuntimeError) -> str:
+    return (
+        f"{where}: connection reset: {who}. If that process printed no error, it was killed; dmesg on its machine "
+        f"names it if the kernel did so for lack of memory. {_shortened(error)}"
+    )
+
+
+def _shortened(error: RuntimeError) -> str:
+    """The first line, without gloo's place in its source and its advice."""
+    first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])
+    return f"({first.partition('. This is typically caused')[0]})"
 
 
 class StepTimer:
@@ -84,14 +122,26 @@ class StepTimer:
         """Called by the main thread, with a store of its own."""
         store.set(_AT.format(self._world.rank), " ".join(map(str, at)))
 
-    def explain(self, error: RuntimeError, at: Place) -> str:
-        """The message for a communication error; "" for any other error."""
-        if not is_lost(error):
-            return ""
-        what = f"lost the other ranks, or waited for {self._timeout_s / 60:g} minutes (run.timeout_minutes)"
-        return f"{self._message(what, at, self._places())} {str(error).splitlines()[0]}"
+    def explain(self, error: RuntimeError, at: Place, silent: Mapping[int, float], ended: Sequence[int]) -> str:
+        """The message for a communication error.
 
-    def problem(self, at: Place) -> str:
+        Args:
+            silent: the ranks whose watchdogs are silent, for so many seconds.
+            ended: the ranks of this machine whose processes have ended.
+        """
+        places = self._places()
+        if not is_gone(error):
+            what = f"waited for the other ranks for run.timeout_minutes = {self._timeout_s / 60:g}"
+            return f"{self._message(what, at, places, silent)} {_shortened(error)}"
+        who = "a process died"
+        if ended:
+            seen = (f"rank {rank}" + (f" (last seen: {places[rank]})" if rank in places else "") for rank in ended)
+            who = f"a process died: {', '.join(seen)}"
+        elif self._world.local_world_size < self._world.world_size:
+            who = "a process on another machine died, or the network to it failed"
+        return _reset(f"rank {self._world.rank}, step {at.step}", who, error)
+
+    def problem(self, at: Place, silent: Mapping[int, float] = MappingProxyType({})) -> str:
         """The message if this rank, which is at this place, waits in vain; otherwise "". Call it at each interval."""
         now = time.monotonic()
         # the time in which this process was stopped does not count
@@ -108,17 +158,26 @@ class StepTimer:
         if all(other == at for other in places.values()) and (self._world.device.type != "cuda" or _compiles()):
             return ""
         limit = f"run.timeout_minutes = {self._timeout_s / 60:g}"
-        return self._message(f"waited for the other ranks for nine tenths of {limit}", at, places)
+        return self._message(f"waited for the other ranks for nine tenths of {limit}", at, places, silent)
 
-    def _message(self, what: str, at: Place, places: dict[int, Place]) -> str:
-        found = []
+    def _message(self, what: str, at: Place, places: dict[int, Place], silent: Mapping[int, float]) -> str:
+        found = [silence(rank, silent[rank], places.get(rank, "unknown")) for rank in sorted(silent)]
+        behind = []
         for rank, other in sorted(places.items()):
-            if other < at:
+            if other < at and rank not in silent:
                 passes = f", forward pass {other.passes}" if other[:2] == at[:2] else ""
-                found.append(f"rank {rank} ({other}{passes})")
-        who = f"behind: {', '.join(found)}" if found else "all ranks had reached it"
-        stacks = f"Stacks of processes that took too long are in {self._stacks}."
-        return f"rank {self._world.rank}, step {at.step}: {what}; {who}. {stacks}"
+                behind.append(f"rank {rank} ({other}{passes})")
+        if behind:
+            found.append(f"behind: {', '.join(behind)}")
+        all_known = len(places) == self._world.world_size - 1
+        nobody = (
+            "all ranks had reached it" if all_known else "where the others are is unknown: the store does not answer"
+        )
+        stacks = (
+            f"Stacks of processes that took too long are in {self._stacks}; a process that is stopped or was killed "
+            "writes none."
+        )
+        return f"rank {self._world.rank}, step {at.step}: {what}; {'; '.join(found) or nobody}. {stacks}"
 
     def _places(self) -> dict[int, Place]:
         """Where the other ranks are; those that the store names within five seconds, because its host may be gone."""

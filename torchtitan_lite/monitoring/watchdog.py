@@ -15,10 +15,12 @@
 
 import contextlib
 import faulthandler
+import fcntl
 import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,11 +31,10 @@ import torch.distributed as dist
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.checkpointing.progress import Place
 from torchtitan_lite.distributed.process_group import World, env_int, limit_group_timeouts, print_once
-from torchtitan_lite.errors import ConfigError, StuckError
+from torchtitan_lite.errors import ConfigError, StuckError, tell_launcher
 from torchtitan_lite.monitoring import run_folder
 
 _BEAT, _SUM, _DECISION = "torchtitan_lite/beat/{}", "torchtitan_lite/sum", "torchtitan_lite/decision"
-_SILENT = "rank 0 (its process or its machine does not answer)"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,23 @@ class Beat:
     moved: int = 0
     doing: list[str] = field(default_factory=list)
     working: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def explained_start(world: World) -> Iterator[None]:
+    """Turn a communication error into a StuckError, also before there is a Watchdog."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.world_size == 1:
+            raise
+        from torchtitan_lite.monitoring import hang
+
+        if not hang.is_lost(error):
+            raise
+        stuck = StuckError(hang.explain_start(error, world.rank))
+        stuck.follows = hang.is_gone(error)
+        raise stuck from error
 
 
 class Watchdog:
@@ -71,13 +89,21 @@ class Watchdog:
             started = time.strftime("%Y-%m-%d %H:%M:%S")
             self._file.write(f"--- attempt of {started}, process {os.getpid()}\n".encode())
         self._size = self._path.stat().st_size
+        # The kernel drops this lock when the process ends, by which others notice. `close` keeps it.
+        lock = os.dup(self._file.fileno())
+        weakref.finalize(self, os.close, lock)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
         limit_group_timeouts(timeout_minutes)
         self._interval_s = min(10.0, self._timeout_s / 40)
+        self._silent_s = max(self._timeout_s / 4, 3 * self._interval_s)  # a rank without beats for so long is silent
         self._closed = threading.Event()
         self._beats: dict[int, Beat] = {}  # on rank 0: the newest of each rank
         self._quiet_ranks: dict[int, float] = {}  # on rank 0: when each rank's beats stopped
         self._sum, self._decision = 0, ""  # as rank 0 has published them
+        self._silent: dict[int, float] = {}  # the same: the seconds of ranks whose beats have stopped
+        self._heard, self._heard_at = 0, time.monotonic()  # on others: the number of rank 0's newest beat
         self._own_store = self._store.clone() if hasattr(self._store, "clone") else self._store
         self._steps: Any = None
         if world.world_size > 1:
@@ -127,12 +153,20 @@ class Watchdog:
         try:
             yield
         except RuntimeError as error:
-            why = self._steps.explain(error, self._at) if self._steps else ""
-            if not why:
+            if self._steps is None:
                 raise
+            from torchtitan_lite.monitoring import hang
+
+            if not hang.is_lost(error):
+                raise
+            gone = hang.is_gone(error)
+            why = self._steps.explain(error, self._at, self._all_silent(), self._ended() if gone else ())
             if self._world.rank:
                 run_folder.stand_in(self._run, self._at.step, why)
-            raise StuckError(why) from error
+            self._size = -1  # `close` keeps the file, so that others see that this process was not the first to end
+            stuck = StuckError(why)
+            stuck.follows = gone
+            raise stuck from error
 
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
@@ -156,11 +190,14 @@ class Watchdog:
                     self._decision = self._own_store.get(_DECISION).decode()
                 if self._world.rank == 0:
                     self._collect(beat)
-                    self._own_store.set(_SUM, str(self._sum))
+                    self._own_store.set(_SUM, json.dumps([number, self._sum, list(self._silent.items())]))
                     continue
                 self._own_store.set(_BEAT.format(self._world.rank), json.dumps(asdict(beat)))
                 if self._own_store.check([_SUM]):
-                    self._sum = int(self._own_store.get(_SUM))
+                    heard, self._sum, silent = json.loads(self._own_store.get(_SUM))
+                    self._silent = {rank: seconds for rank, seconds in silent if rank != self._world.rank}
+                    if heard != self._heard:
+                        self._heard, self._heard_at = heard, time.monotonic()
 
     def _beat(self, number: int = 0) -> Beat:
         return Beat(number, str(self._at), **asdict(progress.current()))
@@ -181,6 +218,41 @@ class Watchdog:
                 self._quiet_ranks[rank] = now
         self._beats = beats
         self._sum = sum(beat.moved for beat in beats.values())
+        silent = {rank: now - since for rank, since in self._quiet_ranks.items()}
+        self._silent = {rank: seconds for rank, seconds in silent.items() if seconds >= self._silent_s}
+
+    def _all_silent(self) -> dict[int, float]:
+        """The seconds since each silent rank was heard."""
+        if self._world.rank == 0:
+            return self._silent
+        of_rank0 = time.monotonic() - self._heard_at
+        return ({0: of_rank0} if of_rank0 >= self._silent_s else {}) | self._silent
+
+    def _ended(self) -> list[int]:
+        """The ranks of this machine whose processes have ended, as soon as there is one; [] after two seconds.
+
+        Also [] in a load, when some may not have started, and where locks do not work or the folder is gone.
+        """
+        if not self._at.step or self._has_ended(self._world.rank):
+            return []
+        first, end = self._world.rank - env_int("LOCAL_RANK", 0), time.monotonic() + 2
+        others = [r for r in range(first, first + self._world.local_world_size) if r != self._world.rank]
+        while others and time.monotonic() < end:  # a killed process closes its connections and files in any order
+            if found := [rank for rank in others if self._has_ended(rank)]:
+                return found
+            time.sleep(0.05)
+        return []
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether no process holds the lock on a rank's file, or `close` has removed it."""
+        try:
+            with self._path.with_name(f"rank-{rank}.txt").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
 
     def _check(self) -> None:
         """End the process when no rank makes progress, or when another one has decided so."""
@@ -198,27 +270,29 @@ class Watchdog:
                 quiet_s, last = 0.0, (mine.moved, self._sum)
             if self._decision:
                 self._abort(self._decision, mine=False)
-            elif why := self._steps.problem(self._at) if self._steps else "":
+            elif why := self._steps.problem(self._at, self._all_silent()) if self._steps else "":
                 self._abort(why)
             elif quiet_s >= limit_s:
                 what = next((text for beat in (*self._beats.values(), mine) for text in beat.doing), "").split(":")[0]
                 self._abort(
                     f"{what}: nothing was written, hashed or read on any rank for {patience_s / 60:g} minutes "
-                    f"(run.timeout_minutes). Waited for: {self._waited_for() if first else _SILENT}. "
-                    f"Stacks are in {self._path.parent}"
+                    f"(run.timeout_minutes). Waited for: {self._waited_for()}. "
+                    f"Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
                 )
 
     def _waited_for(self) -> str:
-        """The ranks that others wait for: silent, working, or not taking part."""
-        silent_since = time.monotonic() - max(self._timeout_s / 2, 3 * self._interval_s)
+        """The ranks that others wait for: silent, working, or not taking part. Other ranks only know about rank 0."""
+        from torchtitan_lite.monitoring.hang import silence
+
+        if self._world.rank:
+            return silence(0, time.monotonic() - self._heard_at, "unknown")
         found = []
         for rank in range(self._world.world_size):
             beat = self._beats.get(rank)
             if beat is None:
                 found.append(f"rank {rank} (not started)")
-            elif self._quiet_ranks[rank] < silent_since:
-                where = "; ".join(beat.doing) or beat.place
-                found.append(f"rank {rank} (its process or its machine does not answer; last seen {where})")
+            elif rank in self._silent:
+                found.append(silence(rank, self._silent[rank], "; ".join(beat.doing) or beat.place))
             elif beat.working or not beat.doing:
                 found.append(f"rank {rank} ({'; '.join(beat.working) or beat.place})")
         return ", ".join(found) or "all ranks wait for each other"
@@ -233,6 +307,7 @@ class Watchdog:
         reporting.join(timeout=5)  # the file system may hang
         if mine or self._world.rank == 0:
             time.sleep(3 * self._interval_s)  # until the others have read it
+        tell_launcher(f"train.py: {message}")
         print_once(f"train.py: {message}", env_int("LOCAL_RANK", 0))
         os._exit(StuckError.exit_code)
 
