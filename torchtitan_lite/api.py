@@ -452,6 +452,7 @@ def evaluate(
         raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
     given = argparse.Namespace(
         data=list(names),
+        target_len=0,  # as in training
         **{"split": split, "text_key": text_key, "documents": documents, "seq_len": seq_len, "batch_size": batch_size},
     )
     config = data.config if isinstance(data, Data) else tokenizer.config

@@ -1,5 +1,6 @@
 """The documents that a model is scored on: texts, read as `prepare` reads them, and prepared folders."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +28,7 @@ class Document:
 
     tokens: list[int]
     n_bytes: int  # of the text in UTF-8
+    hash: int  # of the text
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Place:
             return
         lengths = bytes_per_token(own, meta.end_token)
         for tokens in spans:
-            yield Document(tokens, int(lengths[tokens].sum()))
+            text = own.decode(tokens, skip_special_tokens=False)
+            yield Document(tokens, int(lengths[tokens].sum()), hash_of(text.encode()))
 
     def n_bytes(self) -> int | None:
         """The bytes of the raw text, if a prepared folder is read in full. A tokenizer may not keep every byte."""
@@ -99,4 +102,9 @@ def _encoded(opened: Opened, texts: Iterable[str]) -> Iterator[Document]:
     encode, left = text_encoder(opened.tokenizer, opened.ends, "a document"), iter(texts)
     while some := list(islice(left, _TOGETHER)):
         for text, ids in zip(some, encode(some), strict=True):
-            yield Document(ids, len(text.encode()))
+            yield Document(ids, len(text.encode()), hash_of(text.encode()))
+
+
+def hash_of(content: bytes) -> int:
+    """A hash of 48 bits, which a float64 holds exactly."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big")
