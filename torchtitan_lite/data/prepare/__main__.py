@@ -92,6 +92,11 @@ def _verify(folder: Path) -> int:
     wrong = verify(folder)
     if wrong:
         raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *wrong]))
+    if any(folder.glob("packed-*")):
+        from torchtitan_lite.data.packing import damaged_indices
+
+        if wrong := list(damaged_indices(folder, read_meta(folder))):
+            raise DataError("\n  ".join(wrong))
     print(f"{folder}: complete and undamaged. {summary(read_meta(folder))}")
     return 0
 
