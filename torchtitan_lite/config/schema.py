@@ -271,7 +271,9 @@ class DataConfig(Section):
     sources: Annotated[dict[str, PositiveFloat], AfterValidator(_without_nul)] = {}
     """instead of path: a mixture of prepared folders or texts, with weights: [data.sources] "data/web" = 0.7"""
     text_key: str = "text"
-    """the key of a .jsonl line, or the column of a .csv or .parquet file, that holds the text"""
+    """the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file, that holds the text"""
+    text_suffixes: list[str] = []
+    """further suffixes to read: [".md", ".py"] as plain text, like .txt; ".tsv" in folders, too"""
     val_fraction: float = Field(default=0.05, gt=0, lt=1)
     """fraction of the documents held out for validation, chosen by hash"""
     packing: Literal["concat", "best_fit"] = "concat"

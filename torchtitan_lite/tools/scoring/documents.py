@@ -1,7 +1,7 @@
 """The documents that a model is scored on: texts, read as `prepare` reads them, and prepared folders."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,7 @@ class Place:
     folder: Path | None = None  # prepared
     split: Split = "val"
     text_key: str = "text"
+    text_suffixes: tuple[str, ...] = ()
     most: int | None = None  # documents
 
     def documents(self, opened: Opened) -> Iterator[Document]:
@@ -49,7 +50,7 @@ class Place:
             ConfigError: the folder holds pairs.
         """
         if self.folder is None:
-            texts = split.documents(corpus.find(self.name, self.text_key), Options())
+            texts = split.documents(corpus.find(self.name, self.text_key, self.text_suffixes), Options())
             yield from _encoded(opened, islice(texts, self.most))
             return
         meta = read_meta(self.folder)
@@ -84,7 +85,13 @@ class Place:
                 first = int(end)
 
 
-def place(name: str, text_key: str = "text", split_name: Split = "val", most: int | None = None) -> Place:
+def place(
+    name: str,
+    text_key: str = "text",
+    text_suffixes: Sequence[str] = (),
+    split_name: Split = "val",
+    most: int | None = None,
+) -> Place:
     """What a name on the command line stands for.
 
     Raises:
@@ -94,8 +101,8 @@ def place(name: str, text_key: str = "text", split_name: Split = "val", most: in
         raise DataError("an empty name is no text to score")
     if is_prepared(name):
         return Place(name, expand(name), split_name, most=most)
-    corpus.find(name, text_key)  # before any other text is scored
-    return Place(name, None, split_name, text_key, most)
+    corpus.find(name, text_key, text_suffixes)  # before any other text is scored
+    return Place(name, None, split_name, text_key, tuple(text_suffixes), most)
 
 
 def _encoded(opened: Opened, texts: Iterable[str]) -> Iterator[Document]:

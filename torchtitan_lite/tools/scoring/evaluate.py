@@ -140,7 +140,8 @@ def _length(model: Model, given: argparse.Namespace) -> int:
 
 def _places(model: Model, given: argparse.Namespace) -> list[Place]:
     if given.data:
-        return [place(name, given.text_key, given.split, given.documents) for name in given.data]
+        how = given.text_key, given.text_suffixes, given.split, given.documents
+        return [place(name, *how) for name in given.data]
     sources = model.own_data().sources
     return [Place(source.name, source.folder, given.split, most=given.documents) for source in sources]
 
@@ -315,6 +316,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
     parser.add_argument("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
+    suffixes = {"nargs": "+", "action": "extend", "default": [], "metavar": "SUFFIX"}
+    parser.add_argument("--text-suffixes", **suffixes, help="further suffixes of plain text, e.g. .md")
     parser.add_argument("--documents", type=int, default=None, help="score only the first N documents of each text")
     parser.add_argument("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training, of the shortest")
     parser.add_argument("--batch-size", type=int, default=8, help="windows in a batch")
