@@ -434,8 +434,8 @@ def evaluate(
         batch_size: windows in a batch.
 
     Returns:
-        by text, and "(total)" of several: documents, tokens, bytes, loss, bits_per_byte, perplexity, and standard
-        errors (NaN where undefined).
+        by text, and "(total)" of several: documents, seq_len, tokens, bytes, loss, bits_per_byte, perplexity, and
+        standard errors (NaN where undefined).
 
     Raises:
         UserError: an argument is out of range, or a text is missing, unusable, or does not suit the model.

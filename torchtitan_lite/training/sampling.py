@@ -72,7 +72,7 @@ class Prompts:
 
             prefix, limit = source_prefix(data.folder), config.model.max_seq_len
             ids = [tokenizer.encode(with_prefix(prefix, prompt), add_special_tokens=False).ids for prompt in wanted]
-            ids = [[*some, data.end_token] for some in ids]
+            ids = [some if some[-1:] == [data.end_token] else [*some, data.end_token] for some in ids]
             if long := [prompt for prompt, some in zip(wanted, ids, strict=True) if len(some) > limit]:
                 raise ConfigError(f"sample.prompts: {long[0]!r} with prefix {prefix!r} is longer than {limit} tokens")
         return cls(config.sample, tokenizer, wanted, ids, data.end_token, [])

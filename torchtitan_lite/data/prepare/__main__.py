@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--from-megatron",
         nargs="+",
+        action="extend",
         type=paths.argument,
         metavar="PREFIX",
         help="use the tokens of Megatron's PREFIX.bin and PREFIX.idx, which stay where they are; needs --tokenizer",
@@ -115,8 +116,10 @@ def _make_of_megatron(arguments: argparse.Namespace) -> int:
             "--from-megatron needs the tokenizer that the files were made with: --tokenizer tokenizer.json"
         )
     defaults = vars(_parser().parse_args([]))
-    options = "train_tokenizer", "sentinels", "text_key", "text_suffixes", "source_key", "target_key", "source_prefix"
-    options = (*options, "on_error")
+    options = (
+        *("train_tokenizer", "sentinels", "text_key", "text_suffixes", "source_key", "target_key", "source_prefix"),
+        "on_error",
+    )
     given = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults[name]]
     given += [str(source) for source in arguments.sources[:1]]
     if given:

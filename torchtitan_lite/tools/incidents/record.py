@@ -4,7 +4,6 @@ import bisect
 import contextlib
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -209,7 +208,7 @@ def _segments(
             last = end
             if done >= made:
                 start = config.data.position(start, size)
-                last = min(end, done + _steps_to_a_skip(config.data.skip_samples, start, size))
+                last = done + _steps_to_a_skip(config.data.skip_samples, start, size, end - done)
             found.append(Segment(done + 1, last, position, start, size))
             start = position = start + (last - done) * size
             done = last
@@ -221,7 +220,7 @@ def _segments(
     return found
 
 
-def _steps_to_a_skip(to_skip: Sequence[Sequence[int]], start: int, size: int) -> float:
-    """After how many steps from this position, at least 1, a step would touch a skipped range: see `position`."""
+def _steps_to_a_skip(to_skip: Sequence[Sequence[int]], start: int, size: int, most: int) -> int:
+    """After how many steps from this position, 1 to `most`, a step would touch a skipped range: see `position`."""
     counts = ((max((first - size - start) // size + 1, 1), end) for first, end in to_skip)
-    return min((n for n, end in counts if start + n * size < end), default=math.inf)
+    return min([most, *(n for n, end in counts if start + n * size < end)])

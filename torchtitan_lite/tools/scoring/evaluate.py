@@ -316,8 +316,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
     parser.add_argument("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
-    suffixes = {"nargs": "+", "action": "extend", "default": [], "metavar": "SUFFIX"}
-    parser.add_argument("--text-suffixes", **suffixes, help="further suffixes of plain text, e.g. .md")
+    parser.add_argument(
+        "--text-suffixes", nargs="+", action="extend", default=[], help="further suffixes of plain text, e.g. .md"
+    )
     parser.add_argument("--documents", type=int, default=None, help="score only the first N documents of each text")
     parser.add_argument("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training, of the shortest")
     parser.add_argument("--batch-size", type=int, default=8, help="windows in a batch")

@@ -27,7 +27,7 @@ class Scores:
     tokens: NDArray[np.float64]
     n_bytes: NDArray[np.float64]
     hashes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    seq_len: int = 0  # tokens in a window
+    seq_len: int = field(default=0, kw_only=True)  # tokens in a window
 
     def __len__(self) -> int:
         return len(self.nats)
