@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from tests.helpers import ranks, records, succeeded, tiny
+from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import UserError
@@ -153,6 +153,12 @@ def test_models_with_other_windows_are_scored_in_the_shortest(
     assert [model["texts"][str(texts)]["seq_len"] for model in (first, second)] == [16, 16]
     assert second["minus_first"].keys() == {str(texts)}, "the same documents, as other tokens"
     assert "the tokenizers differ" in said
+    # the same weights, whose window would be 37 tokens: see tiny
+    export = tmp_path / "export"
+    succeeded(python("export", str(runs / "one"), str(export), script="checkpoint.py"))
+    run, same = scored(1, runs / "one", export, *arguments, out=out)
+    assert same["minus_first"][str(texts)]["bits_per_byte"] == pytest.approx(0, abs=1e-6)
+    assert run["texts"][str(texts)]["seq_len"] == same["texts"][str(texts)]["seq_len"] == 32
 
 
 def test_different_documents_have_no_difference(texts: Path, tmp_path: Path) -> None:
