@@ -58,8 +58,13 @@ def test_a_wrong_schedule_is_refused(value: str) -> None:
 
 
 def test_what_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"train\.steps works"):
-        loaded("[[3, 8]]", **{"train.epochs": 1.0})
+    for key, value, works in (
+        ("train.epochs", 1.0, r"train\.steps works"),
+        ("checkpoint.every", "epoch", r"checkpoint\.every = 100 works"),
+        ("optim.schedule", "step", r"optim\.step_every = 100 works"),  # "epoch" is its default
+    ):
+        with pytest.raises(ConfigError, match=works):
+            loaded("[[3, 9]]", **{key: value})
     with pytest.raises(ConfigError, match=r"train\.global_batch_size.*no entry for step 0"):
         loaded("[[0, 8]]", **{"train.global_batch_size": 32})
     assert loaded("[[0, 8]]").train.batch_size(1) == 8

@@ -102,3 +102,22 @@ def test_pieces_of_a_packed_index_are_compared_with_the_tokens(folder: Path, dam
     pieces.tofile(index / "train.pieces")
     with pytest.raises(DataError, match=r"packed-32-.* is damaged"):
         Samples(folder, "train", 32, "best_fit").draw(np.array([0]), None)
+
+
+@pytest.mark.parametrize("hashes", [True, False])
+def test_verify_reads_the_index_of_packed_documents(
+    folder: Path, hashes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one of an older version, which has no hashes."""
+    index = pack(folder, read_meta(folder), 32, lambda _: None)
+    if not hashes:
+        (index / "hashes.json").unlink()
+    assert main(["--verify", str(folder)]) == 0
+    file = index / "val.pieces"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert main(["--verify", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"{index}: the index of packed documents is damaged (val.pieces has changed since it was made)" in said
+    assert "delete this folder, and prepare it again" not in said, "the tokens are good"

@@ -126,6 +126,17 @@ def test_an_epoch_of_a_mixture_has_as_many_samples_as_all_sources(data: Path) ->
     assert epochs.resolved(loaded, found).config.train.steps == 2 * -(-n // 8)
 
 
+def test_an_epoch_has_the_batch_size_of_the_schedule(data: Path) -> None:
+    """train.batch_schedule from step 0 replaces train.global_batch_size, for the length, intervals and decay."""
+    values = {"data.path": str(data), "train.seq_len": 32, "train.batch_schedule": [[0, 3], [4, 3]], "train.epochs": 2}
+    values |= {"checkpoint.every": "epoch", "optim.schedule": "step", "optim.warmup_steps": 1}
+    loaded = load.load(None, {key: load.ConfigValue(value, "test") for key, value in values.items()})
+    found = prepare_all(loaded.config.data, loaded.config.tokenizer, print)
+    epoch = -(-open_samples(found, "train", loaded.config).n_samples // 3)
+    config = epochs.resolved(loaded, found).config
+    assert (config.train.steps, config.checkpoint.every, config.optim.step_every) == (2 * epoch, epoch, epoch)
+
+
 @pytest.mark.extended
 def test_a_run_can_be_checked_planned_and_tried(
     data: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

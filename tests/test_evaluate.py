@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from tests.helpers import ranks, records, succeeded, tiny
+from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import UserError
@@ -141,6 +141,51 @@ def test_models_are_compared_document_by_document(runs: Path, tmp_path: Path) ->
     assert "minus_first" not in first
 
 
+def test_models_with_other_windows_are_scored_in_the_shortest(
+    runs: Path, folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    arguments = ("--data", texts, "--documents=4")
+    (alone,) = scored(1, runs / "one", *arguments, "--seq-len=16", out=tmp_path / "alone.json")
+    out = tmp_path / "scores.json"
+    said = succeeded(ranks(1, *map(str, (runs / "one", folder, *arguments, f"--json={out}")), entry=ENTRY))
+    first, second = json.loads(out.read_text())["models"]
+    assert first["texts"] == alone["texts"]
+    assert [model["texts"][str(texts)]["seq_len"] for model in (first, second)] == [16, 16]
+    assert second["minus_first"].keys() == {str(texts)}, "the same documents, as other tokens"
+    assert "the tokenizers differ" in said
+    # the same weights, whose window would be 37 tokens: see tiny
+    export = tmp_path / "export"
+    succeeded(python("export", str(runs / "one"), str(export), script="checkpoint.py"))
+    run, same = scored(1, runs / "one", export, *arguments, out=out)
+    assert same["minus_first"][str(texts)]["bits_per_byte"] == pytest.approx(0, abs=1e-6)
+    assert run["texts"][str(texts)]["seq_len"] == same["texts"][str(texts)]["seq_len"] == 32
+
+
+def test_different_documents_have_no_difference(texts: Path, tmp_path: Path) -> None:
+    """Of one file, as many, under one name: only their text tells."""
+    file = tmp_path / "mine.jsonl"
+    lines = [{"a": f"document {i} of one kind " * 9, "b": f"number {i} of another sort " * 9} for i in range(40)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    more = {"train__steps": 1, "eval__every": 0, "checkpoint__every": 1, "optim__warmup_steps": 0}
+    for key in "ab":
+        keys = {"run__name": key, "data__text_key": key, "sample__every": 0, "tokenizer__vocab_size": 270}
+        succeeded(ranks(1, *tiny(file, tmp_path, **more, **keys)))
+    out = tmp_path / "scores.json"
+    models = (tmp_path / "a", tmp_path / "b")
+    options = "--split=train", "--documents=20", f"--json={out}"
+    said = succeeded(ranks(1, *map(str, models), *options, entry=ENTRY))
+    first, second = json.loads(out.read_text())["models"]
+    (name,) = first["texts"]
+    assert first["texts"][name]["documents"] == second["texts"][name]["documents"]
+    assert "minus_first" not in second
+    assert f"no difference to {tmp_path / 'a'}, {name}: the two were scored on different documents" in said
+
+
+def test_repeated_options_add_up() -> None:
+    options = given("model", "--data", "a", "b", "--data", "c", "--tasks", "d", "--tasks", "e")
+    assert (options.data, options.tasks) == (["a", "b", "c"], ["d", "e"])
+
+
 def test_a_difference_is_that_of_the_scores_also_of_other_targets() -> None:
     """Models that cut targets at other lengths score other bytes of the same documents."""
     generator = np.random.default_rng(0)
@@ -227,6 +272,8 @@ def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: 
         (["HF", "--data", "TEXT", "--seq-len=17"], "at most 16 tokens"),
         (["HF", "--data", "TEXT", "nosuch.txt"], "nosuch.txt"),
         (["nosuch", "--data", "TEXT"], "nosuch does not exist"),
+        (["HF", "nosuch", "--data", "TEXT"], "nosuch does not exist"),
+        (["HF", "--data", "TEXT", "--tokenizer=/dev/null"], "/dev/null is a device: name the model's tokenizer.json"),
         (["PAIRS", "--data", "TEXT"], "--source-key"),
         (["ONE", "--data", "PREPARED"], "another tokenizer"),
         (["ONE", "--json", "nosuch/x.json"], "is not a folder"),

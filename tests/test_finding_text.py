@@ -1,17 +1,25 @@
 """Which files `[data] path` selects: links, globs, names and permissions. Skipped files are reported."""
 
+import csv
 import glob
+import gzip
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT
 from torchtitan_lite.config.load import ConfigValue, load
-from torchtitan_lite.data.prepare import corpus
+from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.data.prepare import corpus, readers, split
 from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.prepare.plan import Options
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 
 
@@ -32,9 +40,60 @@ def test_suffixes_are_of_any_case(tmp_path: Path) -> None:
     assert corpus.kind(Path("c.Jsonl.GZ")) == ".jsonl"
 
 
-def test_upper_case_compressed_files_are_read(tmp_path: Path) -> None:
-    import gzip
+def test_named_suffixes_are_read_as_text(tmp_path: Path) -> None:
+    """In folders and by name, compressed too. The default reads what it always did."""
+    tree(tmp_path, "a.txt", "b.MD", "c.py", "e.tsv", "f.rst")
+    (tmp_path / "d.py.gz").write_bytes(gzip.compress(b"compressed\n"))
+    texts = corpus.find(str(tmp_path), "text", [".md", ".PY", ".tsv"])
+    assert [file.name for file in texts.files] == ["a.txt", "b.MD", "c.py", "d.py.gz", "e.tsv"]
+    assert [file.name for file in corpus.find(str(tmp_path)).files] == ["a.txt"]
+    assert found(tmp_path / "e.tsv") == [str(tmp_path / "e.tsv")]
+    with pytest.raises(DataError, match=r"c\.py: only \.txt.*data\.text_suffixes \(prepare: --text-suffixes\)"):
+        corpus.find(str(tmp_path / "c.py"))
+    for wrong in ("md", ".csv", ".gz", ".a/b", ""):
+        with pytest.raises(DataError, match=r"data\.text_suffixes.* should be the suffix of plain text"):
+            corpus.find(str(tmp_path), "text", [wrong])
+    (tmp_path / "c.py").rename(tmp_path / "a.py")
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"no text at .* \(it has 1 x \.py, 1 x \.MD.*data\.text_suffixes"):
+        corpus.find(str(tmp_path))
 
+
+def test_named_suffixes_are_prepared_by_the_command_and_by_a_run(tmp_path: Path) -> None:
+    texts = [f"# heading {i}\n\ncaf\u00e9 {i * 7919 % 101}\n" * 40 for i in range(40)]
+    (tmp_path / "in").mkdir()
+    for i, one in enumerate(texts):
+        (tmp_path / f"in/{i:02}.md").write_text(one)
+    out = tmp_path / "out"
+    command = [str(tmp_path / "in"), "--out", str(out), "--tokenizer", "bytes", "--text-suffixes", ".md"]
+    assert main(command) == 0
+    assert read_meta(out).documents >= 40
+    data = DataConfig(path=str(tmp_path / "in"), text_suffixes=[".md"], cache_dir=str(tmp_path / "cache"))
+    made = prepare_all(data, TokenizerConfig(path=str(out / "tokenizer.json")), lambda _: None)
+    assert made.sources[0].meta.tokens_sha256 == read_meta(out).tokens_sha256
+    (tmp_path / "in/new.rst").write_text("another kind\n")
+    more = data.model_copy(update={"text_suffixes": [".md", ".rst"]})
+    again = prepare_all(more, TokenizerConfig(path=str(out / "tokenizer.json")), lambda _: None)
+    assert again.sources[0].meta.documents == made.sources[0].meta.documents + 1
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t")])
+def test_delimiters_are_those_of_the_header(name: str, delimiter: str, tmp_path: Path) -> None:
+    rows = [["1", "plain"], ["2", f"a, b; c\t d | {delimiter}"], ["3", 'two\nlines, "quoted"']]
+    with (tmp_path / name).open("w", newline="") as stream:
+        stream.write("\n")
+        csv.writer(stream, delimiter=delimiter).writerows([["id", "body"], *rows])
+    texts = corpus.find(str(tmp_path / name), "body")
+    assert list(split.documents(texts, Options())) == [text for _, text in rows]
+    pairs = replace(corpus.find(str(tmp_path / name), "id"), target_key="body")
+    assert [json.loads(line) for chunk in readers.chunks(pairs, 1000) for line in chunk.documents] == [
+        dict(zip(("id", "body"), row, strict=True)) for row in rows
+    ]
+    with pytest.raises(DataError, match='no column "text": its columns are id, body'):
+        list(split.documents(corpus.find(str(tmp_path / name)), Options()))
+
+
+def test_upper_case_compressed_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(b"".join(b'{"text": "line %d"}\n' % i for i in range(50))))
     assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
 

@@ -304,6 +304,7 @@ def test_random_damage_is_refused_or_read(usual: Path, tmp_path: Path) -> None:
         (["--from-megatron", "a", "--train-tokenizer", "400"], "leave out --train-tokenizer"),
         (["my_text", "--from-megatron", "a", "--text-key", "body"], "leave out --text-key, my_text"),
         (["--from-megatron", "a", "a.bin"], "names the same files twice"),
+        (["--from-megatron", "a", "--from-megatron", "a.bin"], "names the same files twice"),
         (["--from-megatron", "nosuch"], "nosuch.idx does not exist"),
         (["--from-megatron", "a", "--end-token", "<end>"], "has no entry <end>"),
         (["--from-megatron", "a", "--val-fraction", "2"], "--val-fraction 2.0 should be between 0 and 1"),

@@ -319,10 +319,10 @@ def test_prompts_of_an_encoder_decoder_begin_as_sources_did(tmp_path: Path) -> N
     file, out = written(".csv", tmp_path), tmp_path / "out"
     assert main([str(file), *KEYS, "--source-prefix", "summarize: ", "--val-fraction", "0.2", "--out", str(out)]) == 0
     config, data = config_of(out), prepare_all(DataConfig(path=str(out)), TokenizerConfig(), print)
-    asked = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["to be"])})
+    asked = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["to be", "summarize: to be"])})
     prompts = Prompts.of(asked, data)
-    assert prompts.texts == ["to be"]
-    assert prompts.tokenizer.decode(prompts.ids[0][:-1]) == "summarize: to be"
+    assert prompts.texts == ["to be", "summarize: to be"]
+    assert [prompts.tokenizer.decode(ids[:-1]) for ids in prompts.ids] == ["summarize: to be"] * 2  # as generate
     limit = config.model.max_seq_len
     long = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["x" * (limit - 5)])})
     with pytest.raises(ConfigError, match=f"with prefix 'summarize: ' is longer than {limit} tokens"):

@@ -18,6 +18,7 @@ from torchtitan_lite.tasks import encode, questions
 from torchtitan_lite.tasks.brackets import CHOICES, EACH, brackets
 from torchtitan_lite.tasks.find import find
 from torchtitan_lite.tasks.questions import Question, Task
+from torchtitan_lite.tasks.score import mean
 from torchtitan_lite.tools.opening import open_model
 from torchtitan_lite.tools.scoring import evaluate
 
@@ -210,10 +211,36 @@ def test_models_are_compared_question_by_question(folder: Path, tmp_path: Path) 
     out = tmp_path / "scores.json"
     said = succeeded(ranks(1, str(folder), str(folder), "--tasks", str(file), f"--json={out}", entry=ENTRY))
     second = json.loads(out.read_text())["models"][1]
-    assert second["tasks_minus_first"] == {"choice": {"score": 0.0, "score_stderr": 0.0}}
+    # no difference on 7 questions does not prove that there is none
+    assert second["tasks_minus_first"] == {"choice": {"score": 0.0, "score_stderr": pytest.approx(0.0994, abs=1e-4)}}
     assert second["texts"] == {}
-    assert f"minus {folder}, choice: 0.000 +- 0.000" in said
+    assert f"minus {folder}, choice: 0.000 +- 0.099" in said
     assert " 0.476 " in said, "the chance level"
+
+
+def test_a_task_that_cannot_be_scored_fails_after_the_others(folder: Path, tmp_path: Path) -> None:
+    good, bad = jsonl(tmp_path / "good.jsonl", CHOICE), jsonl(tmp_path / "bad.jsonl", [{"context": "a"}])
+    long = jsonl(tmp_path / "long.jsonl", [{"context": "a", "answer": "b", "max_tokens": 999}])
+    out = tmp_path / "scores.json"
+    arguments = (folder, "--tasks", bad, good, "--tasks", long, "nosuch", f"--json={out}")
+    result = ranks(2, *map(str, arguments), entry=ENTRY)
+    assert result.returncode != 0
+    (model,) = json.loads(out.read_text())["models"]
+    assert model["tasks"].keys() == {"good"}
+    assert "  good " in result.stdout
+    assert "not all tasks were scored" in result.stderr
+    for message in (f"task {bad} can't be read", "leaves no room for its context", "no task nosuch"):
+        assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("n", "value", "stderr"), [(3, 1.0, 0.1633), (3, 0.0, 0.1633), (198, 1.0, 0.005)])
+def test_equal_answers_have_an_error(n: int, value: float, stderr: float) -> None:
+    """The standard deviation of Beta(n + 1, 1)."""
+    assert mean(np.full(n, value))[0] == value
+    assert mean(np.full(n, value))[1] == pytest.approx(stderr, rel=0.01)
+    assert math.isnan(mean(np.ones(1))[1])
+    assert mean(np.array([1.0, 0.0, 1.0]))[1] == pytest.approx(1 / 3), "the usual error"
 
 
 def test_a_context_without_tokens_needs_one_that_begins_a_text() -> None:

@@ -1,6 +1,7 @@
 """[eval] tasks: scored during training, the same on any number of ranks and after a resume, and without any effect."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, 
     assert scores(tmp_path / "none") == {}
     (line,) = (line for line in said.splitlines() if line.startswith("task    step 5  choice"))
     assert f"choice  {found[5]['task/choice']:.3f} +- {found[5]['task_stderr/choice']:.3f}  (chance 0.476; 7 " in line
+
+    # a resume names the task whose file was replaced, and records it
+    for file in json.loads(files):
+        shutil.copy(file, tmp_path)
+    jsonl(tmp_path / "choice.jsonl", [*CHOICE[1:], CHOICE[0]])
+    wanted["eval__tasks"] = files.replace(str(Path(json.loads(files)[0]).parent), str(tmp_path))
+    said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="tasks", **more | {"train__steps": 6}, **wanted)))
+    (line,) = (line for line in said.splitlines() if "other questions" in line)
+    assert "eval.tasks choice has other questions: do not compare its scores with those of earlier steps" in line
+    (change,) = map(json.loads, (tmp_path / "tasks/changes.jsonl").read_text().splitlines())
+    before, now = change["changed"]["eval.tasks choice"]
+    assert before != now
+    assert not {"eval.tasks word", "eval.tasks exact"} & change["changed"].keys()
 
 
 @pytest.mark.extended

@@ -382,6 +382,21 @@ def test_sizes_that_a_resume_changed_are_those_of_their_steps(texts: Path, tmp_p
     assert record.samples(21) == range(100, 108)
 
 
+def test_the_longest_run_is_answered_at_once(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing here grows with the number of steps."""
+    more = {"train__steps": 10**12, "train__batch_schedule": [[2, 4]], "data__skip_samples": [[7, 30], [1000, 1001]]}
+    run = run_of(config_of(texts, **more), tmp_path)
+    # by hand: 0..5, 30..35, then by 4; the step that would begin at 1000 begins at 1001
+    first = 1001 + 4 * (10**12 - 1 - (2 + (1000 - 36) // 4))
+    ((step, start, stop),) = seen(run, "--step", str(10**12))["steps"]
+    assert (step, start, stop) == (10**12, first, first + 4)
+    assert "the samples 6 to 29 were skipped before step 2" in seen(run, "--step", "2")["notes"]
+    assert which([str(run), "--find", "document"]) == 2
+    assert "samples are too many to search at once; --step and --to of at most" in capsys.readouterr().err
+    assert which([str(run), "--step", "1", "--to", str(10**12)]) == 2
+    assert "samples are too many to list at once" in capsys.readouterr().err
+
+
 def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(config_of(texts), tmp_path)
     for arguments, expected in {

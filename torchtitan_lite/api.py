@@ -413,6 +413,7 @@ def evaluate(
     *,
     split: str = "val",
     text_key: str = "text",
+    text_suffixes: Sequence[str] = (),
     documents: int | None = None,
     seq_len: int = 0,
     batch_size: int = 8,
@@ -427,13 +428,14 @@ def evaluate(
         data: the held-out text of `open_data`, a text (a file, a folder or a glob), a prepared folder, or several.
         split: of prepared data: val, train or all.
         text_key: the key or column of .jsonl, .csv and .parquet files.
+        text_suffixes: further suffixes of plain text, e.g. [".md"].
         documents: score only so many of each text.
         seq_len: tokens in a window; 0: as in training.
         batch_size: windows in a batch.
 
     Returns:
-        by text, and "(total)" of several: documents, tokens, bytes, loss, bits_per_byte, perplexity, and standard
-        errors (NaN where undefined).
+        by text, and "(total)" of several: documents, seq_len, tokens, bytes, loss, bits_per_byte, perplexity, and
+        standard errors (NaN where undefined).
 
     Raises:
         UserError: an argument is out of range, or a text is missing, unusable, or does not suit the model.
@@ -452,6 +454,8 @@ def evaluate(
         raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
     given = argparse.Namespace(
         data=list(names),
+        target_len=0,  # as in training
+        text_suffixes=text_suffixes,
         **{"split": split, "text_key": text_key, "documents": documents, "seq_len": seq_len, "batch_size": batch_size},
     )
     config = data.config if isinstance(data, Data) else tokenizer.config

@@ -36,6 +36,7 @@ def continued(saved: TrainState, fresh: TrainState) -> TrainState:
         saved,
         end_token=fresh.end_token,
         validation=fresh.validation,
+        tasks={**saved.tasks, **fresh.tasks},
         bitwise_setting=fresh.bitwise_setting,
         config=fresh.config,
     )

@@ -58,6 +58,7 @@ class TrainState:
     loss_since: list[float] = field(default_factory=list)  # of Session; empty in older checkpoints
     end_token: int | None = None  # token id; None in checkpoints older than this field
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see evaluate.py
+    tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
     # must be equal for a bitwise resume; "setting" in state.json
     bitwise_setting: Annotated[Mapping[str, Any], Field(alias="setting")] = field(default_factory=dict)

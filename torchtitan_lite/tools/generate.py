@@ -19,6 +19,7 @@ import torch
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.schema import MIN_TEMPERATURE
 from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.pairs import with_prefix
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
 from torchtitan_lite.terminal import counted, encodable, prepare_streams
@@ -37,8 +38,8 @@ def encode(opened: Opened, prompt: str) -> list[int]:
         prompt.encode()
     except UnicodeEncodeError:  # the command line holds bytes that are not UTF-8
         raise ConfigError(f"the prompt is not valid UTF-8: {prompt[:40]!a}") from None
-    if answers(opened.model) and prompt and not prompt.startswith(opened.prefix):
-        prompt = opened.prefix + prompt
+    if answers(opened.model) and prompt:
+        prompt = with_prefix(opened.prefix, prompt)
     try:
         ids = [int(i) for i in opened.tokenizer.encode(prompt, add_special_tokens=False).ids]
     except BaseException as error:  # e.g. a word without an entry; the library's panics are no Exception

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import paths
+from torchtitan_lite.config.find_text import kind_of
 from torchtitan_lite.config.rules import model_conflicts
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
@@ -130,7 +131,8 @@ def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
     """The tokenizer in a file or folder, and the tokens that end a document, if known."""
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
-        raise DataError(f"{file} does not exist: name the model's tokenizer with --tokenizer=FILE")
+        what = f"is {kind_of(file)}" if file.exists() else "does not exist"
+        raise DataError(f"{file} {what}: name the model's tokenizer.json with --tokenizer=FILE")
     tokenizer = bpe.load(file)
     if (folder / "config.json").is_file():
         return tokenizer, hf.end_tokens(folder)

@@ -1,8 +1,9 @@
 """Epochs become steps, once, as soon as the data is open: `train.epochs`, and "epoch" as an interval.
 
-An epoch is samples / train.global_batch_size steps, rounded up, so every sample is seen at least once. N epochs are N
-times as many steps, rounded up. The order of samples continues over the ends of epochs, so where the division has a
-remainder, the last batch of an epoch has the first samples of the next one. None of this depends on the world size.
+An epoch is samples / batch size steps, rounded up, so every sample is seen at least once. N epochs are N times as many
+steps, rounded up. The order of samples continues over the ends of epochs, so where the division has a remainder, the
+last batch of an epoch has the first samples of the next one. None of this depends on the world size. A rule refuses
+epochs of more than one batch size (train.batch_schedule).
 
 In a mixture, an epoch is as many samples as all sources have together. With weights that differ from the sizes, some
 sources are then repeated and others not finished: the lines at the start tell the epochs of each.
@@ -21,12 +22,6 @@ from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.errors import ConfigError
 
-EPOCH = "epoch"
-INTERVALS = (
-    *(("eval", "every"), ("eval", "tasks_every"), ("sample", "every"), ("checkpoint", "every")),
-    ("optim", "step_every"),
-)
-
 
 def in_steps(config: Config, epoch: int) -> Config:
     """The config with steps in place of epochs. `train.epochs` stays.
@@ -35,15 +30,11 @@ def in_steps(config: Config, epoch: int) -> Config:
         epoch: the steps of one.
     """
     parts: dict[str, Any] = {}
-    for section, key in INTERVALS:
-        if key == "step_every" and config.optim.schedule != "step":
-            continue  # nothing reads it
-        if getattr(getattr(config, section), key) == EPOCH:
-            parts[section] = parts.get(section, getattr(config, section)).model_copy(update={key: epoch})
-    if config.train.epochs:
+    for section, key in (name.split(".") for name in config.in_epochs):
         # Fraction: 0.1 is a tenth, not the binary fraction next to it
-        steps = -(-Fraction(repr(config.train.epochs)) * epoch // 1)
-        parts["train"] = config.train.model_copy(update={"steps": int(steps)})
+        steps = int(-(-Fraction(repr(config.train.epochs)) * epoch // 1)) if section == "train" else epoch
+        update = {"steps" if section == "train" else key: steps}
+        parts[section] = parts.get(section, getattr(config, section)).model_copy(update=update)
     return config.model_copy(update=parts)
 
 
@@ -64,7 +55,8 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
     if not config.in_epochs:
         return loaded
     n_samples = open_samples(data, "train", config).n_samples
-    epoch = -(-n_samples // config.train.global_batch_size)
+    size = config.train.batch_size(1)
+    epoch = -(-n_samples // size)
     found = in_steps(config, epoch)
     if config.train.epochs and (
         wrong := length_conflicts(
@@ -73,8 +65,7 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
     ):
         steps = f"{found.train.steps:,} step{'s' * (found.train.steps > 1)}"
         what = (
-            f"train.epochs = {config.train.epochs:g} is {steps}: an epoch is {n_samples:,} samples "
-            f"in batches of train.global_batch_size = {config.train.global_batch_size}"
+            f"train.epochs = {config.train.epochs:g} is {steps}: an epoch is {n_samples:,} samples in batches of {size}"
         )
         raise ConfigError("\n  ".join([what, *wrong.values()]))
     return replace(loaded, config=found, written=config)

@@ -68,11 +68,11 @@ class Prompts:
         wanted = prompts if config.sample.every else []
         ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in wanted]
         if FAMILIES[config.model.family].encoder_decoder:  # the prompt is a source, and the sample its answer
-            from torchtitan_lite.data.pairs import source_prefix
+            from torchtitan_lite.data.pairs import source_prefix, with_prefix
 
             prefix, limit = source_prefix(data.folder), config.model.max_seq_len
-            ids = [tokenizer.encode(prefix + prompt, add_special_tokens=False).ids for prompt in wanted]
-            ids = [[*some, data.end_token] for some in ids]
+            ids = [tokenizer.encode(with_prefix(prefix, prompt), add_special_tokens=False).ids for prompt in wanted]
+            ids = [some if some[-1:] == [data.end_token] else [*some, data.end_token] for some in ids]
             if long := [prompt for prompt, some in zip(wanted, ids, strict=True) if len(some) > limit]:
                 raise ConfigError(f"sample.prompts: {long[0]!r} with prefix {prefix!r} is longer than {limit} tokens")
         return cls(config.sample, tokenizer, wanted, ids, data.end_token, [])

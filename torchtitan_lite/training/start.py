@@ -7,6 +7,7 @@ last: config, run.json, records of steps that will be repeated, checkpoints to s
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torchtitan_lite.checkpointing.progress import on_rank0
@@ -65,6 +66,8 @@ def start(
     machines = require_agreement(config, world)
     require_same_data(config, data, world)
     s = build(config, data, world, log, resume)
+    if s.tasks is not None:
+        s.state = replace(s.state, tasks={**s.state.tasks, **s.tasks.digests})
     with contextlib.ExitStack() as refused:
         refused.callback(s.close)
         if s.loaded and not loaded_config.with_changes:

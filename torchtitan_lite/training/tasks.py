@@ -40,6 +40,7 @@ class Tasks:
     ready: list[Encoded]
     tokenizer: Tokenizer
     end: int
+    digests: dict[str, str]  # of the questions, by name
 
     @classmethod
     def of(cls, config: Config, data: DataSet) -> "Tasks | None":
@@ -55,7 +56,7 @@ class Tasks:
             if wanted.tasks != ["auto"]:
                 raise
             return None
-        ours = _digest(found)
+        ours = {task.name: _digest(task) for task in found}
         if from_rank0(ours) != ours:
             raise DataError(
                 "eval.tasks: this rank has read other questions than rank 0: is it the same file everywhere?"
@@ -64,7 +65,7 @@ class Tasks:
         inputs = Inputs([data.end_token], [data.end_token], config.input_len)
         encode = text_encoder(tokenizer, (data.end_token,), "a question")
         ready = [encoded(task, encode, inputs) for task in found]
-        return cls(wanted.tasks_every, config.train.steps, ready, tokenizer, data.end_token)
+        return cls(wanted.tasks_every, config.train.steps, ready, tokenizer, data.end_token, ours)
 
     def due(self, step: int) -> bool:
         """Whether to score them after this step."""
@@ -112,12 +113,10 @@ def _is_scored(run: Path, step: int) -> bool:
     return False
 
 
-def _digest(tasks: list[Task]) -> str:
-    digest = hashlib.sha256()
-    for task in tasks:
-        digest.update(f"{task.name} {task.kind} {task.main}".encode())
-        for question in task.questions:
-            digest.update(repr(question).encode())
+def _digest(task: Task) -> str:
+    digest = hashlib.sha256(f"{task.kind} {task.main}".encode())
+    for question in task.questions:
+        digest.update(repr(question).encode())
     return digest.hexdigest()
 
 

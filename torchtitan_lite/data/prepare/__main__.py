@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--from-megatron",
         nargs="+",
+        action="extend",
         type=paths.argument,
         metavar="PREFIX",
         help="use the tokens of Megatron's PREFIX.bin and PREFIX.idx, which stay where they are; needs --tokenizer",
@@ -76,7 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
     add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
     add("--sentinels", action="store_true", help="the trained tokenizer gets T5's pad and sentinels")
-    add("--text-key", default="text", help="the key of a .jsonl line, or the column of a .csv or .parquet file")
+    add("--text-key", default="text", help="the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file")
+    add(
+        "--text-suffixes",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="SUFFIX",
+        help="further suffixes of plain text, e.g. .md .py; .tsv: also in folders",
+    )
     add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
     add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")
     add("--source-prefix", default="", metavar="TEXT", help='pairs: put before each source, e.g. "summarize: "')
@@ -92,6 +101,11 @@ def _verify(folder: Path) -> int:
     wrong = verify(folder)
     if wrong:
         raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *wrong]))
+    if any(folder.glob("packed-*")):
+        from torchtitan_lite.data.packing import damaged_indices
+
+        if wrong := list(damaged_indices(folder, read_meta(folder))):
+            raise DataError("\n  ".join(wrong))
     print(f"{folder}: complete and undamaged. {summary(read_meta(folder))}")
     return 0
 
@@ -102,7 +116,10 @@ def _make_of_megatron(arguments: argparse.Namespace) -> int:
             "--from-megatron needs the tokenizer that the files were made with: --tokenizer tokenizer.json"
         )
     defaults = vars(_parser().parse_args([]))
-    options = ("train_tokenizer", "sentinels", "text_key", "source_key", "target_key", "source_prefix", "on_error")
+    options = (
+        *("train_tokenizer", "sentinels", "text_key", "text_suffixes", "source_key", "target_key", "source_prefix"),
+        "on_error",
+    )
     given = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults[name]]
     given += [str(source) for source in arguments.sources[:1]]
     if given:
@@ -170,7 +187,7 @@ def _corpus(arguments: argparse.Namespace) -> corpora.Corpus:
         raise ConfigError(f"--source-key and --target-key are both {source!r}; they name two keys or columns")
     if target and arguments.text_key != "text":
         raise ConfigError("--text-key is for texts; pairs have --source-key and --target-key")
-    corpus = corpora.find(arguments.sources, source or arguments.text_key)
+    corpus = corpora.find(arguments.sources, source or arguments.text_key, arguments.text_suffixes)
     return replace(corpus, target_key=target, source_prefix=prefix)
 
 

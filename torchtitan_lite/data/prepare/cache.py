@@ -70,7 +70,8 @@ def prepared_in_cache(
         )
     if default and data.source_key:
         raise DataError(f'data.source_key = "{data.source_key}" names a column, but data.path names no file to read')
-    texts = [] if default else [corpora.find(path, data.source_key if pairs else data.text_key) for path in paths]
+    key = data.source_key if pairs else data.text_key
+    texts = [] if default else [corpora.find(path, key, data.text_suffixes) for path in paths]
     if pairs:
         target, prefix = data.target_key, data.source_prefix
         texts = [replace(corpus, target_key=target, source_prefix=prefix) for corpus in texts]
@@ -166,6 +167,8 @@ def plan_for(
     } | ({"sentinels": True} if sentinels and not given else {})
     if pairs := [[corpus.target_key, corpus.source_prefix] for corpus in texts if corpus.target_key]:
         decides["pairs"] = pairs
+    if suffixes := sorted({suffix for corpus in texts for suffix in corpus.text_suffixes}):
+        decides["text_suffixes"] = suffixes
     if options.max_document_bytes != MAX_DOCUMENT_BYTES:
         decides["longest"] = options.max_document_bytes
     key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
@@ -212,7 +215,8 @@ def _log_preparation(texts: list[Corpus], info: Info) -> None:
     files = counted(sum(len(corpus.files) for corpus in texts), "file")
     info(f"data    preparing {what}: {files}, once for all runs ...")
     if ignored := [file for corpus in texts for file in corpus.ignored]:
-        info(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}")
+        named = "; data.text_suffixes names more suffixes of text"
+        info(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}{named}")
 
 
 def record_folder(work: Path) -> Path:

@@ -10,6 +10,7 @@ import sysconfig
 import textwrap
 import tokenize
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
 KINDS = ".txt", ".jsonl", ".csv", ".parquet"
+TABLE = ".tsv"  # read as .csv; in a folder only if it is named: older versions ignored it
 COMPRESSED = ".gz", ".zst"
 READABLE = ".txt, .jsonl and .csv files (also .gz and .zst) and .parquet files"
+_OTHERS = 'data.text_suffixes (prepare: --text-suffixes) names other suffixes of plain text, e.g. [".md"]'
 _MAX_BLOCK = 64 * 1024  # bytes
 _MIN_BLOCK = 1024
 _ENOUGH_BLOCKS = 16
@@ -49,6 +52,7 @@ class Corpus:
     content: Content | None = None
     target_key: str = ""  # pairs: text_key is that of the source
     source_prefix: str = ""  # pairs: put before each source
+    text_suffixes: tuple[str, ...] = ()  # of plain text, besides .txt
     ignored: tuple[Path, ...] = ()  # other entries of the folders: other kinds of files, broken links, FIFOs
 
     def identity(self) -> list[list[str | int]]:
@@ -77,21 +81,42 @@ def stat_of(file: Path) -> os.stat_result:
         return file.stat()
 
 
-def kind(file: Path) -> str:
-    """.txt, .jsonl, .csv or .parquet, compressed or not, in any case; empty for other files."""
+def _suffix(file: Path) -> str:
+    """The suffix in lower case, without that of a compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
     if suffixes and suffixes[-1] in COMPRESSED:
         inner = suffixes[0] if len(suffixes) == 2 else ""
-        return inner if inner in KINDS and inner != ".parquet" else ""
-    return suffixes[-1] if suffixes and suffixes[-1] in KINDS else ""
+        return inner if inner != ".parquet" else ""
+    return suffixes[-1] if suffixes else ""
 
 
-def find(path: str | list[str], text_key: str = "text") -> Corpus:
+def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
+    """How a file is read: as .txt, .jsonl, .csv or .parquet, compressed or not; empty: not at all."""
+    suffix = _suffix(file)
+    if suffix == TABLE:
+        return ".csv"
+    return suffix if suffix in KINDS else ".txt" if suffix in text_suffixes else ""
+
+
+def _checked(text_suffixes: Collection[str]) -> tuple[str, ...]:
+    """The suffixes in lower case. Raises DataError for what is no suffix of plain text."""
+    found = tuple(dict.fromkeys(suffix.lower() for suffix in text_suffixes))
+    for suffix in found:
+        if not re.fullmatch(r"\.[^./\0\s]+", suffix) or suffix in (*KINDS[1:], *COMPRESSED):
+            raise DataError(
+                f'data.text_suffixes (prepare: --text-suffixes): "{suffix}" should be the suffix of plain text, with '
+                "its dot, e.g. .md; .jsonl, .csv and .parquet have readers of their own, and .gz and .zst follow it"
+            )
+    return found
+
+
+def find(path: str | list[str], text_key: str = "text", text_suffixes: Collection[str] = ()) -> Corpus:
     """The files of `[data] path`: a file, a folder (recursive), a glob, or a list of these.
 
     Raises:
         DataError: nothing was found, or something is unreadable.
     """
+    text_suffixes = _checked(text_suffixes)
     if path == "":
         return _standard_library()
     files: dict[Path, None] = {}
@@ -99,19 +124,19 @@ def find(path: str | list[str], text_key: str = "text") -> Corpus:
     if not isinstance(path, str) and "" in path:
         raise DataError("data.path: a name in the list is empty; remove it")
     for entry in [path] if isinstance(path, str) else path:
-        files |= dict.fromkeys(_texts(entry, ignored))
+        files |= dict.fromkeys(_texts(entry, text_suffixes, ignored))
     for file in files:
-        if not kind(file):
-            raise DataError(f"{file}: only {READABLE} can be read; convert it, or rename it if it is plain text")
-    return Corpus(tuple(files), text_key, ignored=tuple(sorted(ignored)))
+        if not kind(file, text_suffixes):
+            raise DataError(f"{file}: only {READABLE} can be read; {_OTHERS}; convert other formats")
+    return Corpus(tuple(files), text_key, text_suffixes=text_suffixes, ignored=tuple(sorted(ignored)))
 
 
-def _texts(entry: str, ignored: set[Path]) -> list[Path]:
+def _texts(entry: str, text_suffixes: Collection[str], ignored: set[Path]) -> list[Path]:
     """The files of one entry of `[data] path`, each once, even if a link leads to it as well."""
     found: list[tuple[Path, bool]] = []
     for path, linked in find_text.matching(find_text.expanded(entry, "data.path")):
         if find_text_module.is_folder(path):
-            found += [(text, linked or through_link) for text, through_link in _below(path, ignored)]
+            found += [(text, linked or through_link) for text, through_link in _below(path, text_suffixes, ignored)]
         elif find_text_module.is_file(path):
             found.append((path, linked))
         else:
@@ -131,11 +156,11 @@ def _place(file: Path) -> str:
     return os.path.join(os.path.realpath(file.parent), file.name)
 
 
-def _below(folder: Path, ignored: set[Path]) -> list[tuple[Path, bool]]:
+def _below(folder: Path, text_suffixes: Collection[str], ignored: set[Path]) -> list[tuple[Path, bool]]:
     found = []
     for below in find_text.folders_below(folder, hidden=True):
         for file in (below.path / name for name in below.names):
-            if kind(file) and find_text_module.is_file(file):
+            if _suffix(file) in (*KINDS, *text_suffixes) and find_text_module.is_file(file):
                 found.append((file, below.linked))
             else:
                 ignored.add(file)
@@ -148,15 +173,16 @@ def _nothing(entry: str, ignored: set[Path]) -> DataError:
         return DataError(f"{path} is {find_text.kind_of(path)}; supported: {READABLE}")
     if find_text_module.is_folder(path) and (path / "tokenizer.json").exists() and (path / "train.idx").exists():
         return DataError(f"{path} looks like a prepared folder, but its meta.json is missing; prepare the text again")
-    return DataError(f"no text at {entry}; supported: {READABLE} (looked in {Path.cwd()})")
+    others = f" (it has {listed(sorted(ignored))})" if ignored else ""
+    return DataError(f"no text at {entry}{others}; supported: {READABLE}; {_OTHERS} (looked in {Path.cwd()})")
 
 
 def listed(ignored: list[Path]) -> str:
     """A list of ignored files for a message: counts by suffix, or names; at most ten."""
-    suffixes = Counter(file.suffix if file.suffix and not kind(file) else "" for file in ignored)
+    suffixes = Counter(file.suffix if file.suffix and _suffix(file) not in KINDS else "" for file in ignored)
     found = [f"{count:,} x {suffix}" for suffix, count in suffixes.most_common() if suffix]
     for file in ignored:
-        if kind(file):
+        if _suffix(file) in KINDS:
             found.append(f"{file.name} ({find_text.kind_of(file)})")
         elif not file.suffix:
             found.append(file.name)

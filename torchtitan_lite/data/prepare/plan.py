@@ -53,6 +53,8 @@ def plan_of(corpus: Corpus, job: Job, options: Options) -> str:
         decides.append("literal text 1")  # older versions could encode text as an end token with these tokenizers
     if corpus.target_key:
         decides.append(["pairs", corpus.target_key, corpus.source_prefix])
+    if corpus.text_suffixes:
+        decides.append(["text_suffixes", *sorted(corpus.text_suffixes)])
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
 

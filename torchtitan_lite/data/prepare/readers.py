@@ -1,15 +1,17 @@
 """Reads files into chunks of documents, in a fixed order and constant memory.
 
-A document is the text of a .jsonl line, of a row of a .csv or .parquet file, or a block of at most 64 KiB of a .txt
-file, cut at a line end. A pair is a line or row with two texts. This module reads, decompresses and cuts files; the
-workers (worker.py) decode and check the texts in parallel. Text is never repaired: malformed text becomes a Problem
+A document is the text of a .jsonl line, of a row of a .csv, .tsv or .parquet file, or a block of at most 64 KiB of
+plain text, cut at a line end. A pair is a line or row with two texts. This module reads, decompresses and cuts files;
+the workers (worker.py) decode and check the texts in parallel. Text is never repaired: malformed text becomes a Problem
 with its file and line.
 """
 
+import contextlib
 import csv
 import gzip
 import importlib
 import io
+import itertools
 import json
 import tokenize
 import zlib
@@ -71,7 +73,7 @@ def unit_of(file: Path) -> str:
 
 def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterator[Chunk]:
     file = corpus.files[number]
-    what = ".txt" if corpus.python_source else kind(file)
+    what = ".txt" if corpus.python_source else kind(file, corpus.text_suffixes)
     texts: Literal["plain", "json"] = "json" if what == ".jsonl" or corpus.target_key else "plain"
     unit = unit_of(file)
     chunk, size = Chunk(number, 0, texts, unit), 0
@@ -254,7 +256,10 @@ def _document(columns: list[str], values: list[str]) -> bytes:
 def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[Item]:
     """The texts of one column of a .csv file with a header line, or the pairs of two."""
     csv.field_size_limit(longest)
-    reader = csv.reader(_decoded(lines), strict=True)
+    decoded, head = _decoded(lines), list[str]()
+    while not (head and head[-1].strip()) and (line := next(decoded, "")):
+        head.append(line)
+    reader = csv.reader(itertools.chain(head, decoded), strict=True, delimiter=_delimiter("".join(head[-1:]), columns))
     at: list[int] = []
     width = 0  # of the header
     while True:
@@ -279,6 +284,16 @@ def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[I
             yield Problem(f"line {place}", "a row that is too short", f"has {len(row)} columns, so no {absent[0]}")
         else:
             yield place, _document(columns, [row[i] for i in at])
+
+
+def _delimiter(header: str, columns: list[str]) -> str:
+    """The first delimiter by which the header has all columns; if there is none, that which makes the most columns."""
+    found = {}
+    for delimiter in ",\t;|":
+        with contextlib.suppress(csv.Error, StopIteration):  # e.g. a header of several lines
+            found[delimiter] = next(csv.reader([header], strict=True, delimiter=delimiter))
+    having = [delimiter for delimiter, row in found.items() if set(columns) <= set(row)]
+    return next(iter(having), max(found, key=lambda delimiter: len(found[delimiter]), default=","))
 
 
 def _no_column(column: str, found: list[str], wanted: list[str]) -> str:

@@ -1,16 +1,15 @@
 """What a run folder says about its steps: the config, the changes of resumes, and the samples of each step."""
 
+import bisect
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tomli
-from numpy.typing import NDArray
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.storage import TrainState
@@ -25,14 +24,38 @@ _SIZES = "global_batch_size", "batch_schedule"
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Consecutive steps of one batch size, whose samples follow each other."""
+
+    first: int
+    last: int
+    before: int  # the position in the data before the first step; the samples up to `start` are skipped
+    start: int  # of the first step; -1: not known
+    size: int
+
+
+@dataclass(frozen=True)
 class Record:
     """A run, with its config in steps and its data."""
 
     folder: Path
     config: Config
     data: DataSet
-    consumed: NDArray[np.int64]  # (steps + 1,) the position in the data at the beginning, and after each step
-    sizes: NDArray[np.int64]  # (steps,) samples of each step
+    segments: list[Segment]
+
+    @property
+    def n_steps(self) -> int:
+        """The steps of the run, also those to come."""
+        return self.segments[-1].last
+
+    def within(self, steps: range) -> list[Segment]:
+        """The segments that have some of these steps."""
+        return [s for s in self.segments if s.first < steps.stop and s.last >= steps.start]
+
+    def n_samples(self, steps: range) -> int:
+        """How many samples these steps see."""
+        parts = ((s, range(max(s.first, steps.start), min(s.last + 1, steps.stop))) for s in self.within(steps))
+        return sum(segment.size * len(part) for segment, part in parts)
 
     def samples(self, step: int) -> range:
         """The samples of the run that a step sees.
@@ -40,17 +63,19 @@ class Record:
         Raises:
             ConfigError: the position of the step is not known.
         """
-        before, end = self.consumed[step - 1 : step + 1].tolist()
-        if min(before, end) < 0:
+        (segment,) = self.within(range(step, step + 1))
+        if segment.start < 0:
             raise ConfigError(
                 f"{self.folder}: it is not known which samples step {step} saw: the checkpoints before and after it "
                 "are another number of samples apart than train.global_batch_size and changes.jsonl give"
             )
-        return range(end - int(self.sizes[step - 1]), end)
+        first = segment.start + (step - segment.first) * segment.size
+        return range(first, first + segment.size)
 
     def skipped(self, step: int) -> range:
         """The samples between a step and the one before it: skipped by a rewind, or by data.skip_samples."""
-        return range(int(self.consumed[step - 1]), self.samples(step).start)
+        (segment,) = self.within(range(step, step + 1))
+        return range(segment.before if step == segment.first else self.samples(step).start, self.samples(step).start)
 
 
 def read_record(folder: Path) -> Record:
@@ -65,9 +90,7 @@ def read_record(folder: Path) -> Record:
     for state in states[-1:]:
         require_same_data(str(folder), data, state)
     known = {0: 0, **{state.step: state.samples_consumed for state in states}}
-    sizes = _sizes(loaded.config.train, changes_of(folder), max(loaded.config.train.steps, *known))
-    consumed = _consumed(sizes, known, jumps_of(folder), loaded.config.data.skip_samples)
-    return Record(folder, loaded.config, data, consumed, sizes)
+    return Record(folder, loaded.config, data, _segments(loaded.config, changes_of(folder), known, jumps_of(folder)))
 
 
 def config_of(folder: Path) -> Config:
@@ -158,39 +181,49 @@ def changes_of(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     return sorted(found, key=lambda change: change[0])
 
 
-def _sizes(train: TrainConfig, changes: Sequence[tuple[int, dict[str, Any]]], steps: int) -> NDArray[np.int64]:
-    """The batch size of each step, (steps,)."""
-    found, end = np.zeros(steps, np.int64), steps
-    for after, changed in [*reversed(changes), (0, {})]:
-        for step in range(after + 1, end + 1):
-            found[step - 1] = train.batch_size(step)
-        end = min(after, end)
-        before = {name: changed[f"train.{name}"][0] for name in _SIZES if f"train.{name}" in changed}
-        train = TrainConfig.model_validate(train.model_dump() | before)
-    return found
-
-
-def _consumed(
-    sizes: NDArray[np.int64], known: dict[int, int], jumps: Sequence[Sequence[int]], to_skip: Sequence[Sequence[int]]
-) -> NDArray[np.int64]:
-    """The position at the beginning and after each step; -1 where sizes contradict the known positions around it.
+def _segments(
+    config: Config,
+    changes: Sequence[tuple[int, dict[str, Any]]],
+    known: Mapping[int, int],
+    jumps: Sequence[Sequence[int]],
+) -> list[Segment]:
+    """All steps of a run, also those that are to come. Where sizes contradict known positions, no start is known.
 
     Args:
-        jumps: of the steps that were made.
-        to_skip: data.skip_samples, for the steps after the last known one.
+        known: the position after these steps, 0 among them.
+        jumps: of the steps that were made. For those after the last known one, data.skip_samples applies.
     """
-    found = np.concatenate(([0], np.cumsum(sizes)))
-    for after, first, end in jumps:
-        found[after + 1 :] += end - first
-    for step, samples in sorted(known.items()):
-        found[step:] += samples - found[step]
-    for before, after in itertools.pairwise(sorted(known)):
-        skipped = sum(end - first for step, first, end in jumps if before <= step < after)
-        if known[after] - known[before] != sizes[before:after].sum() + skipped:
-            found[before + 1 : after] = -1
+    train, n_steps = config.train, max(config.train.steps, *known)
+    trains = [train]
+    for _, changed in reversed(changes):
+        before = {name: changed[f"train.{name}"][0] for name in _SIZES if f"train.{name}" in changed}
+        trains.insert(0, TrainConfig.model_validate(trains[0].model_dump() | before))
+    afters = [0, *(after for after, _ in changes)]
+    schedules = (after for one in trains for after, _ in one.batch_schedule)
+    ends = {n_steps, *known, *(after for after, *_ in jumps), *afters, *schedules}
     made = max([*known, *(after for after, *_ in jumps)])
-    for first, end in to_skip:
-        starts, stops = (found[1:] - sizes)[made:], found[1 + made :]
-        if len(touching := np.flatnonzero((starts < end) & (first < stops))):
-            found[1 + made + touching[0] :] += end - starts[touching[0]]
+    found: list[Segment] = []
+    since, position = 0, 0  # the first segment after the last known position; the position after the last step
+    for done, end in itertools.pairwise(sorted(after for after in ends if after <= n_steps)):
+        size = trains[bisect.bisect_right(afters, done) - 1].batch_size(done + 1)
+        start = position + sum(stop - first for after, first, stop in jumps if after == done)
+        while done < end:
+            last = end
+            if done >= made:
+                start = config.data.position(start, size)
+                last = done + _steps_to_a_skip(config.data.skip_samples, start, size, end - done)
+            found.append(Segment(done + 1, last, position, start, size))
+            start = position = start + (last - done) * size
+            done = last
+        if end in known:
+            if position != known[end]:
+                alone = found[since].first == end  # its position follows from that after it
+                found[since:] = [replace(s, start=known[end] - size if alone else -1) for s in found[since:]]
+            since, position = len(found), known[end]
     return found
+
+
+def _steps_to_a_skip(to_skip: Sequence[Sequence[int]], start: int, size: int, most: int) -> int:
+    """After how many steps from this position, 1 to `most`, a step would touch a skipped range: see `position`."""
+    counts = ((max((first - size - start) // size + 1, 1), end) for first, end in to_skip)
+    return min([most, *(n for n, end in counts if start + n * size < end)])

@@ -6,11 +6,11 @@ steps that see the documents that hold a text. The run's data must be where it w
 """
 
 import argparse
+import bisect
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from torchtitan_lite.tools.opening import open_model
 
 _LINES = 200  # of documents on the terminal, if TEXT is in many
 _SHOWN = 60  # characters of a text on the terminal
+_MOST_LISTED, _MOST_SEARCHED = 10**6, 10**9  # samples: a minute's work
 
 
 @dataclass(frozen=True)
@@ -92,17 +93,20 @@ def _ranked(record: Record, seen: Seen, steps: range, device: torch.device, note
 
 def _found(record: Record, seen: Seen, steps: range, text: str, notes: list[str]) -> list[Row]:
     """The rows of documents that hold a text."""
+    segments = record.within(steps)
+    starts = [record.samples(max(segment.first, steps.start)).start for segment in segments]
+    samples = range(starts[0], record.samples(steps.stop - 1).stop)
     wanted = {number: documents.holding(text) for number, documents in enumerate(seen.documents)}
     held_out = sum(len(Documents(source, "val").holding(text)) for source in record.data.sources)
     notes.append(
         f"{counted(sum(map(len, wanted.values())), 'document')} for training with {text!r}, and {held_out:,} that "
         "no step sees, for validation"
     )
-    ranges = [record.samples(step) for step in steps]
     rows = []
-    for sample in seen.samples_with(wanted, range(ranges[0].start, ranges[-1].stop)).tolist():
-        step = int(np.searchsorted([one.stop for one in ranges], sample, side="right")) + steps.start
-        if sample not in ranges[step - steps.start]:
+    for sample in seen.samples_with(wanted, samples).tolist():
+        segment = segments[bisect.bisect_right(starts, sample) - 1]
+        step = segment.first + (sample - segment.start) // segment.size
+        if step > segment.last:
             continue  # skipped
         source = int(seen.mixture.interleave.locate(np.array([sample]))[0][0])
         rows += [Row(step, sample, part) for part in seen.parts(sample) if part.document in wanted[source]]
@@ -110,7 +114,7 @@ def _found(record: Record, seen: Seen, steps: range, text: str, notes: list[str]
 
 
 def _steps(given: argparse.Namespace, record: Record) -> range:
-    last = len(record.consumed) - 1
+    last = record.n_steps
     first = given.step or 1
     end = given.to or (given.step or last)
     for name, step in (("step", given.step), ("to", given.to)):
@@ -119,6 +123,16 @@ def _steps(given: argparse.Namespace, record: Record) -> range:
     if end < first:
         raise ConfigError(f"--to={end} is before --step={first}")
     return range(first, end + 1)
+
+
+def _require_few(n_samples: int, given: argparse.Namespace) -> None:
+    """Raise ConfigError if there are too many samples to look at."""
+    most, what = (_MOST_LISTED, "to list") if given.find is None else (_MOST_SEARCHED, "to search")
+    if n_samples > most:
+        fewer = "--samples" if given.samples else "--step and --to"
+        raise ConfigError(
+            f"{n_samples:,} samples are too many {what} at once; {fewer} of at most {most:,} samples work"
+        )
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -137,6 +151,7 @@ def _run(given: argparse.Namespace) -> int:
         raise ConfigError("--samples needs the first sample and the one after the last, without --step and --find")
     record = read_record(given.run)
     steps = range(0) if given.samples else _steps(given, record)
+    _require_few(end - first if given.samples else record.n_samples(steps), given)
     seen = Seen(record.data, record.config)
     notes = [_unknown(documents) for documents in seen.documents if not documents.known]
     notes += [
@@ -155,7 +170,7 @@ def _run(given: argparse.Namespace) -> int:
         rows = list(_rows(record, seen, steps))
     _print(given, record, steps, rows, notes)
     if given.json:
-        _write(given.json, given.run, record, steps, rows, notes)
+        _write(given, record, steps, rows, notes)
     return 0
 
 
@@ -186,17 +201,20 @@ def _print(given: argparse.Namespace, record: Record, steps: range, rows: list[R
         print_line(f"and {len(rows) - len(shown):,} more; --json FILE has all")
 
 
-def _write(file: Path, run: Path, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
+def _write(given: argparse.Namespace, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
+    listed: Iterable[int] = steps if given.find is None else sorted({row.step for row in rows})
     content = {
-        "run": str(run),
+        "run": str(given.run),
         "notes": notes,
-        "steps": [[step, record.samples(step).start, record.samples(step).stop] for step in steps],
+        "steps": [[step, record.samples(step).start, record.samples(step).stop] for step in listed],
         "documents": [row.as_json() for row in rows],
     }
     try:
-        paths.expand(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8", errors="backslashreplace")
+        paths.expand(given.json).write_text(
+            json.dumps(content, indent=1) + "\n", encoding="utf-8", errors="backslashreplace"
+        )
     except OSError as error:
-        raise OutputError(f"--json={file}: {error.strerror or error}") from None
+        raise OutputError(f"--json={given.json}: {error.strerror or error}") from None
 
 
 def _parser() -> argparse.ArgumentParser:

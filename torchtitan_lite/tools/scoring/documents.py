@@ -1,6 +1,7 @@
 """The documents that a model is scored on: texts, read as `prepare` reads them, and prepared folders."""
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,7 @@ class Document:
 
     tokens: list[int]
     n_bytes: int  # of the text in UTF-8
+    hash: int  # of the text
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Place:
     folder: Path | None = None  # prepared
     split: Split = "val"
     text_key: str = "text"
+    text_suffixes: tuple[str, ...] = ()
     most: int | None = None  # documents
 
     def documents(self, opened: Opened) -> Iterator[Document]:
@@ -47,7 +50,7 @@ class Place:
             ConfigError: the folder holds pairs.
         """
         if self.folder is None:
-            texts = split.documents(corpus.find(self.name, self.text_key), Options())
+            texts = split.documents(corpus.find(self.name, self.text_key, self.text_suffixes), Options())
             yield from _encoded(opened, islice(texts, self.most))
             return
         meta = read_meta(self.folder)
@@ -60,7 +63,8 @@ class Place:
             return
         lengths = bytes_per_token(own, meta.end_token)
         for tokens in spans:
-            yield Document(tokens, int(lengths[tokens].sum()))
+            text = own.decode(tokens, skip_special_tokens=False)
+            yield Document(tokens, int(lengths[tokens].sum()), hash_of(text.encode()))
 
     def n_bytes(self) -> int | None:
         """The bytes of the raw text, if a prepared folder is read in full. A tokenizer may not keep every byte."""
@@ -81,7 +85,13 @@ class Place:
                 first = int(end)
 
 
-def place(name: str, text_key: str = "text", split_name: Split = "val", most: int | None = None) -> Place:
+def place(
+    name: str,
+    text_key: str = "text",
+    text_suffixes: Sequence[str] = (),
+    split_name: Split = "val",
+    most: int | None = None,
+) -> Place:
     """What a name on the command line stands for.
 
     Raises:
@@ -91,12 +101,17 @@ def place(name: str, text_key: str = "text", split_name: Split = "val", most: in
         raise DataError("an empty name is no text to score")
     if is_prepared(name):
         return Place(name, expand(name), split_name, most=most)
-    corpus.find(name, text_key)  # before any other text is scored
-    return Place(name, None, split_name, text_key, most)
+    corpus.find(name, text_key, text_suffixes)  # before any other text is scored
+    return Place(name, None, split_name, text_key, tuple(text_suffixes), most)
 
 
 def _encoded(opened: Opened, texts: Iterable[str]) -> Iterator[Document]:
     encode, left = text_encoder(opened.tokenizer, opened.ends, "a document"), iter(texts)
     while some := list(islice(left, _TOGETHER)):
         for text, ids in zip(some, encode(some), strict=True):
-            yield Document(ids, len(text.encode()))
+            yield Document(ids, len(text.encode()), hash_of(text.encode()))
+
+
+def hash_of(content: bytes) -> int:
+    """A hash of 48 bits, which a float64 holds exactly."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big")

@@ -2,7 +2,8 @@
 
 A MODEL is a run (its newest complete checkpoint), a checkpoint, or a Hugging Face folder. Each --data is a text, as
 data.path takes it, or a prepared folder; without it, each run is scored on its own held-out text, by source. Several
-models are compared with the first one, document by document. Under torchrun the ranks share the work.
+models are scored in windows of one length, and compared with the first one, document by document. Under torchrun the
+ranks share the work.
 
 --tasks scores tasks (docs/tasks.md), in place of the run's own text unless --data names texts as well.
 
@@ -10,12 +11,13 @@ An encoder-decoder is scored on the targets of pairs: those it was trained on, o
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,18 +26,21 @@ from tokenizers import Tokenizer
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import paths
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, RunConfig
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, local_rank, print_once, process_group
-from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
+from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.tasks.encode import Inputs
 from torchtitan_lite.tasks.likelihood import ratio, ratio_difference
 from torchtitan_lite.tasks.score import TaskScore
 from torchtitan_lite.terminal import prepare_streams
-from torchtitan_lite.tools.opening import Opened, open_model
+from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
 from torchtitan_lite.tools.scoring import tasks
 from torchtitan_lite.tools.scoring.documents import Place, place
 from torchtitan_lite.tools.scoring.likelihood import Scores, score, score_rows
@@ -43,7 +48,7 @@ from torchtitan_lite.tools.scoring.trained import config_of, data_of
 from torchtitan_lite.training.evaluate import bytes_per_token
 
 _LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
-_TARGETS = 150  # tokens of a target that are scored, if the model was not trained on pairs here
+_SOURCES, _TARGETS = 512, 150  # tokens of a source and a target, if the model was not trained on pairs here
 TOTAL = "(total)"  # no name of a text: an unlikely file
 
 
@@ -98,7 +103,30 @@ def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator
             raise ConfigError(f"{where.name} has no text to score")
         exact = where.n_bytes()
         scale = exact / found.n_bytes.sum() if exact and found.n_bytes.sum() else 1.0
-        yield where.name, Scores(found.nats, found.tokens, found.n_bytes * scale)
+        yield where.name, replace(found, n_bytes=found.n_bytes * scale)
+
+
+def _lengths_of(path: Path) -> tuple[int, int]:
+    """The tokens of a model's windows and targets on its own. Any checkpoint has them: a resume can't change them."""
+    folder = paths.expand(path)
+    if (folder / "config.json").is_file():
+        model = hf.config_of(folder)
+        return _SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, _LONGEST), _TARGETS
+    for checkpoint in storage.checkpoints_of(folder)[::-1] or [newest_complete(folder)[0]]:
+        with contextlib.suppress(CheckpointError):  # reported when it is opened
+            config = config_of(checkpoint, storage.read_state(checkpoint, named_by_step=False))
+            return config.train.seq_len, config.data.target_len or _TARGETS
+    return _LONGEST, _TARGETS
+
+
+def in_common_windows(given: argparse.Namespace) -> argparse.Namespace:
+    """The options, with the shortest lengths of the models in place of each model's own.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    windows, targets = zip(*map(_lengths_of, given.models), strict=True)
+    return argparse.Namespace(**vars(given) | {"seq_len": given.seq_len or min(windows), "target_len": min(targets)})
 
 
 def _length(model: Model, given: argparse.Namespace) -> int:
@@ -112,7 +140,8 @@ def _length(model: Model, given: argparse.Namespace) -> int:
 
 def _places(model: Model, given: argparse.Namespace) -> list[Place]:
     if given.data:
-        return [place(name, given.text_key, given.split, given.documents) for name in given.data]
+        how = given.text_key, given.text_suffixes, given.split, given.documents
+        return [place(name, *how) for name in given.data]
     sources = model.own_data().sources
     return [Place(source.name, source.folder, given.split, most=given.documents) for source in sources]
 
@@ -141,7 +170,7 @@ def _of_pairs(model: Model, given: argparse.Namespace, world: World) -> Iterator
     config = model.config or Config.model_validate(
         {"model": model.opened.model.config.model_dump(), "data": {"objective": "pairs", "target_len": _TARGETS}}
     )
-    lengths = {"seq_len": given.seq_len or (config.train.seq_len if model.config else 512)}
+    lengths = {"seq_len": given.seq_len or (config.train.seq_len if model.config else _SOURCES)}
     config = config.model_copy(update={"train": config.train.model_copy(update=lengths)})
     if given.split == "all":
         raise ConfigError("--split=all: pairs are scored on one split; val or train works")
@@ -153,11 +182,13 @@ def _of_pairs(model: Model, given: argparse.Namespace, world: World) -> Iterator
             )
         sets = [DataSet.of({name: (1.0, paths.expand(name))}) for name in given.data]
         objective = "pairs" if all(map(_holds_pairs, given.data)) else config.data.objective
-        target_len = config.data.target_len or _TARGETS
+        target_len = given.target_len or config.data.target_len or _TARGETS
         changes = {"objective": objective, "target_len": target_len if objective == "pairs" else 0}
         config = config.model_copy(update={"data": config.data.model_copy(update=changes)})
     else:
         sets = [DataSet((source,)) for source in model.own_data().sources]
+        if given.target_len and config.data.objective == "pairs":
+            config = config.model_copy(update={"data": config.data.model_copy(update={"target_len": given.target_len})})
     for data in sets:
         tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
         if tokenizer.get_vocab() != model.opened.tokenizer.get_vocab():
@@ -165,8 +196,7 @@ def _of_pairs(model: Model, given: argparse.Namespace, world: World) -> Iterator
         samples = open_samples(data, given.split, config)
         n_bytes = bytes_per_token(tokenizer, data.end_token)
         found = score_rows(model.opened.model, samples, n_bytes, world, given.batch_size)
-        most = given.documents
-        yield data.sources[0].name, Scores(found.nats[:most], found.tokens[:most], found.n_bytes[:most])
+        yield data.sources[0].name, found.first(given.documents)
 
 
 # --- what is printed --------------------------------------------------------------------------------------------
@@ -178,6 +208,7 @@ def figures(scores: Scores) -> dict[str, float]:
     bits, bits_stderr = ratio(scores.nats / math.log(2), scores.n_bytes)
     return {
         "documents": len(scores),
+        "seq_len": scores.seq_len,
         "tokens": int(scores.tokens.sum()),
         "bytes": round(float(scores.n_bytes.sum())),
         "loss": loss,
@@ -207,8 +238,8 @@ def with_total(found: dict[str, Scores], first: dict[str, Scores]) -> dict[str, 
 
 
 def compared(found: dict[str, Scores], first: dict[str, Scores]) -> dict[str, dict[str, float]]:
-    """The difference to the first model on each text that both were scored on."""
-    same = {name: scores for name, scores in found.items() if len(first.get(name, ())) == len(scores)}
+    """The difference to the first model on each text of which both were scored on the same documents."""
+    same = {name: scores for name, scores in found.items() if name in first and scores.of_the_same(first[name])}
     if len(same) < len(found):
         same.pop(TOTAL, None)  # of other documents
     return {name: difference(scores, first[name]) for name, scores in same.items()}
@@ -222,12 +253,14 @@ def table(rows: dict[str, dict[str, float]]) -> list[str]:
     """One line for each text, under a head."""
     width = max(len(name) for name in (*rows, "text"))
     lines = [
-        f"  {'text':<{width}}  {'documents':>9}  {'tokens':>11}  {'nats/token':>20}  {'bits/byte':>20}  perplexity"
+        f"  {'text':<{width}}  {'documents':>9}  {'window':>6}  {'tokens':>11}  {'nats/token':>20}  {'bits/byte':>20}  "
+        "perplexity"
     ]
     for name, row in rows.items():
         loss, bits = (_plus_minus(row[key], row[f"{key}_stderr"]) for key in ("loss", "bits_per_byte"))
         lines.append(
-            f"  {name:<{width}}  {row['documents']:>9,}  {row['tokens']:>11,}  {loss:>20}  {bits:>20}  "
+            f"  {name:<{width}}  {row['documents']:>9,}  {row['seq_len']:>6}  {row['tokens']:>11,}  {loss:>20}  "
+            f"{bits:>20}  "
             f"{row['perplexity']:,.2f}"
         )
     return lines
@@ -244,6 +277,16 @@ def difference_lines(rows: dict[str, dict[str, float]], first: str) -> list[str]
         ]
         lines.append(f"  minus {first}, {name}: {', '.join(parts)}")
     return lines
+
+
+def _not_compared(found: Iterable[str], first: str) -> list[str]:
+    """Why there is no difference to the first model on these texts."""
+    return [
+        f"  no difference to {first}, {name}: the two were scored on different documents; --data TEXT names the same "
+        "for both"
+        for name in found
+        if name != TOTAL
+    ]
 
 
 def _finite(tree: Any) -> Any:
@@ -268,11 +311,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "models", nargs="+", type=paths.argument, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder"
     )
-    parser.add_argument("--data", nargs="+", default=[], help="texts or prepared folders; none: the run's own text")
+    parser.add_argument(
+        "--data", nargs="+", action="extend", default=[], help="texts or prepared folders; none: the run's own text"
+    )
     parser.add_argument("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
     parser.add_argument("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
+    parser.add_argument(
+        "--text-suffixes", nargs="+", action="extend", default=[], help="further suffixes of plain text, e.g. .md"
+    )
     parser.add_argument("--documents", type=int, default=None, help="score only the first N documents of each text")
-    parser.add_argument("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training")
+    parser.add_argument("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training, of the shortest")
     parser.add_argument("--batch-size", type=int, default=8, help="windows in a batch")
     parser.add_argument("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
@@ -281,6 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own"
     )
+    parser.set_defaults(target_len=0)  # of pairs; 0: as in training
     tasks.add_options(parser)
     return parser
 
@@ -303,52 +352,67 @@ def _problems(given: argparse.Namespace) -> list[str]:
 
 
 def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
-    """Score and print all models. Returns the figures of each. Collective.
+    """Score and print all models, and write --json. Returns the figures of each. Collective.
 
     Raises:
-        UserError: an option is wrong, or a model or text is missing, unusable, or does not suit the other.
+        UserError: an option is wrong, or a model or text is missing, unusable, or does not suit the other. A task that
+            can't be scored is raised after all others are scored and written.
     """
     if problems := _problems(given):
         raise ConfigError("\n  ".join(problems))
+    given = in_common_windows(given) if len(given.models) > 1 else given
     results: list[dict[str, Any]] = []
     first: dict[str, Scores] = {}
     first_tasks: dict[str, TaskScore] = {}
+    first_tokenizer, failed = "", list[str]()
+    name_of_first = str(given.models[0])
     for path in given.models:
         model = open_one(path, world.device, getattr(torch, given.dtype), given.tokenizer, ema=given.ema)
-        on_tasks = tasks_of(model, given, world)
+        length = _length(model, given)
+        on_tasks = tasks_of(model, length, given, world, failed)
         found = dict(scores_of(model, given, world)) if given.data or not given.tasks else {}
         found = with_total(found, first)
         rows = {name: figures(scores) for name, scores in found.items()}
         differences = compared(found, first)
         task_differences = tasks.compared(on_tasks, first_tasks)
         lines = [*model.opened.notes, model.opened.source, *(table(rows) if rows else [])]
-        lines += difference_lines(differences, str(given.models[0]))
-        lines += tasks.lines(on_tasks, task_differences, str(given.models[0]))
+        lines += difference_lines(differences, name_of_first)
+        lines += _not_compared([name for name in found if first and name not in differences], name_of_first)
+        on_both = [name for name in on_tasks if name in first_tasks]
+        lines += tasks.lines(on_tasks, task_differences, name_of_first, on_both, length)
+        tokenizer = bpe.sha256(model.opened.tokenizer)
+        first_tokenizer = first_tokenizer or tokenizer
+        if (differences or task_differences) and tokenizer != first_tokenizer:
+            lines.append("  (the tokenizers differ, so windows of as many tokens hold other amounts of text)")
         if world.rank == 0:
             print("\n".join(lines), flush=True)
         results.append({"model": str(path), "texts": rows} | ({"minus_first": differences} if differences else {}))
         if given.tasks:
-            results[-1]["tasks"] = {name: tasks.row(one) for name, one in on_tasks.items()}
+            results[-1]["tasks"] = {name: tasks.row(one) | {"seq_len": length} for name, one in on_tasks.items()}
         if task_differences:
             results[-1]["tasks_minus_first"] = task_differences
         first, first_tasks = first or found, first_tasks or on_tasks
+    if given.json and world.rank == 0:
+        text = json.dumps(_finite({"models": results}), indent=2)
+        paths.expand(given.json).write_text(text + "\n", encoding="utf-8")
+    if failed:
+        raise ConfigError("\n  ".join(["not all tasks were scored:", *dict.fromkeys(failed)]))
     return results
 
 
-def tasks_of(model: Model, given: argparse.Namespace, world: World) -> dict[str, TaskScore]:
+def tasks_of(
+    model: Model, length: int, given: argparse.Namespace, world: World, failed: list[str]
+) -> dict[str, TaskScore]:
     """The scores of --tasks. Collective. Raises UserError: see `tasks.scores_of`."""
     if not given.tasks:
         return {}
-    inputs = Inputs(_first_token(model), _prefix(model), _length(model, given))
-    return tasks.scores_of(model.opened, inputs, model.own_data, given, world)
+    inputs = Inputs(_first_token(model), _prefix(model), length)
+    return tasks.scores_of(model.opened, inputs, model.own_data, given, world, failed)
 
 
 def _run(given: argparse.Namespace) -> int:
     with process_group(RunConfig(device=given.device)) as world:
-        results = evaluate(given, world)
-        if given.json and world.rank == 0:
-            text = json.dumps(_finite({"models": results}), indent=2)
-            paths.expand(given.json).write_text(text + "\n", encoding="utf-8")
+        evaluate(given, world)
     return 0
 
 

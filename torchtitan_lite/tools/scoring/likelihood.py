@@ -1,7 +1,7 @@
 """The log-likelihood of documents, computed on all ranks."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -14,25 +14,38 @@ from torchtitan_lite.distributed.process_group import World, sum_over_ranks
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.tasks.likelihood import Window, losses
-from torchtitan_lite.tools.scoring.documents import Document
+from torchtitan_lite.tools.scoring.documents import Document, hash_of
 
 _SORTED = 1024  # windows that are sorted by length, so that a batch has little padding
 
 
 @dataclass(frozen=True)
 class Scores:
-    """By document: summed negative log-likelihood in nats, scored tokens, and bytes."""
+    """By document: summed negative log-likelihood in nats, scored tokens, bytes, and a hash of the text."""
 
     nats: NDArray[np.float64]
     tokens: NDArray[np.float64]
     n_bytes: NDArray[np.float64]
+    hashes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    seq_len: int = field(default=0, kw_only=True)  # tokens in a window
 
     def __len__(self) -> int:
         return len(self.nats)
 
     def __add__(self, other: "Scores") -> "Scores":
-        pairs = ((self.nats, other.nats), (self.tokens, other.tokens), (self.n_bytes, other.n_bytes))
-        return Scores(*(np.concatenate(pair) for pair in pairs))
+        parts = zip(self._arrays(), other._arrays(), strict=True)
+        return Scores(*(np.concatenate(pair) for pair in parts), seq_len=self.seq_len)
+
+    def first(self, n: int | None) -> "Scores":
+        """The scores of the first n documents; None: of all."""
+        return Scores(*(part[:n] for part in self._arrays()), seq_len=self.seq_len)
+
+    def of_the_same(self, other: "Scores") -> bool:
+        """Whether both are of the same documents."""
+        return len(self) == len(other) and np.array_equal(self.hashes, other.hashes)
+
+    def _arrays(self) -> tuple[NDArray[np.float64], ...]:
+        return self.nats, self.tokens, self.n_bytes, self.hashes
 
 
 def windows(documents: Iterable[Document], prefix: list[int], length: int) -> Iterator[tuple[Document, list[Window]]]:
@@ -58,7 +71,7 @@ def score(
     Args:
         length: of a window, in tokens; at most the model's max_seq_len.
     """
-    found: list[tuple[int, int]] = []  # tokens and bytes of each document
+    found: list[tuple[int, int, int]] = []  # tokens, bytes and hash of each document
     nats: list[Tensor] = []
     indices: list[int] = []
     cut = windows(documents, prefix, length)
@@ -67,7 +80,7 @@ def score(
     while True:
         some = list(islice(cut, 64))
         for document, parts in some:
-            found.append((sum(len(part.targets) for part in parts), document.n_bytes))
+            found.append((sum(len(part.targets) for part in parts), document.n_bytes, document.hash))
             pending += parts
         if len(pending) < _SORTED and some:
             continue
@@ -84,9 +97,8 @@ def score(
     total = torch.zeros(len(found), dtype=torch.float64)
     if indices:
         total.index_add_(0, torch.tensor(indices), torch.cat(nats).double().cpu())
-    total = _summed(total, world)
-    counts = np.array(found, dtype=np.float64).reshape(-1, 2)
-    return Scores(total.numpy(), counts[:, 0], counts[:, 1])
+    total = summed(total, world)
+    return Scores(total.numpy(), *np.array(found, dtype=np.float64).reshape(-1, 3).T, seq_len=length)
 
 
 @torch.no_grad()
@@ -98,7 +110,7 @@ def score_rows(
     Args:
         lengths: bytes of text of each token.
     """
-    found = torch.zeros(3, samples.n_samples, dtype=torch.float64)
+    found = torch.zeros(4, samples.n_samples, dtype=torch.float64)
     for i, first in enumerate(range(0, samples.n_samples, batch_size)):
         if i % world.world_size != world.rank:
             continue
@@ -109,10 +121,12 @@ def score_rows(
         found[0, which] = row_losses(model, tokens, targets, None, world.device).double().cpu()
         found[1, which] = torch.from_numpy(known.sum(1)).double()
         found[2, which] = torch.from_numpy((lengths[np.where(known, rows.targets, 0)] * known).sum(1)).double()
-    return Scores(*_summed(found, world).numpy())
+        hashes = [hash_of(row[row != IGNORE].tobytes()) for row in rows.targets]
+        found[3, which] = torch.tensor(hashes, dtype=torch.float64)
+    return Scores(*summed(found, world).numpy(), seq_len=samples.seq_len)
 
 
-def _summed(values: Tensor, world: World) -> Tensor:
+def summed(values: Tensor, world: World) -> Tensor:
     """The sum over ranks. A world of one needs no process group: see api.py."""
     return sum_over_ranks(values.to(world.device)).cpu() if world.world_size > 1 else values
 
