@@ -169,6 +169,18 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
         assert f"starts from the weights of {source}" in succeeded(ranks(1, *command))
         first.append(losses(tmp_path / f"fork{i}"))
     assert all(curve == first[0] for curve in first)
+
+    # the config of an import has a rate of its own
+    note = "note    optim.lr = 0.004 is the default, for training from random weights"
+    written = tmp_path / "mine.toml"
+    output = succeeded(python("import", str(exported), str(written), script="checkpoint.py"))
+    assert f"wrote {written}: train.py --config {written} --data.path=my_text" in output
+    kept = [o for o in tiny(text, tmp_path, run__name="fork0") if not o.startswith(("--model.", "--optim."))]
+    assert f"{note}" in python("--check-config", *tiny(text, tmp_path, model__init_from=exported, **more)).stdout
+    small = [*kept, "--train.steps=3", "--optim.warmup_steps=1", "--run.name=continued"]
+    output = succeeded(ranks(1, "--config", str(written), *small))
+    assert "optim.lr = " not in output
+    assert losses(tmp_path / "continued")[1][0] == pytest.approx(first[0][1][0], rel=1e-6)
     assert first[0][1][0] < losses(tmp_path / "first")[1][0] - 0.005
     assert set(first[0]) == {1, 2, 3, 4}
 
@@ -314,10 +326,31 @@ def test_sharded_folders_are_read(theirs: tuple[Any, Path], tmp_path: Path) -> N
 
 
 def test_import_prints_a_config_that_works(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+    """With a recipe for continued pretraining, not that of the default experiment."""
     _, folder = theirs
     output = succeeded(python("import", str(folder), script="checkpoint.py"))
-    (tmp_path / "c.toml").write_text(
-        output + '\n[train]\nseq_len = 32\n[tokenizer]\npath = "c.toml"\n'.replace("c.toml", str(tmp_path / "c.toml"))
-    )
+    (tmp_path / "c.toml").write_text(f'{output}\n[tokenizer]\npath = "{tmp_path / "c.toml"}"\n')
     config = load.load(tmp_path / "c.toml", {}).config
     assert hf.open_weights(folder, config.model)
+    assert (config.optim.name, config.optim.lr) == ("adamw", 2e-5)
+    assert config.train.seq_len == config.model.max_seq_len == 64
+    assert config.train.global_batch_size * config.train.seq_len == 65_536
+    assert "65,536 tokens per step" in output
+    assert "arXiv:" in output
+
+
+@pytest.mark.parametrize(
+    ("values", "seq_len"),
+    [
+        ({"size": "124M", "family": "gpt", "max_seq_len": 1024}, 1024),
+        ({"size": "1B", "max_seq_len": 131_072}, 4096),
+        ({"size": "8B", "max_seq_len": 131_072}, 8192),
+    ],
+)
+def test_the_length_of_an_import_fits_into_the_memory_of_its_training_state(
+    values: dict[str, Any], seq_len: int
+) -> None:
+    lines = list(hf.recipe(ModelConfig.model_validate(values | {"vocab_size": 50_000})))
+    (line,) = (line for line in lines if line.startswith("seq_len"))
+    assert line.startswith(f"seq_len = {seq_len}  # ")
+    assert f"micro_batch_size = {2 if seq_len == 1024 else 1}  #" in "\n".join(lines)

@@ -331,5 +331,9 @@ def load(
     config = build(values, [fixed, *checks], problems, notes, left_out)
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
+    if config.model.init_from and "optim.lr" not in values:
+        from torchtitan_lite.config.presets import rate_note
+
+        notes += rate_note(config)
     origins = {key: value.origin for key, value in _with_size(values, [], set(), []).items()}
     return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes, files)

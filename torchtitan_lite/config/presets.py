@@ -277,6 +277,16 @@ def init_from_conflicts(config: Any) -> dict[str, str]:
     return {"model.init_from": f"model.init_from: {wrong}"} if wrong else {}
 
 
+def rate_note(config: Any) -> list[str]:
+    """A note on the default rate for a run that is about to start from `model.init_from`."""
+    if started_from(config):
+        return []
+    return [
+        f"optim.lr = {config.optim.lr} is the default, for training from random weights; a model that is already "
+        "trained forgets much at this rate: --optim.name=adamw --optim.lr=2e-5 is a start (docs/models.md)"
+    ]
+
+
 def started_from(config: Any) -> bool:
     """Whether the run has a checkpoint, and has started from `model.init_from`, which may be gone since."""
     try:

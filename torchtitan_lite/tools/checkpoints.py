@@ -4,7 +4,7 @@ verify RUN...        hash every file of every checkpoint and report problems; al
 inspect FOLDER       list a checkpoint's files and tensors, and the step of its run
 convert FOLDER OUT   turn a sharded checkpoint into a full one, or the reverse (runs load both)
 export RUN OUT       write a Hugging Face folder; with --ema, of the averaged weights (optim.ema_decay)
-import FOLDER [OUT]  print, or write to OUT, a config that starts from a Hugging Face folder
+import FOLDER [OUT]  print, or write to OUT, a config for continued pretraining of a Hugging Face folder
 """
 
 import argparse
@@ -139,7 +139,10 @@ def import_config(folder: Path, out: Path | None) -> None:
             stream.write(text)
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
-    print(f"wrote {out}: train.py --config {out} starts from these weights, step 0, with a new optimizer")
+    print(
+        f"wrote {out}: train.py --config {out} --data.path=my_text starts from these weights, step 0, with a new "
+        "optimizer. Its comments give the reasons of the recipe"
+    )
 
 
 def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:
