@@ -149,7 +149,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--checkpoint.api=pickle"], "should be 'dtensor' or 'dcp'"),
         (["--train.steps=true"], "should be a valid integer"),
         (["--config", "configs/no_such.toml"], "no such file"),
-        (["--run.name"], 'command line: --run.name needs a value, e.g. run.name = "default"'),
+        (["--run.name"], "command line: --run.name needs a value, e.g. --run.name=default"),
         (["--eval.evry=3"], "the nearest known one is eval.every"),
         (["--checkpoint.evry=3"], "the nearest known one is checkpoint.every"),
         (["--optim.lr=inf"], "should be a finite number"),

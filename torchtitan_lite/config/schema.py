@@ -53,7 +53,8 @@ class Section(Frozen):
         except ValidationError:
             from torchtitan_lite.config.presets import spelled
 
-            return check(spelled(cls.model_fields[info.field_name or ""].annotation, value))
+            name = info.field_name or ""
+            return check(spelled(cls.model_fields[name].annotation, value, commas=name != "prompts"))
 
 
 def _require_toml(value: Any) -> None:
