@@ -141,6 +141,10 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         ),
         (["--optim.schedule=wsd", "--optim.warmup_steps=480"], "reaches into the decay"),
         (["--optim.momentum=0"], "should be greater than 0"),
+        (
+            ["--train.batch_schedule=[[5, 8], [0, 4]]"],
+            "a step and a batch size, by rising steps; e.g. '--train.batch_schedule=[[0, 16], [1000, 64]]'",
+        ),
         (["--model.vocab_size=100"], "model.vocab_size = 100 is smaller than tokenizer.vocab_size = 4096"),
         (["--tokenizer.path=no.json"], "tokenizer.path: nothing at no.json"),
         (["--optim.name=adafactor"], "should be 'adamw', 'sgd' or 'muon'"),

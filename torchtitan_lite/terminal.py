@@ -40,6 +40,13 @@ def counted(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
+def size(n_bytes: float) -> str:
+    """1.50 GiB, 20.25 MiB, 512 bytes."""
+    if 0 < n_bytes < 2**20 / 100:
+        return counted(round(n_bytes), "byte")
+    return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.2f} MiB"
+
+
 def print_line(text: str) -> None:
     """Print a line. A full or closed stdout is reported once, on stderr."""
     try:
