@@ -142,7 +142,9 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     more: dict[str, Any] = (LLAMA if family == "llama" else {}) | {"train__steps": 4}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", **more)))
     exported = tmp_path / "exported"
-    succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
+    output = succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
+    made = "LlamaForCausalLM" if family == "llama" else "GPT2LMHeadModel"
+    assert f"exported to {exported}: transformers.{made}.from_pretrained reads it" in output
 
     # transformers computes the same
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager").eval()
@@ -177,6 +179,8 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     assert f"wrote {written}: train.py --config {written} --data.path=my_text" in output
     kept = [o for o in tiny(text, tmp_path, run__name="fork0") if not o.startswith(("--model.", "--optim."))]
     assert f"{note}" in python("--check-config", *tiny(text, tmp_path, model__init_from=exported, **more)).stdout
+    again = tiny(text, tmp_path, run__name="fork0", model__init_from=exported, **more)
+    assert note not in python("--check-config", *again).stdout, "it has started"
     small = [*kept, "--train.steps=3", "--optim.warmup_steps=1", "--run.name=continued"]
     output = succeeded(ranks(1, "--config", str(written), *small))
     assert "optim.lr = " not in output
@@ -283,6 +287,12 @@ def test_a_model_with_qk_norm_and_qkv_bias_cannot_be_exported() -> None:
     config = ModelConfig(family="llama", qk_norm=True, qkv_bias=True)
     with pytest.raises(CheckpointError, match=r"both model\.qk_norm and model\.qkv_bias"):
         names.to_hf_config(config, 97)
+
+
+def test_a_family_without_names_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.model_construct(family="parallel")
+    with pytest.raises(CheckpointError, match='"parallel" has no Hugging Face names, only gpt, llama, t5 do'):
+        names.to_hf_config(config, 300)
 
 
 def test_half_precision_weights_are_imported(theirs: tuple[Any, Path], tmp_path: Path) -> None:

@@ -307,9 +307,10 @@ def rate_note(config: Any) -> list[str]:
     """A note on the default rate for a run that is about to start from `model.init_from`."""
     if started_from(config):
         return []
+    lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
     return [
         f"optim.lr = {config.optim.lr} is the default, for training from random weights; a model that is already "
-        "trained forgets much at this rate: --optim.name=adamw --optim.lr=2e-5 is a start (docs/models.md)"
+        f"trained forgets much at this rate: --optim.name=adamw --optim.lr={lr} is a start (docs/models.md)"
     ]
 
 

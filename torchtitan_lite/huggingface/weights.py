@@ -219,8 +219,8 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, ema: bool = False) -> None:
-    """Write a checkpoint, or a run's newest one, as a Hugging Face folder in float32.
+def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, ema: bool = False) -> str:
+    """Write a checkpoint, or a run's newest one, as a Hugging Face folder in float32. Returns the class that reads it.
 
     The folder is written under a temporary name and renamed at the end. Memory: one tensor.
 
@@ -258,6 +258,7 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, e
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
+        return str(content["architectures"][0])
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:

@@ -21,7 +21,7 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
-from torchtitan_lite.terminal import counted
+from torchtitan_lite.terminal import counted, size
 
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # name prefix in shards, file of the full state
 
@@ -70,7 +70,7 @@ def inspect(folder: Path) -> None:
         f"{manifest.state_dict} state"
     )
     files = counted(len(manifest.files), "file")
-    print(f"saved by {counted(manifest.world_size, 'rank')}; {manifest.bytes / 2**20:.1f} MiB in {files}")
+    print(f"saved by {counted(manifest.world_size, 'rank')}; {size(manifest.bytes)} in {files}")
     for name, record in manifest.files.items():
         print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
     if manifest.state_dict == "sharded":
@@ -182,8 +182,8 @@ def _run(given: argparse.Namespace) -> int:
     elif given.command == "convert":
         print(f"converted to {convert(named_checkpoints(given.folder)[-1], given.out)}")
     elif given.command == "export":
-        weights.export(given.source, given.out, ema=given.ema)
-        print(f"exported to {given.out}")
+        made = weights.export(given.source, given.out, ema=given.ema)
+        print(f"exported to {given.out}: transformers.{made}.from_pretrained reads it")
     else:
         import_config(given.folder, given.out)
     return 0
