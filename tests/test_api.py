@@ -248,6 +248,23 @@ def test_bfloat16_by_autocast(place: Path) -> None:
         ("ttl.load_model('my_text')", "is not a run with a checkpoint"),
         ("ttl.load_model('runs/default', device='tpu')", "device='tpu' should be auto, cpu or cuda"),
         ("ttl.load_model('runs/default', tokenizer='nosuch.json')", "nosuch.json"),
+        ("data.batches(first_step='2')", "first_step should be int, not str: '2'"),
+        ("tokenizer.encode(b'a')", "text should be str, not bytes: b'a'"),
+        ("tokenizer.encode('a' + chr(0xd83d))", "the text is not valid UTF-8: 'a\\ud83d'"),
+        (
+            "tokenizer.decode([5, -100])",
+            "tokens[1]=-100 should be 0 or more, and below 2**32; leave masked targets out",
+        ),
+        ("tokenizer.decode(data.batches)", "tokens should be whole numbers: "),
+        ("tokenizer.decode([0.5])", "tokens should be whole numbers: "),
+        (
+            "ttl.build_optimizer(torch.nn.Linear(2, 2).requires_grad_(False), config)",
+            "every parameter of the model is frozen",
+        ),
+        ("ttl.clip_grad_norm(model, optimizer, -1.0)", "max_norm=-1.0 should be above 0"),
+        ("ttl.set_learning_rate(optimizer, config, -3)", "step=-3 should be 1 or more"),
+        ("ttl.set_learning_rate(torch.optim.SGD(model.parameters()), config, 1)", "one of ttl.build_optimizer"),
+        ("ttl.set_learning_rate(optimizer, tiny_config(optim__schedule='step'), 3)", "use the config of ttl.open_data"),
         ("data.batches(first_step=0)", "first_step=0 should be 1 or more"),
         ("ttl.generate(model, tokenizer, '')", 'the prompt is empty; give the model a beginning, e.g. prompt "def "'),
         ("ttl.generate(model, tokenizer, 'a', max_tokens=0, top_p=2)", "max_tokens=0 should be at least 1\n  top_p=2"),
@@ -313,7 +330,7 @@ def example_names() -> dict[str, Any]:
         optimizer = ttl.build_optimizer(model, config)
         tokens = torch.tensor([data.tokenizer.encode("def main")])
         _NAMES.update(ttl=ttl, torch=torch, config=config, data=data, model=model, optimizer=optimizer)
-        _NAMES.update(tokenizer=data.tokenizer, tokens=tokens)
+        _NAMES.update(tokenizer=data.tokenizer, tokens=tokens, tiny_config=tiny_config)
     return _NAMES
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -426,7 +427,11 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     assert result.returncode == 1
     assert "Traceback" not in result.stderr, result.stderr
     assert "NOT SAVED  step 6: " in result.stdout
-    assert "File too large; older checkpoints are untouched, training continues" in result.stdout
+    assert re.search(
+        r"NOT SAVED  step 6: .*File too large: the limit of this process is 65,536 bytes \(ulimit -f\): "
+        rf"'{tmp_path}/run/checkpoints/\S+/model.safetensors'; older checkpoints are untouched, training continues",
+        result.stdout,
+    )
     assert "step    8/8" in result.stdout
     assert "the last checkpoint was not saved: " in result.stderr
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
@@ -435,8 +440,14 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
 
 
 def test_too_little_space_is_reported_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"a checkpoint takes 1000000000000000000.00 GB, but .* GB free"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint takes 9.* GiB, but .* GiB free"):
         storage.require_space(tmp_path / "not" / "there", 10**27)
+    full = os.statvfs_result([4096, 4096, 100, 1, 1, 0, 0, 0, 0, 255])
+    with (
+        patch("os.statvfs", lambda _: full),
+        pytest.raises(CheckpointError, match=r"a checkpoint takes 0\.10 MiB, but .* has only 4,096 bytes free"),
+    ):
+        storage.require_space(tmp_path, 100_000)
     storage.require_space(tmp_path, 1)
 
 

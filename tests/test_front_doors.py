@@ -338,6 +338,10 @@ def test_prompts_are_checked_with_an_existing_tokenizer(tmp_path: Path, capsys: 
             ["--optim.schedule=constant", "--optim.min_lr_ratio=0"],
             'has no effect without optim.schedule = "cosine", "linear" or "wsd"',
         ),
+        (
+            ["--train.batch_schedule=[[0, 8]]", "--train.global_batch_size=16"],
+            "train.global_batch_size = 16 has no effect without a train.batch_schedule that begins after step 0",
+        ),
         (["--model.rope_high_freq_factor=5"], "has no effect without model.rope_factor above 1"),
         (["--train.max_skipped=3"], 'has no effect without train.on_nonfinite = "skip" or spike.action'),
         (["--log.wandb_project=x"], 'has no effect without log.trackers = ["wandb"]'),

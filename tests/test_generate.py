@@ -239,6 +239,18 @@ def test_an_unknown_word_is_an_error(run: Path, tmp_path: Path, capsys: pytest.C
     assert "the tokenizer can't encode the prompt 'x'" in capsys.readouterr().err
 
 
+def test_a_conversation_of_lines_with_crlf_ends_at_an_empty_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = io.TextIOWrapper(io.BytesIO(b"def \r\n\r\nthe\r\n"), encoding="utf-8", newline="\n")  # as Python's stdin
+    monkeypatch.setattr("sys.stdin", said)
+    assert generate.main([str(run), "--interactive", "--max-tokens=2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("def ")
+    assert "\r" not in out
+    assert said.read() == "the\r\n", "not asked for"
+
+
 def test_input_that_is_not_utf8_is_an_error(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

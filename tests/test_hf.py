@@ -142,7 +142,9 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     more: dict[str, Any] = (LLAMA if family == "llama" else {}) | {"train__steps": 4}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", **more)))
     exported = tmp_path / "exported"
-    succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
+    output = succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
+    made = "LlamaForCausalLM" if family == "llama" else "GPT2LMHeadModel"
+    assert f"exported to {exported}: transformers.{made}.from_pretrained reads it" in output
 
     # transformers computes the same
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager").eval()
@@ -169,6 +171,20 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
         assert f"starts from the weights of {source}" in succeeded(ranks(1, *command))
         first.append(losses(tmp_path / f"fork{i}"))
     assert all(curve == first[0] for curve in first)
+
+    # the config of an import has a rate of its own
+    note = "note    optim.lr = 0.004 is the default, for training from random weights"
+    written = tmp_path / "mine.toml"
+    output = succeeded(python("import", str(exported), str(written), script="checkpoint.py"))
+    assert f"wrote {written}: train.py --config {written} --data.path=my_text" in output
+    kept = [o for o in tiny(text, tmp_path, run__name="fork0") if not o.startswith(("--model.", "--optim."))]
+    assert f"{note}" in python("--check-config", *tiny(text, tmp_path, model__init_from=exported, **more)).stdout
+    again = tiny(text, tmp_path, run__name="fork0", model__init_from=exported, **more)
+    assert note not in python("--check-config", *again).stdout, "it has started"
+    small = [*kept, "--train.steps=3", "--optim.warmup_steps=1", "--run.name=continued"]
+    output = succeeded(ranks(1, "--config", str(written), *small))
+    assert "optim.lr = " not in output
+    assert losses(tmp_path / "continued")[1][0] == pytest.approx(first[0][1][0], rel=1e-6)
     assert first[0][1][0] < losses(tmp_path / "first")[1][0] - 0.005
     assert set(first[0]) == {1, 2, 3, 4}
 
@@ -273,6 +289,12 @@ def test_a_model_with_qk_norm_and_qkv_bias_cannot_be_exported() -> None:
         names.to_hf_config(config, 97)
 
 
+def test_a_family_without_names_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.model_construct(family="parallel")
+    with pytest.raises(CheckpointError, match='"parallel" has no Hugging Face names, only gpt, llama, t5 do'):
+        names.to_hf_config(config, 300)
+
+
 def test_half_precision_weights_are_imported(theirs: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = theirs
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -314,10 +336,31 @@ def test_sharded_folders_are_read(theirs: tuple[Any, Path], tmp_path: Path) -> N
 
 
 def test_import_prints_a_config_that_works(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+    """With a recipe for continued pretraining, not that of the default experiment."""
     _, folder = theirs
     output = succeeded(python("import", str(folder), script="checkpoint.py"))
-    (tmp_path / "c.toml").write_text(
-        output + '\n[train]\nseq_len = 32\n[tokenizer]\npath = "c.toml"\n'.replace("c.toml", str(tmp_path / "c.toml"))
-    )
+    (tmp_path / "c.toml").write_text(f'{output}\n[tokenizer]\npath = "{tmp_path / "c.toml"}"\n')
     config = load.load(tmp_path / "c.toml", {}).config
     assert hf.open_weights(folder, config.model)
+    assert (config.optim.name, config.optim.lr) == ("adamw", 2e-5)
+    assert config.train.seq_len == config.model.max_seq_len == 64
+    assert config.train.global_batch_size * config.train.seq_len == 65_536
+    assert "65,536 tokens per step" in output
+    assert "arXiv:" in output
+
+
+@pytest.mark.parametrize(
+    ("values", "seq_len"),
+    [
+        ({"size": "124M", "family": "gpt", "max_seq_len": 1024}, 1024),
+        ({"size": "1B", "max_seq_len": 131_072}, 4096),
+        ({"size": "8B", "max_seq_len": 131_072}, 8192),
+    ],
+)
+def test_the_length_of_an_import_fits_into_the_memory_of_its_training_state(
+    values: dict[str, Any], seq_len: int
+) -> None:
+    lines = list(hf.recipe(ModelConfig.model_validate(values | {"vocab_size": 50_000})))
+    (line,) = (line for line in lines if line.startswith("seq_len"))
+    assert line.startswith(f"seq_len = {seq_len}  # ")
+    assert f"micro_batch_size = {2 if seq_len == 1024 else 1}  #" in "\n".join(lines)

@@ -1,12 +1,14 @@
 """What a person meant: misspelled options and keys, other spellings of a choice, sizes beside numbers, paths."""
 
+import shlex
 from pathlib import Path
 
 import pytest
+import tomli
 
 import train
 from tests.helpers import ROOT
-from torchtitan_lite.config import cli, toml
+from torchtitan_lite.config import cli, load, schema, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import FsdpConfig, LogConfig, ModelConfig
 from torchtitan_lite.errors import ConfigError
@@ -38,8 +40,10 @@ def mistakes(*argv: str) -> str:
         (["--nproc-per-node", "4"], "torchrun --nproc-per-node 4 train.py"),
         (["configs/debug.toml"], "a config file is given as --config configs/debug.toml"),
         (["train.steps=5"], "options begin with two dashes: --train.steps=5"),
-        (["--log.trackers=tensorbord"], 'e.g. log.trackers = ["tensorboard"]'),
-        (["--optim.groups=3"], 'e.g. optim.groups = [{ match = "*norm*", lr_factor = 0.5 }]'),
+        (["--log.trackers=tensorbord"], "e.g. --log.trackers=tensorboard"),
+        (["--optim.groups=3"], "e.g. '--optim.groups=[{ match = \"*norm*\", lr_factor = 0.5 }]'"),
+        (["--optim.freeze"], "e.g. '--optim.freeze=tok_embeddings.*,layers.0.*'"),
+        (["--profile.steps=ten"], "e.g. --profile.steps=10,12"),
         (["--mixed-precision", "--fsdp.param_dtype=float16"], '--mixed-precision means fsdp.param_dtype = "bfloat16"'),
     ],
 )
@@ -115,6 +119,52 @@ def test_a_choice_may_be_spelled_otherwise(argument: str, value: object, tmp_pat
     (tmp_path / "a.toml").write_text(f'[{section}]\n{name} = "{text}"\n')
     for argv in ([argument], ["--config", str(tmp_path / "a.toml")]):
         assert getattr(getattr(parse(*argv).config, section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("--log.trackers=tensorboard, WandB", ["tensorboard", "wandb"]),
+        ("--log.trackers=", []),
+        ("--eval.tasks=brackets,my.jsonl", ["brackets", "my.jsonl"]),
+        ("--optim.freeze=layers.[0,1].*,norm.*", ["layers.[0,1].*", "norm.*"]),
+        ("--optim.betas=.8,0.9", (0.8, 0.9)),
+        ("--profile.steps=10,12", [10, 12]),
+        ("--train.batch_schedule=[0, 8], [9, 16]", [[0, 8], [9, 16]]),
+        ("--sample.prompts=One, two", ["One, two"]),
+    ],
+)
+def test_commas_make_a_list(argument: str, value: object, tmp_path: Path) -> None:
+    key, text = argument.removeprefix("--").split("=")
+    section, name = key.split(".")
+    (tmp_path / "a.toml").write_text(f'[{section}]\n{name} = "{text}"\n')
+    for argv in ([argument], ["--config", str(tmp_path / "a.toml")]):
+        assert getattr(getattr(parse(*argv).config, section), name) == value
+
+
+def test_commas_separate_texts_unless_one_has_that_name(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "a,b.txt"):
+        (tmp_path / name).touch()
+    assert parse(f"--data.path={tmp_path}/a.txt,{tmp_path}/b.txt").config.data.path == [
+        str(tmp_path / "a.txt"),
+        str(tmp_path / "b.txt"),
+    ]
+    assert parse(f"--data.path={tmp_path}/a,b.txt").config.data.path == str(tmp_path / "a,b.txt")
+    assert parse(f"--data.path={tmp_path}/a,*.txt").config.data.path == f"{tmp_path}/a,*.txt"
+
+
+@pytest.mark.parametrize("key", list(schema.known_keys()))
+def test_an_example_for_the_shell_is_an_option(key: str) -> None:
+    """A shell gives it back as one word, which means the value of the TOML example."""
+    (word,) = shlex.split(load.example(key).removeprefix("e.g. "))
+    name, _, text = word.removeprefix("--").partition("=")
+    assert name == key
+    section, field = key.split(".")
+    wanted = tomli.loads(load.example(key, "a file").removeprefix("e.g. ").replace(key, "value", 1))["value"]
+    found = getattr(type(schema.Config.model_fields[section].default)(**{field: load.parse_value(key, text)}), field)
+    if key in ("optim.groups", "fsdp.precision_overrides"):
+        found = [item.model_dump(exclude_unset=True) for item in found]
+    assert (list(found) if isinstance(found, tuple) else found) == wanted
 
 
 def test_other_spellings_have_the_same_effect() -> None:

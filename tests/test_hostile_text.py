@@ -93,7 +93,7 @@ def test_parquet_text_that_is_not_utf8_is_named_by_its_row(tmp_path: Path, capsy
     strings = pyarrow.Array.from_buffers(pyarrow.string(), len(binary), binary.buffers())
     file = parquet(tmp_path / "a.parquet", pyarrow.table({"text": strings}))
     assert main([str(file), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
-    assert "a.parquet: row 2: byte 0xff is not utf-8" in capsys.readouterr().err
+    assert "a.parquet: row 2: byte 0xff is not utf-8; correct or remove it" in capsys.readouterr().err
 
 
 VALUES: list[tuple[list[str], str]] = [

@@ -122,6 +122,20 @@ def test_each_value_becomes_its_keys(text: str, expected: dict[str, object]) -> 
     assert values(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ("T5Block", 'T5Block is the block of model.family = "t5" with data.objective = "pairs" or "span_corruption"'),
+        ("Embedding, LlamaDecoderLayer", 'LlamaDecoderLayer is the block of model.family = "llama" (docs/models.md)'),
+        ("BertLayer", "each block, the embeddings and the head are groups"),
+    ],
+)
+def test_the_class_of_a_block_names_our_family(blocks: str, expected: str) -> None:
+    t = translated(f"fsdp_config: {{fsdp_transformer_layer_cls_to_wrap: '{blocks}'}}")
+    assert t.done_anyway["fsdp_transformer_layer_cls_to_wrap"].endswith((expected, f"{expected} (docs/models.md)"))
+    assert not t.sets
+
+
 def test_the_launch_counts_processes_per_machine() -> None:
     content = {"num_machines": 2, "num_processes": 16}
     assert "--nnodes 2 --node-rank RANK --master-addr ADDRESS --nproc-per-node 8" in migrate_accelerate.to_toml(
@@ -141,6 +155,7 @@ def test_the_launch_counts_processes_per_machine() -> None:
         ("mixed_precision: fp8", "mixed_precision", "float8"),
         ("deepspeed_config: {gradient_clipping: auto}", "gradient_clipping", "auto is not a number"),
         ("deepspeed_config: {offload_param_device: nvme}", "offload_param_device", "not to a disk"),
+        ("gradient_accumulation_steps: 4", "gradient_accumulation_steps", "train.global_batch_size = this x ranks x"),
         ("wild_key: 3", "wild_key", "unknown to this tool"),
     ],
 )

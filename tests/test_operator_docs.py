@@ -91,7 +91,7 @@ def test_a_full_disk(text: Path, tmp_path: Path) -> None:
     before, after = (seen.split("a checkpoint takes")[0], seen.rpartition(";")[2])
     assert any(before in line and after in line for line in map(general, said.splitlines())), said
     source = (ROOT / "torchtitan_lite/checkpointing/storage.py").read_text()
-    assert "a checkpoint takes {n_bytes / 1e9:.2f} GB, but {where} has only {free / 1e9:.2f} GB free" in source
+    assert "a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free" in source
     *look, again = commands("A full disk")
     _, sizes, verified = (obeyed(line, plain, tmp_path) for line in look)
     assert "step-00000008" in sizes

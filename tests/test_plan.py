@@ -6,9 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import ROOT, ranks, succeeded
@@ -246,6 +248,26 @@ def test_figures_of_devices_are_plausible() -> None:
         assert 0.5e12 < device.memory_bandwidth <= 8e12
         assert 1e9 < device.inter_node <= device.intra_node < 1e12
         assert device.per_node in (1, 8, 72)
+
+
+class CountedOperators(TorchDispatchMode):
+    n = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_work_of_a_plan_does_not_grow_with_the_world() -> None:
+    """With the default model and Muon: FSDP's chunks of each parameter, and the exchange of Muon."""
+
+    def operators(world_size: int) -> int:
+        with CountedOperators() as counted:  # type: ignore[no-untyped-call]
+            plan.make_plan(load.load(None, {}).config, world_size, DEVICES["h100"])
+        return counted.n
+
+    assert operators(2048) < 1.2 * operators(128)
+    assert operators(plan.MOST_RANKS) < 1.2 * operators(128)
 
 
 def test_no_process_group_remains_after_a_plan() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -330,6 +331,20 @@ def test_an_existing_data_set_is_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(command) == 2
     assert "exists, and was made from other text or options; choose another --out" in capsys.readouterr().err
     assert contents(tmp_path / "out") == before
+
+
+def test_a_file_above_the_limit_is_named_with_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        assert main([str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) != 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert re.search(rf"too large: the limit of this process is 5,000 bytes \(ulimit -f\): '{tmp_path}/\S+'", said), (
+        said
+    )
 
 
 def test_foreign_folders_are_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,8 +125,10 @@ def test_a_folder_becomes_a_config(runs: Runs, tmp_path: Path) -> None:
     out, written = tmp_path / "exported", tmp_path / "mine.toml"
     succeeded(python("export", str(runs("float32", 1)), str(out), script="checkpoint.py"))
     succeeded(python("import", str(out), str(written), script="checkpoint.py"))
-    command = ["--config", str(written), "--data.objective=span_corruption", "--check-config", "--train.seq_len=32"]
+    command = ["--config", str(written), "--check-config"]
     assert "the configuration is fine" in succeeded(python(*command))
+    assert 'objective = "span_corruption"' in written.read_text()
+    assert "lr = 1e-4  #" in written.read_text()
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,19 @@ import gzip
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import losses, ranks, records, succeeded, tiny
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import Config, FsdpConfig
+from torchtitan_lite.config.schema import Config, FsdpConfig, LogConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.monitoring import mfu
+from torchtitan_lite.monitoring import mfu, trackers
 from torchtitan_lite.monitoring.console import step_line
 from torchtitan_lite.monitoring.mfu import peak_flops
 
@@ -66,15 +68,54 @@ def test_wandb_offline_keeps_its_run(text: Path, tmp_path: Path) -> None:
     env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
     run = tmp_path / "run"
     succeeded(ranks(1, *command, fault="term:0:7", env=env))
-    name = (run / "wandb-id.txt").read_text()
+    name, names = (run / "wandb-id.txt").read_text().split()
+    assert names == "grouped"
     succeeded(ranks(1, *command, env=env))
-    assert (run / "wandb-id.txt").read_text() == name
+    assert (run / "wandb-id.txt").read_text().split() == [name, names]
     parts = [folder.name for folder in (run / "wandb").glob("offline-run-*")]
     assert len(parts) == 2
-    assert all(part.endswith(name.strip()) for part in parts), "both are parts of one run"
+    assert all(part.endswith(name) for part in parts), "both are parts of one run"
     for part in parts:
         (file,) = (run / "wandb" / part).glob("*.wandb")
-        assert b"grad_norm" in file.read_bytes()
+        assert b"train/grad_norm" in file.read_bytes()
+
+
+class Run:
+    """Stands for a run of the package wandb."""
+
+    def __init__(self, sent: list[tuple[int, dict[str, float]]]) -> None:
+        self.id, self.sent = "abc", sent
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.sent.append((step, values))
+
+    def finish(self) -> None:
+        pass
+
+
+def test_wandb_names_are_in_groups_unless_the_run_began_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sent: list[tuple[int, dict[str, float]]] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: Run(sent)))
+
+    def logged(values: dict[str, Any]) -> list[str]:
+        found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState())
+        found.record({"step": 7, **values})
+        found.close()
+        step, scalars = sent.pop()
+        assert step == 7
+        return list(scalars)
+
+    step = {"loss": 1.0, "rank_losses": [1.0], "lr": 1.0, "tokens_per_second": 1.0, "seconds": 1.0, "data_s": 0.0}
+    assert logged(step) == ["train/loss", "train/lr", "time/tokens_per_second", "time/seconds", "time/data_s"]
+    score = {"val_loss": 1.0, "val_bits_per_byte/web": 1.0, "unigram_bits_per_byte": 1.0, "eval_s": 1.0, "time": 1.7e9}
+    assert logged(score) == ["val/loss", "val/bits_per_byte/web", "val/unigram_bits_per_byte", "time/eval_s"]
+    others = {"ema_val_loss": 1.0, "task/brackets": 1.0, "task_stderr/brackets": 1.0, "save_s": 1.0, "bytes": 5}
+    assert logged(others) == ["val/ema_loss", "task/brackets", "task/stderr/brackets", "time/save_s", "train/bytes"]
+    (tmp_path / "wandb-id.txt").write_text("abc\n")  # of an older version
+    assert logged(step)[:2] == ["loss", "lr"], "its series continue"
+    assert logged(step)[:2] == ["loss", "lr"], "and after another resume"
 
 
 def test_a_failing_tracker_is_reported_and_training_continues(text: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import re
 import warnings
@@ -31,6 +32,7 @@ from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.objectives import open_samples
@@ -65,6 +67,8 @@ def _checked(function: Callable[P, R]) -> Callable[P, R]:
         bound = inspect.signature(function).bind(*args, **keys)
         hints = get_type_hints(function)
         for name, value in bound.arguments.items():
+            if name not in hints:  # self
+                continue
             bound.arguments[name] = value = getattr(value, "_orig_mod", value)
             if not _fits(value, hints[name]):
                 wanted = " or ".join(_name(one) for one in get_args(hints[name]) or [hints[name]])
@@ -138,13 +142,21 @@ class Tokenizer:
         """The number of entries."""
         return self.tokenizer.get_vocab_size()
 
+    @_checked
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without an end token."""
-        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False).ids]
+        return bpe.encode(self.tokenizer, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
-        return str(self.tokenizer.decode(list(tokens)))
+        """The text of tokens. A masked target (-100) has none: leave it out."""
+        try:
+            ids = [operator.index(token) for token in tokens]
+        except TypeError as error:
+            raise ConfigError(f"tokens should be whole numbers: {error}") from None
+        if bad := [i for i, token in enumerate(ids) if not 0 <= token < 2**32]:
+            masked = "; leave masked targets out" if ids[bad[0]] < 0 else ""
+            raise ConfigError(f"tokens[{bad[0]}]={ids[bad[0]]} should be 0 or more, and below 2**32{masked}")
+        return str(self.tokenizer.decode(ids))
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,7 @@ class Data:
         """The vocabulary size of the tokenizer."""
         return self.dataset.vocab_size
 
+    @_checked
     def batches(self, first_step: int = 1) -> Iterator[tuple[int, Batch]]:
         """Each step and its global batch, to train.steps: the samples of a run with this config, in the same order.
 
@@ -313,8 +326,10 @@ def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optim
     ...     optimizer.zero_grad()
 
     Raises:
-        UserError: a pattern of [[optim.groups]] matches no parameter.
+        UserError: a pattern of [[optim.groups]] matches no parameter, or every parameter is frozen.
     """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("every parameter of the model is frozen: set requires_grad = True for those to train")
     return optim.build_optimizer(model, config.optim)
 
 
@@ -329,6 +344,8 @@ def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max
     >>> bool(norm > 1), bool(ttl.clip_grad_norm(model, optimizer, 1.0) < 1.001)
     (True, True)
     """
+    if not max_norm > 0:
+        raise ConfigError(f"max_norm={max_norm} should be above 0, e.g. 1.0")
     if all(parameter.grad is None for parameter in model.parameters()):
         raise ConfigError("the model has no gradients: call backward before clip_grad_norm")
     norm = optim.squared_norm(model, 1).sqrt().float()
@@ -348,6 +365,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
     >>> [round(ttl.set_learning_rate(optimizer, config, step), 6) for step in (1, 2, 5)]
     [0.002, 0.004, 0.0004]
     """
+    if step < 1:
+        raise ConfigError(f"step={step} should be 1 or more")
+    if config.optim.schedule == "step" and not isinstance(config.optim.step_every, int):
+        raise ConfigError(
+            'optim.step_every = "epoch" is not in steps yet: use the config of ttl.open_data, data.config'
+        )
+    if any("lr_factor" not in group for group in optimizer.param_groups):
+        raise ConfigError("optimizer should be one of ttl.build_optimizer: its groups have no lr_factor")
     rate = optim.learning_rate(config.optim, step, config.train.steps)
     optim.set_learning_rate(optimizer, rate)
     return rate

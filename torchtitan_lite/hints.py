@@ -4,6 +4,7 @@ a command that fails."""
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,18 @@ _MEANT = {
 }
 _OF_THE_LAUNCHER = {"world_size", "nproc_per_node", "nproc", "gpus", "num_processes", "ngpu", "num_gpus"}
 # a value in place of an empty default, which shows nothing
-_EXAMPLES = {
-    "log.trackers": '["tensorboard"]',
-    "optim.freeze": '["tok_embeddings.*", "layers.0.*"]',
-    "optim.groups": '[{ match = "*norm*", lr_factor = 0.5 }]',
-    "fsdp.precision_overrides": '[{ match = "layers.0.*", param_dtype = "float32" }]',
-    "fsdp.sharding_strategy": '"FULL_SHARD"',
-    "profile.steps": "[10, 12]",
-    "data.sources": '{ "data/web" = 0.7, "data/code" = 0.3 }',
-    "data.path": '"my_text"',
+EXAMPLES: dict[str, Any] = {
+    "log.trackers": ["tensorboard"],
+    "optim.freeze": ["tok_embeddings.*", "layers.0.*"],
+    "optim.groups": [{"match": "*norm*", "lr_factor": 0.5}],
+    "fsdp.precision_overrides": [{"match": "layers.0.*", "param_dtype": "float32"}],
+    "fsdp.sharding_strategy": "FULL_SHARD",
+    "profile.steps": [10, 12],
+    "train.batch_schedule": [[0, 16], [1000, 64]],
+    "data.sources": {"data/web": 0.7, "data/code": 0.3},
+    "data.path": "my_text",
+    "data.skip_samples": [[800, 960]],
+    "sample.prompts": ["def "],
 }
 
 
@@ -99,9 +103,14 @@ def _unknown(key: str, value: str, known: Collection[str]) -> str:
     return f"unknown option; the nearest known one is --{nearest(key, known)}"
 
 
-def example(key: str, default: str) -> str:
-    """A valid assignment to a key; its default as TOML, unless that is empty."""
-    return f"e.g. {key} = {_EXAMPLES.get(key, default)}"
+def option(key: str, value: Any, as_toml: str) -> str:
+    """An option of the command line, quoted for a shell."""
+    plain = isinstance(value, list | tuple) and all(isinstance(item, str | int | float) for item in value)
+    if plain and value and key != "sample.prompts":
+        text = ",".join(str(item) for item in value)
+    else:
+        text = value if isinstance(value, str) else as_toml
+    return shlex.quote(f"--{key}={text}")
 
 
 def pattern(wrong: str, names: Sequence[str]) -> str:

@@ -48,6 +48,13 @@ def duration(seconds: float) -> str:
     return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"
 
 
+def size(n_bytes: float) -> str:
+    """1.50 GiB, 20.25 MiB, 512 bytes."""
+    if 0 < n_bytes < 2**20 / 100:
+        return counted(round(n_bytes), "byte")
+    return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.2f} MiB"
+
+
 def print_line(text: str) -> None:
     """Print a line. A full or closed stdout is reported once, on stderr."""
     try:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.files import flush_to_disk, naming
 
 WRITABLE = {  # the supported dtypes, and their names in the file
     torch.float64: "F64",
@@ -84,20 +85,19 @@ class HashingStream:
         for start in range(0, len(data), _CHUNK):
             chunk = data[start : start + _CHUNK]
             self._chunks.put(chunk)
-            self._file.write(chunk)
+            with naming(self._file.name):
+                self._file.write(chunk)
             _start_writeback(self._file.fileno(), self._bytes, len(chunk))
             self._bytes += len(chunk)
             progress.advance(len(chunk))
             if self._bytes - self._synced >= _SYNC_EVERY:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                flush_to_disk(self._file)
                 self._synced = self._bytes
 
     def close(self) -> FileRecord:
         """Sync to disk and close."""
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            flush_to_disk(self._file)
         finally:
             self._end()
         return FileRecord(self._bytes, self._hash.hexdigest())
@@ -110,7 +110,8 @@ class HashingStream:
     def _end(self) -> None:
         self._chunks.put(None)
         self._thread.join()
-        self._file.close()
+        with naming(self._file.name):  # closing writes again what failed
+            self._file.close()
 
 
 def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:

@@ -36,6 +36,7 @@ from torchtitan_lite.checkpointing.reading import read_json as read_json
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, sha256_of, write_text
 from torchtitan_lite.errors import CheckpointError, UnreadableError
 from torchtitan_lite.files import sync_folder
+from torchtitan_lite.terminal import size
 
 FORMAT_VERSION = 2
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -312,9 +313,7 @@ def require_space(checkpoints: Path, n_bytes: int) -> None:
     status = os.statvfs(where)
     free = status.f_bavail * status.f_frsize
     if free < n_bytes:
-        raise CheckpointError(
-            f"a checkpoint takes {n_bytes / 1e9:.2f} GB, but {where} has only {free / 1e9:.2f} GB free"
-        )
+        raise CheckpointError(f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free")
 
 
 # --- comparing --------------------------------------------------------------------------------------------------

@@ -91,6 +91,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# the family of a block's class in the package transformers
+BLOCKS = {
+    **dict.fromkeys(("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"), "llama"),
+    "GPT2Block": "gpt",
+    "T5Block": "t5",
+}
+
+
 def families_with(key: str) -> list[str]:
     """The families that read a key of [model]: all, unless the key is family-specific."""
     listed = [name for name, family in FAMILIES.items() if key in family.keys]

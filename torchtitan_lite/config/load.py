@@ -107,7 +107,7 @@ def parse_value(key: str, text: str) -> Any:
     annotation = field.annotation if field is not None else None
     is_text = annotation is str or (get_origin(annotation) is not dict and str in get_args(annotation))
     if is_text and text[:1] not in ("'", '"', "["):
-        return text
+        return _several(text) if key == "data.path" and "," in text else text
     if text in ("True", "False"):
         text = text.lower()
     try:
@@ -117,6 +117,14 @@ def parse_value(key: str, text: str) -> Any:
             return float(text)  # .5 and 1E5 are common, but not TOML
         except ValueError:
             return text
+
+
+def _several(text: str) -> str | list[str]:
+    """The paths that a text separates by commas, unless there is a text at all of it."""
+    from torchtitan_lite.config.find_text import unfound
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return parts if unfound(text) else text
 
 
 # --- from values to a config ------------------------------------------------------------------------------------
@@ -148,7 +156,7 @@ def build(
     known = known_keys()
     for key, value in values.items():
         if key not in known:
-            problems.append(_describe(key, value, _unknown(key, known)))
+            problems.append(_describe(key, value, _unknown(key, known, value.origin)))
             refused.add(key)
     layers = _with_size(values, problems, refused, notes)
     try:
@@ -157,7 +165,7 @@ def build(
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"][:2])
             if key not in refused:
-                problems.append(_describe(key, layers[key], f"{_sentence(item)}; {example(key)}"))
+                problems.append(_describe(key, layers[key], f"{_sentence(item)}; {example(key, layers[key].origin)}"))
             refused.add(key)
         config = _validate(layers, refused)
     for key in _unread(config, layers, refused, problems, notes):
@@ -276,18 +284,20 @@ def _shown(value: Any, write: Callable[[Any], str]) -> str:
         return "..."
 
 
-def _unknown(key: str, known: dict[str, Any]) -> str:
+def _unknown(key: str, known: dict[str, Any], origin: str) -> str:
     from torchtitan_lite.hints import nearest
 
     near = nearest(key, known)
-    return f"unknown key; the nearest known one is {near}, {example(near)}"
+    return f"unknown key; the nearest known one is {near}, {example(near, origin)}"
 
 
-def example(key: str) -> str:
-    """A valid assignment to a key."""
+def example(key: str, origin: str = "command line") -> str:
+    """A valid assignment to a key, as TOML or as an option for a shell."""
     from torchtitan_lite import hints
 
-    return hints.example(key, format_value(default_of(key)))
+    value = hints.EXAMPLES.get(key, default_of(key))
+    as_toml = format_value(value)
+    return f"e.g. {hints.option(key, value, as_toml) if origin == 'command line' else f'{key} = {as_toml}'}"
 
 
 def _sentence(item: Any) -> str:
@@ -331,5 +341,9 @@ def load(
     config = build(values, [fixed, *checks], problems, notes, left_out)
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
+    if config.model.init_from and "optim.lr" not in values:
+        from torchtitan_lite.config.presets import rate_note
+
+        notes += rate_note(config)
     origins = {key: value.origin for key, value in _with_size(values, [], set(), []).items()}
     return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes, files)

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -170,7 +171,7 @@ def _pair_key_conflicts(data: Any) -> dict[str, str]:
     if data.objective != "pairs" or not (data.source_key or data.target_key or data.source_prefix):
         return {}
     if not data.source_key or not data.target_key:
-        wrong = "name the columns or keys of a source and its target, and are needed both"
+        wrong = "name the columns or keys of a source and its target: both are needed"
     elif data.source_key == data.target_key:
         wrong = "are equal, but name two columns or keys"
     else:
@@ -233,16 +234,41 @@ def strategy_layer(
     return found, wrong
 
 
-def spelled(annotation: Any, value: Any) -> Any:
-    """The choice that a text means: case does not matter, and dtypes have short names. A single text makes a list."""
-    if get_origin(annotation) is list:
-        values = [value] if isinstance(value, str) else value
-        return [spelled(get_args(annotation)[0], item) for item in values] if isinstance(values, list) else value
+def spelled(annotation: Any, value: Any, *, commas: bool = True) -> Any:
+    """What a text means where it is not valid as it is: case does not matter in a choice, dtypes have short names, and
+    a list may be one value or values separated by commas.
+
+    Args:
+        commas: whether they separate; not in free text.
+    """
+    if (kind := get_origin(annotation)) in (list, tuple):
+        if isinstance(value, str):
+            value = _items(get_args(annotation)[0], value) if commas else [value]
+        elif isinstance(value, int | float | dict):
+            value = [value]
+        if not isinstance(value, list):
+            return value
+        return kind([spelled(get_args(annotation)[0], item) for item in value])
     if not isinstance(value, str):
         return value
     kinds = [annotation, *get_args(annotation)]  # of a Literal, or of a union with one
     choices = {c.lower(): c for k in kinds if get_origin(k) is Literal for c in get_args(k) if isinstance(c, str)}
     return choices.get(value.lower(), choices.get(_SHORT_NAMES.get(value.lower(), value), value))
+
+
+def _items(annotation: Any, text: str) -> list[Any]:
+    """The items of a list that is written without its brackets."""
+    if annotation is str or get_origin(annotation) is Literal:
+        # a comma in brackets belongs to a pattern: layers.[0,1].*
+        return [part.strip() for part in re.findall(r"(?:\[[^\]]*\]|[^,])+", text)]
+    try:
+        return list(tomli.loads(f"value = [{text}]")["value"])
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return [float(part) for part in text.split(",")]  # .9,.95 is common, but not TOML
+    except ValueError:
+        return [text]
 
 
 def against(key: str, annotation: Any, shorthand: Any, given: str, value: Any) -> list[str]:
@@ -275,6 +301,17 @@ def init_from_conflicts(config: Any) -> dict[str, str]:
     """The broken rule of `model.init_from`: nothing is there. It may be gone once the run has started from it."""
     wrong = "" if started_from(config) else problem(config.model.init_from)
     return {"model.init_from": f"model.init_from: {wrong}"} if wrong else {}
+
+
+def rate_note(config: Any) -> list[str]:
+    """A note on the default rate for a run that is about to start from `model.init_from`."""
+    if started_from(config):
+        return []
+    lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
+    return [
+        f"optim.lr = {config.optim.lr} is the default, for training from random weights; a model that is already "
+        f"trained forgets much at this rate: --optim.name=adamw --optim.lr={lr} is a start (docs/models.md)"
+    ]
 
 
 def started_from(config: Any) -> bool:

@@ -53,7 +53,8 @@ class Section(Frozen):
         except ValidationError:
             from torchtitan_lite.config.presets import spelled
 
-            return check(spelled(cls.model_fields[info.field_name or ""].annotation, value))
+            name = info.field_name or ""
+            return check(spelled(cls.model_fields[name].annotation, value, commas=name != "prompts"))
 
 
 def _require_toml(value: Any) -> None:
@@ -126,7 +127,7 @@ def _without_nul(value: Any) -> Any:
 def _batch_schedule(value: list[list[int]]) -> list[list[int]]:
     steps = [pair[0] for pair in value if len(pair) == 2 and pair[0] >= 0 < pair[1] < 2**31]
     if len(steps) < len(value) or any(a >= b for a, b in itertools.pairwise(steps)):
-        raise ValueError("should be pairs of a step and a batch size, by rising steps, e.g. [[0, 16], [1000, 64]]")
+        raise ValueError("should be pairs of a step and a batch size, by rising steps")
     return value
 
 

@@ -52,7 +52,7 @@ RULES = (
     _rule(
         "train.global_batch_size",
         "train.batch_schedule",
-        "no entry for step 0 in train.batch_schedule",
+        "a train.batch_schedule that begins after step 0",
         lambda c: not c.train.batch_schedule or c.train.batch_schedule[0][0] > 0,
     ),
     _only_with("optim.betas optim.eps", "optim.name", "adamw", "muon"),

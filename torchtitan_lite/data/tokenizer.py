@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from torchtitan_lite.config.find_text import expanded, kind_of
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
@@ -46,6 +46,22 @@ def load(path: Path) -> Tokenizer:
         raise
     except BaseException as error:
         raise DataError(f"{wrong}{reason(error)}") from None
+
+
+def encode(tokenizer: Tokenizer, text: str, name: str = "text") -> list[int]:
+    """The tokens of a text, without an end token; `name` is for messages.
+
+    Raises:
+        ConfigError: it is not valid UTF-8, or can't be encoded.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # e.g. a command line with bytes that are not UTF-8
+        raise ConfigError(f"the {name} is not valid UTF-8: {text[:40]!a}") from None
+    try:
+        return [int(i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
+    except BaseException as error:  # e.g. a word without an entry; the library's panics are no Exception
+        raise ConfigError(f"the tokenizer can't encode the {name} {text[:40]!a}: {reason(error)}") from None
 
 
 def reason(error: BaseException) -> str:

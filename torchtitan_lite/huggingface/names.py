@@ -301,6 +301,12 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     Raises:
         CheckpointError: Hugging Face has no such architecture.
     """
+    known = sorted({str(fixed["family"]) for _, fixed in _KINDS.values()})
+    if config.family not in known:
+        raise CheckpointError(
+            f'model.family = "{config.family}" has no Hugging Face names, only {", ".join(known)} do '
+            "(huggingface/names.py); model.safetensors of a full checkpoint has its tensors under our names"
+        )
     if config.qk_norm and config.qkv_bias:
         raise CheckpointError("no architecture of Hugging Face has both model.qk_norm and model.qkv_bias")
     model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"

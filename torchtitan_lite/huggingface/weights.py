@@ -23,11 +23,13 @@ from torch import Tensor
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
 from torchtitan_lite.config import paths, toml
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.presets import started_from
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
+from torchtitan_lite.models import build
 from torchtitan_lite.optim.average import KEY
 
 INDEX = "model.safetensors.index.json"
@@ -217,8 +219,8 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, ema: bool = False) -> None:
-    """Write a checkpoint, or a run's newest one, as a Hugging Face folder in float32.
+def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, ema: bool = False) -> str:
+    """Write a checkpoint, or a run's newest one, as a Hugging Face folder in float32. Returns the class that reads it.
 
     The folder is written under a temporary name and renamed at the end. Memory: one tensor.
 
@@ -256,6 +258,7 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, e
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
+        return str(content["architectures"][0])
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
@@ -313,9 +316,11 @@ def _write_shards(folder: Path, weights: Mapping[str, Tensor], specs: TensorSpec
 
 
 def section(folder: Path) -> Iterator[str]:
-    """The lines of a config that starts from a Hugging Face folder: [model], and [tokenizer] if there is one."""
+    """The lines of a config that starts from a Hugging Face folder: [model], [tokenizer] if there is one, and a recipe
+    for continued pretraining."""
+    keys = keys_of(folder)
     yield "[model]"
-    for key, value in keys_of(folder).items():
+    for key, value in keys.items():
         yield f"{key} = {toml.format_value(value)}"
     yield f"init_from = {toml.format_value(str(folder))}"
     if (folder / "tokenizer.json").is_file():
@@ -325,3 +330,45 @@ def section(folder: Path) -> Iterator[str]:
         tokenizer = bpe.load(folder / "tokenizer.json")
         if end := next((name for i in end_tokens(folder) if 0 <= i < 2**32 and (name := tokenizer.id_to_token(i))), ""):
             yield f"end_token = {toml.format_value(end)}"
+    yield from recipe(ModelConfig.model_validate(keys))
+
+
+BATCH_TOKENS = 65_536  # of the recipe, per optimizer step
+
+
+def recipe(model: ModelConfig) -> Iterator[str]:
+    """The lines of [data], [train] and [optim] for continued pretraining; docs/models.md has the reasons."""
+    with torch.device("meta"):
+        n_parameters = sum(parameter.numel() for parameter in build(model, 1).parameters())
+    # Float32 activations of a token, within a quarter of what `plan` simulates. A sequence may take as much memory as
+    # weights, gradients and the moments of AdamW, which one process needs anyway: 16 bytes a parameter.
+    token_bytes = 4 * sum(model.stacks) * (12 * model.dim + 4 * model.dim_of_ffn)
+    fits = max(16 * n_parameters // token_bytes, 256)
+    seq_len = min(model.max_seq_len, 1 << (fits.bit_length() - 1))
+    batch = max(BATCH_TOKENS // seq_len, 1)
+    limit = (
+        f"the model takes {model.max_seq_len}, if there is memory" if seq_len < model.max_seq_len else "as the model"
+    )
+    lr, source = "2e-5", "that of Code Llama's continued training on long sequences, arXiv:2308.12950"
+    yield ""
+    yield "# Continued pretraining; docs/models.md has the reasons and the sources."
+    if FAMILIES[model.family].encoder_decoder:
+        lr, source = "1e-4", "the lower one that transformers' page on T5 gives for AdamW"
+        yield "[data]"
+        yield 'objective = "span_corruption"  # or "pairs", with target_len'
+        yield ""
+    yield "[train]"
+    yield f"seq_len = {seq_len}  # {limit}"
+    yield f"micro_batch_size = {min(max(fits // seq_len, 1), 8, batch)}  # sequences per rank and forward pass"
+    yield f"global_batch_size = {batch}  # {batch * seq_len:,} tokens per step; with 4 times as many, lr times 2"
+    yield f"steps = 500  # {500 * batch * seq_len:,} tokens; or epochs = 1 in its place"
+    yield ""
+    yield "[optim]"
+    yield 'name = "adamw"'
+    yield f"lr = {lr}  # {source}"
+    yield "# A larger rate learns the new text faster and forgets more of the old (Ibrahim et al., arXiv:2403.08763)."
+    yield "betas = [0.9, 0.95]"
+    yield "weight_decay = 0.1"
+    yield 'schedule = "cosine"  # warm up again, then decay again to a tenth'
+    yield "warmup_steps = 20"
+    yield "min_lr_ratio = 0.1"

@@ -111,7 +111,20 @@ class Trackers:
 
 
 def _scalars(values: Mapping[str, Any]) -> Scalars:
-    return {key: float(v) for key, v in values.items() if key != "step" and type(v) in (int, float)}
+    # a record from metrics.jsonl has the time of writing
+    return {key: float(v) for key, v in values.items() if key not in ("step", "time") and type(v) in (int, float)}
+
+
+def grouped(key: str) -> str:
+    """The name of a figure in Weights & Biases, which makes a section of each prefix: train, val, task or time."""
+    if key.startswith("task/") or key in ("seconds", "tokens_per_second", "mfu") or key.endswith("_s"):
+        return key if key.startswith("task/") else f"time/{key}"
+    average, _, rest = key.rpartition("val_")  # ema_val_loss is val/ema_loss
+    if key.startswith(("val_", "ema_val_")):
+        return f"val/{average}{rest}"
+    if key in ("unigram_bits_per_byte", "eval_samples"):
+        return f"val/{key}"
+    return key.replace("task_", "task/", 1) if key.startswith("task_") else f"train/{key}"
 
 
 def _tensorboard(
@@ -135,11 +148,15 @@ def _wandb(
 ) -> tuple[Callable[[Scalars, int], None], Callable[[], None]]:
     import wandb
 
-    kept = folder / "wandb-id.txt"  # a resume continues the same W&B run
-    known = kept.read_text(encoding="utf-8").strip() if kept.is_file() else None
+    kept = folder / "wandb-id.txt"  # a resume continues the same W&B run, with the names that it began with
+    known, *names = kept.read_text(encoding="utf-8").split() if kept.is_file() else (None, "grouped")
     about = dict(state.config)
     run = wandb.init(
         project=config.wandb_project, name=folder.name, id=known, resume="allow", dir=str(folder), config=about
     )
-    kept.write_text(run.id + "\n", encoding="utf-8")
-    return (lambda scalars, at: run.log(dict(scalars), step=at)), run.finish
+    kept.write_text("\n".join([run.id, *names, ""]), encoding="utf-8")
+
+    def write(scalars: Scalars, at: int) -> None:
+        run.log({grouped(key) if names else key: value for key, value in scalars.items()}, step=at)
+
+    return write, run.finish

@@ -136,26 +136,32 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     if group is None:
         return [newton_schulz(whole) for whole in rows]
     m, n = matrices[0].shape
-    per_rank = -(-m // n_ranks)  # as torch.chunk splits dim 0
-    counts = [max(min(per_rank, m - per_rank * r), 0) for r in range(n_ranks)]
-    owned = [range((owner - first) % n_ranks, len(rows), n_ranks) for owner in range(n_ranks)]
-    sent = torch.cat([rows[i].reshape(-1) for indices in owned for i in indices])
-    to_owners = [len(indices) * counts[rank] * n for indices in owned]
-    from_ranks = [len(owned[rank]) * count * n for count in counts]
+    per_rank = -(-m // n_ranks)  # as torch.chunk splits dim 0: the first ranks hold all rows
+    counts = [min(per_rank, m - first_row) for first_row in range(0, m, per_rank)]
+    own_count = counts[rank] if rank < len(counts) else 0
+    # Only owners of a matrix and holders of rows are listed: there may be far more ranks than either.
+    owned = {(first + i) % n_ranks: range(i, len(rows), n_ranks) for i in range(min(n_ranks, len(rows)))}
+    owners = sorted(owned)
+    n_owned = len(owned.get(rank, ()))
+    sent = torch.cat([rows[i].reshape(-1) for owner in owners for i in owned[owner]])
+    to_owners = [0] * n_ranks
+    for owner in owners:
+        to_owners[owner] = len(owned[owner]) * own_count * n
+    from_ranks = [n_owned * count * n for count in counts] + [0] * (n_ranks - len(counts))
     received = sent.new_empty(sum(from_ranks))
     dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
     # (owned matrices, rows of the rank, N) from each rank -> (owned matrices, M, N)
-    parts = [part.view(len(owned[rank]), -1, n) for part in received.split(from_ranks) if part.numel()]
+    parts = [part.view(n_owned, -1, n) for part in received.split(from_ranks[: len(counts)])] if n_owned else []
     done = [newton_schulz(whole) for whole in torch.cat(parts, dim=1)] if parts else []
     del received, parts
     back = [whole.split(counts) for whole in done]
-    sent = torch.cat([part[r].reshape(-1) for r in range(n_ranks) for part in back]) if back else sent.new_empty(0)
+    sent = torch.cat([part[r].reshape(-1) for r in range(len(counts)) for part in back]) if back else sent.new_empty(0)
     del done, back
     received = sent.new_empty(sum(to_owners))
     dist.all_to_all_single(received, sent, to_owners, from_ranks, group=group)
     found = rows[:]
-    for indices, part in zip(owned, received.split(to_owners), strict=True):
-        for i, own in zip(indices, part.view(len(indices), counts[rank], n) if indices else (), strict=True):
+    for owner, part in zip(owners, received.split([to_owners[owner] for owner in owners]), strict=True):
+        for i, own in zip(owned[owner], part.view(len(owned[owner]), own_count, n), strict=True):
             found[i] = own
     return found
 

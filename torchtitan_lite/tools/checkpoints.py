@@ -4,7 +4,7 @@ verify RUN...        hash every file of every checkpoint and report problems; al
 inspect FOLDER       list a checkpoint's files and tensors, and the step of its run
 convert FOLDER OUT   turn a sharded checkpoint into a full one, or the reverse (runs load both)
 export RUN OUT       write a Hugging Face folder; with --ema, of the averaged weights (optim.ema_decay)
-import FOLDER [OUT]  print, or write to OUT, a config that starts from a Hugging Face folder
+import FOLDER [OUT]  print, or write to OUT, a config for continued pretraining of a Hugging Face folder
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
-from torchtitan_lite.terminal import counted
+from torchtitan_lite.terminal import counted, size
 
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # name prefix in shards, file of the full state
 
@@ -70,7 +70,7 @@ def inspect(folder: Path) -> None:
         f"{manifest.state_dict} state"
     )
     files = counted(len(manifest.files), "file")
-    print(f"saved by {counted(manifest.world_size, 'rank')}; {manifest.bytes / 2**20:.1f} MiB in {files}")
+    print(f"saved by {counted(manifest.world_size, 'rank')}; {size(manifest.bytes)} in {files}")
     for name, record in manifest.files.items():
         print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
     if manifest.state_dict == "sharded":
@@ -139,7 +139,10 @@ def import_config(folder: Path, out: Path | None) -> None:
             stream.write(text)
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
-    print(f"wrote {out}: train.py --config {out} starts from these weights, step 0, with a new optimizer")
+    print(
+        f"wrote {out}: train.py --config {out} --data.path=my_text starts from these weights, step 0, with a new "
+        "optimizer. Its comments give the reasons of the recipe"
+    )
 
 
 def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:
@@ -179,8 +182,8 @@ def _run(given: argparse.Namespace) -> int:
     elif given.command == "convert":
         print(f"converted to {convert(named_checkpoints(given.folder)[-1], given.out)}")
     elif given.command == "export":
-        weights.export(given.source, given.out, ema=given.ema)
-        print(f"exported to {given.out}")
+        made = weights.export(given.source, given.out, ema=given.ema)
+        print(f"exported to {given.out}: transformers.{made}.from_pretrained reads it")
     else:
         import_config(given.folder, given.out)
     return 0

@@ -11,7 +11,11 @@ which wins. `train.py --print-config` prints every value with its origin.
 
 A file can build on another by `base = "other.toml"`. All paths in a file are relative to the working directory, as on
 the command line; `base` is looked for next to the file that names it first. Choices may be in upper or lower case, and
-`bf16`, `fp16` and `fp32` are dtypes too. Where a list is expected, a single text makes a list of one.
+`bf16`, `fp16` and `fp32` are dtypes too.
+
+A list may be written without brackets: `--log.trackers=tensorboard,wandb`, `--optim.betas=0.9,0.95`, or a single value.
+A comma inside brackets belongs to a pattern (`layers.[0,1].*`). `sample.prompts` is not split, since text has commas:
+`--sample.prompts='["one, two", "three"]'` works. A `data.path` of which nothing exists as it stands is split too.
 """
 
 

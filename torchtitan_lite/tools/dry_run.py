@@ -25,9 +25,9 @@ from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring import mfu, run_folder
 from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
-from torchtitan_lite.terminal import duration
+from torchtitan_lite.terminal import duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
-from torchtitan_lite.tools.plan import Plan, make_plan, size
+from torchtitan_lite.tools.plan import Plan, make_plan
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, check_previous_step

@@ -34,16 +34,9 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     Raises:
         ConfigError: it is empty, is not valid UTF-8, can't be encoded, or is too long for the model.
     """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # the command line holds bytes that are not UTF-8
-        raise ConfigError(f"the prompt is not valid UTF-8: {prompt[:40]!a}") from None
     if answers(opened.model) and prompt:
         prompt = with_prefix(opened.prefix, prompt)
-    try:
-        ids = [int(i) for i in opened.tokenizer.encode(prompt, add_special_tokens=False).ids]
-    except BaseException as error:  # e.g. a word without an entry; the library's panics are no Exception
-        raise ConfigError(f"the tokenizer can't encode the prompt {prompt[:40]!a}: {bpe.reason(error)}") from None
+    ids = bpe.encode(opened.tokenizer, prompt, "prompt")
     limit = opened.model.config.max_seq_len
     if answers(opened.model):
         if not ids:
@@ -116,7 +109,7 @@ def tokens_of(opened: Opened, ids: list[int], options: Options) -> Iterable[int]
 
 def _line() -> str:
     try:
-        return input("prompt> " if sys.stdin.isatty() else "")
+        return input("prompt> " if sys.stdin.isatty() else "").removesuffix("\r")  # of lines that end in CR LF
     except UnicodeDecodeError as error:
         raise ConfigError(f"the input is not {error.encoding} text: {error}") from None
 

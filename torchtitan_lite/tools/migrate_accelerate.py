@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config import paths
+from torchtitan_lite.config.families import BLOCKS, FAMILIES
 from torchtitan_lite.config.presets import STRATEGIES
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError, run_cli
@@ -127,9 +128,22 @@ def _prefetch(t: Translation, name: str, value: Any) -> None:
         t.set("fsdp.forward_prefetch", 1, f"{name}: {shown(value)}")
 
 
+def _layer(t: Translation, name: str, value: Any) -> None:
+    """The classes of the blocks, which are groups always. They tell which family the model belongs to."""
+    reason = "always on: each block, the embeddings and the head are groups"
+    if known := [block for block in shown(value).replace(",", " ").split() if block in BLOCKS]:
+        family = BLOCKS[known[0]]
+        objective = ' with data.objective = "pairs" or "span_corruption"' if FAMILIES[family].encoder_decoder else ""
+        reason += f'; {known[0]} is the block of model.family = "{family}"{objective} (docs/models.md)'
+    t.done_anyway[name] = reason
+
+
 YES = {True: True, False: False}
 _LAUNCH = _anyway("an option of the launcher: see the command below")
 _TPU = _none("for TPUs")
+_ACCUMULATION = _none(
+    "it follows: train.global_batch_size = this x ranks x train.micro_batch_size, the sequences per rank and forward"
+)
 _ONE_PROCESS_READS = _anyway("always on: each rank gets only its own rows of the model")
 _BLOCKS = _anyway("always on: each block, the embeddings and the head are groups")
 _STRATEGY_BY_NUMBER = dict(
@@ -154,6 +168,7 @@ TOP: dict[str, Rule] = {
         other=_none("not supported"),
     ),
     "downcast_bf16": _TPU,
+    "gradient_accumulation_steps": _ACCUMULATION,
     "machine_rank": _LAUNCH,
     "main_training_function": _none("train.py is the script"),
     "main_process_ip": _LAUNCH,
@@ -187,8 +202,8 @@ FSDP: dict[str, Rule] = {
         TRANSFORMER_BASED_WRAP=_BLOCKS,
         other=_none("the groups are fixed: each block, the embeddings, the head"),
     ),
-    "fsdp_transformer_layer_cls_to_wrap": _BLOCKS,
-    "fsdp_transformer_cls_names_to_wrap": _BLOCKS,
+    "fsdp_transformer_layer_cls_to_wrap": _layer,
+    "fsdp_transformer_cls_names_to_wrap": _layer,
     "fsdp_min_num_params": _none("the groups are fixed: each block, the embeddings, the head"),
     "fsdp_backward_prefetch_policy": _choice(
         BACKWARD_PRE=_anyway("FSDP2 always does; explicit_prefetching = true reaches further ahead"),
@@ -218,7 +233,7 @@ DEEPSPEED: dict[str, Rule] = {
     "offload_param_device": _offload,
     "offload_optimizer_device": _offload,
     "gradient_clipping": _clipping,
-    "gradient_accumulation_steps": _none("it follows from train.global_batch_size and train.micro_batch_size"),
+    "gradient_accumulation_steps": _ACCUMULATION,
     "zero3_init_flag": _anyway("always on: the model is built without storage and sharded before it is allocated"),
     "zero3_save_16bit_model": _none("checkpoints hold float32; python checkpoint.py export writes a model"),
 }

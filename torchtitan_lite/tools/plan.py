@@ -24,7 +24,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device, flops_per_token, formula
-from torchtitan_lite.terminal import counted, duration
+from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.schedule import schedule_lines
@@ -179,11 +179,6 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
 def describe(plan: Plan, mfu: float) -> str:
     """The printed plan."""
     return "\n".join([*_model_lines(plan), *_memory_lines(plan), *_sent_lines(plan), *_time_lines(plan, mfu)])
-
-
-def size(n_bytes: float) -> str:
-    """1.50 GiB, 20.25 MiB."""
-    return f"{n_bytes / GIB:,.2f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:,.2f} MiB"
 
 
 def _model_lines(plan: Plan) -> list[str]:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -227,12 +228,25 @@ class Timeline(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """A process group whose collectives do nothing. This process is rank 0, which never holds less than the others."""
+    """A process group whose collectives do nothing. This process is rank 0, which never holds less than the others.
+
+    FSDP cuts each parameter into one tensor per rank, and keeps its own. Here only the first is made, or a large world
+    would take minutes and gigabytes.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            if hasattr(_fsdp_param, "_chunk_with_empty"):
+                stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk))
+            stack.enter_context(patch.object(dist, "all_to_all_single", lambda *_args, **_keys: None))
+            yield
     finally:
         dist.destroy_process_group()
+
+
+def _first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+    """The chunk of rank 0."""
+    return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // num_chunks))]
 
 
 def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) -> Simulated:

@@ -81,7 +81,7 @@ def _plain_text(document: bytes, number: int, unit: str) -> Texts | Problem:
         return Problem(
             f"{unit} {number + (document.count(10, 0, error.start) if unit == 'line' else 0)}",
             "not UTF-8",
-            f"byte {document[error.start]:#04x} is not utf-8; convert the file to UTF-8 or remove it",
+            f"byte {document[error.start]:#04x} is not utf-8",
         )
 
 

@@ -29,7 +29,7 @@ from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.readers import Chunk, unit_of
 from torchtitan_lite.data.repair import foreign
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.files import flush_to_disk, write_durably
+from torchtitan_lite.files import flush_to_disk, naming, write_durably
 
 COMMIT_EVERY_S = 1.0
 ORIGINS = "origins.json"
@@ -114,7 +114,7 @@ class Writer:
             size = lengths[-1] * self._dtype.itemsize if tokens > 1 else 0
             self._shards.append(self._open(metas.shard_name(split, len(lengths) - 1), size))
             if tokens == 1:
-                self._shards[-1].write(np.array([job.end_token], self._dtype).tobytes())
+                _write(self._shards[-1], np.array([job.end_token], self._dtype).tobytes())
             self._indices.append(self._open(f"{split}.idx", documents * 8))
             if progress.origins:
                 self._origins.append(self._open(origins_name(split), documents * 8))
@@ -128,7 +128,8 @@ class Writer:
     def _open(self, name: str, size: int) -> Any:
         """Open a file for appending, truncated to this size."""
         (self._folder / name).touch()
-        stream = self._files.enter_context((self._folder / name).open("r+b"))
+        stream = (self._folder / name).open("r+b")
+        self._files.callback(_close, stream)
         stream.truncate(size)
         stream.seek(size)
         return stream
@@ -138,17 +139,17 @@ class Writer:
         p = self._progress
         for i, encoded in enumerate((result.train, result.val)):
             ends = p.tokens[i] + np.cumsum(encoded.lengths, dtype=np.int64)
-            self._indices[i].write(ends.tobytes())
+            _write(self._indices[i], ends.tobytes())
             self._append(i, encoded.tokens)
             if p.origins:
-                self._origins[i].write((encoded.places | chunk.file << PLACE_BITS).tobytes())
+                _write(self._origins[i], (encoded.places | chunk.file << PLACE_BITS).tobytes())
             p.tokens[i] += len(encoded.tokens)
             p.documents[i] += len(encoded.lengths)
             p.text_bytes[i] += encoded.text_bytes
             p.unknown_tokens += encoded.unknown
         for problem in result.problems:
             line = json.dumps({"file": str(corpus.files[chunk.file]), **vars(problem)}).encode() + b"\n"
-            self._skipped.write(line)
+            _write(self._skipped, line)
             p.skipped_bytes += len(line)
             p.skipped[problem.reason] = p.skipped.get(problem.reason, 0) + 1
         p.file, p.chunk = (chunk.file + 1, 0) if chunk.last else (chunk.file, chunk.number + 1)
@@ -163,7 +164,7 @@ class Writer:
                 self._shards[i].close()
                 self._shards[i] = self._open(metas.shard_name(metas.SPLITS[i], number), 0)
             part, tokens = tokens[: self._shard_tokens - used], tokens[self._shard_tokens - used :]
-            self._shards[i].write(part.tobytes())
+            _write(self._shards[i], part.tobytes())
             self._written[i] += len(part)
 
     def commit(self) -> None:
@@ -176,6 +177,16 @@ class Writer:
     def close(self) -> None:
         """Close the files without a commit."""
         self._files.close()
+
+
+def _close(stream: Any) -> None:
+    with naming(stream.name):  # closing writes again what failed
+        stream.close()
+
+
+def _write(stream: Any, content: bytes) -> None:
+    with naming(stream.name):
+        stream.write(content)
 
 
 def origins_name(split: str) -> str:

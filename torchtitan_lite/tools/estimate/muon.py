@@ -34,21 +34,23 @@ def muon_step(
     freeze(model, config.freeze)
     width = {"float32": 4, "bfloat16": 2}.get(config.muon_dtype, 2 if on_gpu else 4)
     ranks, first = layout.dp_shard, 0
-    owned: list[Counter[tuple[int, int]]] = [Counter() for _ in range(ranks)]
-    received: list[Counter[Collective]] = [Counter() for _ in range(ranks)]
+    exchanged: list[tuple[int, int, int, int]] = []  # rows, columns, the rank that owns the first matrix, matrices
     for group in parameter_groups(model, config):
         for matrices in exchanges(group["params"], ranks) if group["muon"] else ():
             rows, columns = matrices[0].shape
-            for i, rank in enumerate((first + i) % ranks for i in range(ranks)):
-                n = len(range(i, len(matrices), ranks))
-                owned[rank][rows, columns] += n
-                received[rank][Collective(KIND, n * rows * columns * width, ranks)] += 2
+            exchanged.append((rows, columns, first % ranks, len(matrices)))
             first += len(matrices)
-    most = max(range(ranks), key=lambda rank: sum(r * c * n for (r, c), n in owned[rank].items()))
-    for (rows, columns), n in owned[most].items():
+    elements: Counter[int] = Counter()  # by rank, of those that own a matrix: a world may have far more ranks
+    for rows, columns, start, n_matrices in exchanged:
+        for i in range(n_matrices):
+            elements[(start + i) % ranks] += rows * columns
+    most = min(elements, key=lambda rank: (-elements[rank], rank), default=0)
+    for rows, columns, start, n_matrices in exchanged:
+        n = len(range((most - start) % ranks, n_matrices, ranks))
+        sent[Collective(KIND, n * rows * columns * width, ranks)] += 2
         short, long = sorted((rows, columns))
         times = n * ITERATIONS
         work[Product("optimizer", 1, short, short, long, width)] += times
         work[Product("optimizer", 1, short, short, short, width)] += times
         work[Product("optimizer", 1, short, long, short, width)] += times
-    return work, received[most] if ranks > 1 else sent
+    return work, sent if ranks > 1 else Counter()
