@@ -7,18 +7,16 @@ error never stops a run here: every rank gets it as the outcome.
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
-
-import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress, select, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.agreement import outcome_on_rank0
-from torchtitan_lite.distributed.process_group import World, untimed_group
+from torchtitan_lite.distributed.process_group import World, from_all_ranks, untimed_group
 
 T = TypeVar("T")
 Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into an existing folder
@@ -104,10 +102,9 @@ class Saver:
         except Exception as caught:  # any error: the other ranks must not wait for this one
             text = str(caught) or repr(caught)
             error = text if text.startswith("rank ") else f"rank {self.world.rank}: {text}"
-        found: list[tuple[dict[str, FileRecord], str]] = [({}, "")] * self.world.world_size
-        dist.all_gather_object(found, (mine, error), group=self.group)
+        found = from_all_ranks(({name: asdict(record) for name, record in mine.items()}, error), self.group)
         error = "; ".join(dict.fromkeys(text for _, text in found if text))
-        files = {name: record for records, _ in found for name, record in records.items()}
+        files = {name: FileRecord(**record) for records, _ in found for name, record in records.items()}
 
         def commit() -> Path:
             if error:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
 from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.distributed.process_group import World, env_int, from_rank0
+from torchtitan_lite.distributed.process_group import World, env_int, from_all_ranks, from_rank0
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import write_durably
 
@@ -92,8 +91,7 @@ def begin(folder: Path, world: World, resume: str) -> str:
     since ("auto"), but only if an earlier attempt had applied the option: "carried_out" in run.json is written
     together with the first change to the folder.
     """
-    counts = [0] * world.world_size
-    dist.all_gather_object(counts, env_int("TORCHELASTIC_RESTART_COUNT", 0))  # each machine counts its own
+    counts = from_all_ranks(env_int("TORCHELASTIC_RESTART_COUNT", 0))  # each machine counts its own
     restart, problem = False, ""
     if world.rank == 0:
         try:
