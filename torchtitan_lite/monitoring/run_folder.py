@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from torchtitan_lite import __version__
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.distributed.process_group import World, env_int, from_all_ranks, from_rank0
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
 
 
@@ -52,7 +52,7 @@ def lock(folder: Path, world: World) -> FileLock:
     """Lock the folder on rank 0 for as long as the returned object lives, so that only one run writes to it.
 
     Raises:
-        ConfigError: on every rank: another process holds the lock, or locking fails.
+        BusyError: on every rank: another process holds the lock, or locking fails.
     """
     held = FileLock(folder / ".lock", blocking=False)
     problem = ""
@@ -71,7 +71,7 @@ def lock(folder: Path, world: World) -> FileLock:
             with contextlib.suppress(OSError):  # used only in the message above
                 holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     if problem := from_rank0(problem):
-        raise ConfigError(problem)
+        raise BusyError(problem)
     return held
 
 
