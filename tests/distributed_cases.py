@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,7 +131,7 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
 
 def case_values_keep_their_types_between_ranks() -> None:
     rank = dist.get_rank()
-    value = {
+    value: dict[Any, Any] = {
         "": [(), [], {}, None, True, 1, -0.0, math.inf, "", "\udcff \u2028", Path("a b/c")],
         1: {(1, "x"): [[(Path(),)]], None: {"tuple": [1], "path": "p"}},
     }

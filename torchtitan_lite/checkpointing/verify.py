@@ -20,7 +20,7 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
 
     def check() -> tuple[dict[str, Any] | None, str]:
         manifest, wrong = storage.check_manifest(folder)
-        return manifest and asdict(manifest), wrong
+        return asdict(manifest) if manifest else None, wrong
 
     content, error = on_rank0(world, check)
     if content is None:

@@ -137,7 +137,7 @@ def from_rank0(value: T | None, group: dist.ProcessGroup | None = None) -> T:
     dist.broadcast(size, source, group)
     data = mine if is_source else torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.broadcast(data, source, group)
-    return _from_bytes(data)  # type: ignore[no-any-return]
+    return _from_bytes(data)
 
 
 def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -97,7 +97,7 @@ class Coordinator:
     async def serve(self, port: int) -> int:
         """Returns the exit code of the run."""
         port = port or free_port()  # asyncio would choose one for IPv4, and another one for IPv6
-        server = await asyncio.start_server(self._connected, None, port)
+        server = await asyncio.start_server(self._connected, None, port, backlog=_STRANGERS // 2)
         _say(f"waiting for {self._limits.least} to {self._limits.most} machines on port {port}")
         code = await self._run()
         self._over = True

@@ -208,7 +208,11 @@ class Machine:
     async def _end_processes(self) -> None:
         if self._processes:
             self._processes.stop(QUICK_S)
+            killed = time.monotonic() + QUICK_S
             while self._processes.codes()[1]:
+                if time.monotonic() > killed + QUICK_S:
+                    print_error(f"{self._name}: waiting for processes that SIGKILL does not end, see ps: state D?")
+                    killed = math.inf
                 await asyncio.sleep(_POLL_S)
             self._processes = None
 

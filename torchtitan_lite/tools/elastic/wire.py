@@ -21,6 +21,7 @@ import ipaddress
 import json
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -170,9 +171,9 @@ class Hello:
         return asdict(self)
 
 
-def digest_of(command: list[str]) -> str:
+def digest_of(command: Sequence[str]) -> str:
     """Equal for equal commands. The command itself, which may hold passwords, is not sent."""
-    return hashlib.sha256(json.dumps(command).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()
 
 
 def exit_codes(message: dict[str, Any]) -> tuple[list[int], int]:
