@@ -634,7 +634,9 @@ def test_mistakes_are_explained(
     assert f"no coordinator of this run answers at 127.0.0.1:{other}" in refused(
         "join", "--patience=0", f"127.0.0.1:{other}", "x"
     )
-    assert "(it has another secret)" in refused("join", "--patience=0", f"127.0.0.1:{port}", "x", secret="y" * 32)
+    assert "(it has another secret, or is no coordinator)" in refused(
+        "join", "--patience=0", f"127.0.0.1:{port}", "x", secret="y" * 32
+    )
     assert "should be HOST:PORT" in refused("join", "node0", "train.py")
     assert "should be HOST:PORT" in refused("join", "[::1]", "train.py")
     assert "--nproc-per-node=0 should be at least 1" in refused("join", "--nproc-per-node=0", "node0:1", "train.py")

@@ -91,7 +91,7 @@ class Connection:
         except (EOFError, ConnectionResetError, BrokenPipeError):
             raise ConnectionError("it closes the connection") from None
         if not hmac.compare_digest(proof, mac(secret, other, *session)):
-            raise ConnectionError("it has another secret")
+            raise ConnectionError(f"it has another secret, or is no {other.decode()}")
         if me == b"machine":
             writer.write(mac(secret, me, *session))
         return cls(reader, writer, mac(secret, b"session", *session), me, other)
