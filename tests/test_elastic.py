@@ -478,6 +478,16 @@ def test_machines_that_are_lost_do_not_excuse_failures_for_ever(
         assert served._failures == 1
 
 
+def test_names_of_many_machines_fit_into_a_message() -> None:
+    async def play(served: coordinator.Coordinator, port: int) -> None:
+        a = await FakeMachine.at(port, "a" * 60_000)
+        await a.told("start")
+        a.ended(0)
+        assert await a.told("done") == 0
+
+    assert coordinated(play, most=1) == 0
+
+
 NO_SECOND_FORK = """
 import subprocess, sys
 from torchtitan_lite.tools.elastic import __main__

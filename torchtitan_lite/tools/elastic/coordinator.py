@@ -238,7 +238,7 @@ class Coordinator:
             address = first.name
         names = ", ".join(machine.name for machine in self._world)
         text = f"world {self._number}: {counted(size, 'rank')} on {counted(len(self._world), 'machine')}: {names}"
-        why = f"{text} ({', '.join(self._news)})"
+        why = f"{text} ({', '.join(self._news)})"[:2000]  # a thousand names would not fit into a message
         self._news.clear()
         rank = 0
         for number, machine in enumerate(self._world):

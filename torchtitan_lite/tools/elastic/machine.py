@@ -180,7 +180,7 @@ class Machine:
     def _start(self, env: dict[str, str], why: str) -> None:
         """Start the processes of the next world."""
         self._last_world = int(env["TORCHELASTIC_RESTART_COUNT"])
-        why = "".join(c if c.isprintable() else "?" for c in why[:2000])
+        why = "".join(c if c.isprintable() else "?" for c in why)
         self._processes, self._sent_codes = Processes(self._command, self._count, {WORLD: why} | env), []
         if self._processes.problem:
             print_error(f"{self._name}: can't start the processes: {self._processes.problem}")
