@@ -20,6 +20,7 @@ in the background. Command line: `python checkpoint.py verify | inspect | conver
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class Checkpointer:
         folder, manifest = selection.folder, selection.manifest
         if folder is None or manifest is None:
             return None
-        state = on_rank0(self.world, lambda: self._read_state(folder, identity))
+        state = TrainState(**on_rank0(self.world, lambda: asdict(self._read_state(folder, identity))))
         make_state(self.optimizer)
         with optimizer_as_saved(self.optimizer, state):
             on_rank0(self.world, lambda: self._require_same_tensors(folder, manifest))

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,14 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
-from torchtitan_lite.distributed.process_group import World, exit_process, process_group, sum_over_ranks
+from torchtitan_lite.distributed.process_group import (
+    World,
+    exit_process,
+    from_all_ranks,
+    from_rank0,
+    process_group,
+    sum_over_ranks,
+)
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build
@@ -123,11 +131,27 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
                 )
 
 
+def case_values_keep_their_types_between_ranks() -> None:
+    rank = dist.get_rank()
+    value: dict[Any, Any] = {
+        "": [(), [], {}, None, True, 1, -0.0, math.inf, "", "\udcff \u2028", Path("a b/c")],
+        1: {(1, "x"): [[(Path(),)]], None: {"tuple": [1], "path": "p"}},
+    }
+    with torch.device("meta"):
+        assert repr(from_rank0(value if rank == 0 else None)) == repr(value)
+        uneven = [("x" * 1000 * each, [each]) for each in range(4)]
+        assert from_all_ranks(uneven[rank]) == uneven
+    group = dist.new_group([1, 3])
+    if rank in (1, 3):
+        assert from_rank0(rank, group) == 1
+        assert from_all_ranks(rank, group) == [1, 3]
+        with pytest.raises(TypeError, match="Tensor can't be sent between ranks"):
+            from_all_ranks(torch.zeros(1), group)
+
+
 def case_both_apis_save_the_same_files_and_load_each_others() -> None:
     world = World(dist.get_rank(), 4, CPU, 1)
-    shared: list[str] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(shared)
-    folder = Path(shared[0])
+    folder = from_rank0(Path(tempfile.mkdtemp()) if world.rank == 0 else None)
     flat, grid = make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])
     cases = [
         (flat, "gpt", "sgd", ""),

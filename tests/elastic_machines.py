@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.helpers import HANGS_S, ROOT
 
+SECRET = "0123456789abcdef" * 4
 ELASTIC = [sys.executable, "-m", "torchtitan_lite.tools.elastic"]
 
 
@@ -31,16 +32,23 @@ class Machines:
     Args:
         folder: for what they print: coordinator.txt, and a file for each machine.
         command: what they run.
+        port: of a coordinator that is started later; 0: it is started at once, on a free one.
     """
 
     def __init__(
-        self, folder: Path, command: Sequence[str], *options: str, env: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        command: Sequence[str],
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        port: int = 0,
     ) -> None:
-        self._folder, self.command, self._env = folder, command, dict(env or {})
+        self._folder, self.command, self._env = folder, command, {"TORCHTITAN_LITE_SECRET": SECRET, **(env or {})}
         self._options = options
         self.alive: dict[str, subprocess.Popen[bytes]] = {}
-        self.port = 0
-        self.coordinate()
+        self.host, self.port = "127.0.0.1", port
+        if not port:
+            self.coordinate()
 
     def coordinate(self) -> None:
         """Start the coordinator, the second time on the same port."""
@@ -49,10 +57,12 @@ class Machines:
         until(lambda: self.said().count("on port ") > before, "the coordinator listens")
         self.port = int(re.findall(r"on port (\d+)", self.said())[-1])
 
-    def join(self, name: str, *options: str, command: Sequence[str] | None = None) -> None:
+    def join(
+        self, name: str, *options: str, command: Sequence[str] | None = None, entry: Sequence[str] = ELASTIC
+    ) -> None:
         """Add a machine."""
-        what = ["--name", name, *options, f"127.0.0.1:{self.port}", *(command or self.command)]
-        self.alive[name] = self._start(name, "join", *what)
+        what = ["--name", name, *options, f"{self.host}:{self.port}", *(command or self.command)]
+        self.alive[name] = self._start(name, "join", *what, entry=entry)
 
     def kill(self, name: str) -> None:
         """SIGKILL for everything on a machine."""
@@ -83,8 +93,8 @@ class Machines:
     def _running(self) -> dict[str, subprocess.Popen[bytes]]:
         return {"coordinator": self.coordinator} | self.alive
 
-    def _start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, *words: str, entry: Sequence[str] = ELASTIC) -> subprocess.Popen[bytes]:
         env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | self._env
         with (self._folder / f"{name}.txt").open("ab") as out:
-            return subprocess.Popen([*ELASTIC, *words], cwd=ROOT, env=env, stdout=out, stderr=out)
+            return subprocess.Popen([*entry, *words], cwd=ROOT, env=env, stdout=out, stderr=out)

@@ -241,7 +241,8 @@ def test_families_are_named_in_one_place() -> None:
 # what does one thing, and the only file that may name it
 ONE_PLACE = {
     "fnmatch.fnmatchcase": "config/patterns.py",  # patterns of parameters
-    "broadcast_object_list": "distributed/process_group.py",  # rank 0's value on every rank
+    "dist.broadcast_object_list": "",  # it unpickles: use process_group.from_rank0
+    "dist.all_gather_object": "",  # the same: from_all_ranks
     "sched_getaffinity": "config/derive.py",  # usable cores
     "it was renamed": "checkpointing/storage.py",
     "sequences x": "monitoring/console.py",  # the lines about model and batch

@@ -165,8 +165,11 @@ def test_a_restart_by_torchrun_resumes_from_the_previous_attempt(
     first = ranks(n, *same, env=torchrun_attempt(0), fault="kill:0:5")
     assert first.returncode != 0
     assert set_aside(run) == expected
-    output = succeeded(ranks(n, *same, env=torchrun_attempt(1)))
+    why = "world 2: 1 rank on 1 machine: a (b is lost)"  # as tools.elastic sets it
+    output = succeeded(ranks(n, *same, env=torchrun_attempt(1) | {"TORCHTITAN_LITE_WORLD": why}))
     assert f'checkpoint.resume = "{resume}" was applied by an earlier attempt' in output
+    assert "; a new secret begins another launch" in output
+    assert f"\nstart   {why}\n" in (run / "train.log").read_text()
     assert "resumed after step 4" in output
     assert set_aside(run) == expected
     assert losses(run).keys() == set(range(1, 9))

@@ -217,14 +217,20 @@ def test_the_slurm_script_joins_a_coordinator(
     python = tmp_path / "bin/played-python"
     python.write_text(JOINED)
     python.chmod(stat.S_IRWXU)
-    played = {"PYTHON": str(python), "CODE": str(code), "COORDINATOR": "login1:29400", "NPROC": "8"}
+    played = {
+        "PYTHON": str(python),
+        "CODE": str(code),
+        "COORDINATOR": "login1:29400",
+        "SECRET_FILE": "a b.key",
+        "NPROC": "8",
+    }
     result = subprocess.run(
         ["bash", "scripts/slurm.sbatch", "--run.name=run"],
         cwd=ROOT, env=slurm | played, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert result.returncode == expected, result.stdout + result.stderr
-    command = "-m torchtitan_lite.tools.elastic join --nproc-per-node 8 login1:29400 train.py --run.name=run"
-    assert f"COMMAND {command}\n" in result.stdout
+    command = "-m torchtitan_lite.tools.elastic join --secret-file a b.key --nproc-per-node 8 login1:29400 train.py"
+    assert f"COMMAND {command} --run.name=run\n" in result.stdout
     assert (tmp_path / "requeued").exists() == requeued
 
 

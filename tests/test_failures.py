@@ -31,7 +31,7 @@ def test_a_second_run_in_one_folder_is_refused(text: Path, tmp_path: Path) -> No
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run/.lock"):
         result = ranks(1, *tiny(text, tmp_path, run__name="run"))
-    assert result.returncode == 2
+    assert result.returncode == 1, "the same command may work later"
     assert "run is being used by another process" in result.stderr
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
@@ -90,7 +90,7 @@ def test_a_port_in_use_is_reported(text: Path, tmp_path: Path) -> None:
         taken.listen()
         there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         result = ranks(1, *tiny(text, tmp_path, run__name="run"), env=there)
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert f"the ranks can't meet at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr
     assert "choose another MASTER_PORT" in result.stderr
     assert "Traceback" not in result.stderr

@@ -15,7 +15,7 @@ from torchtitan_lite.checkpointing import storage
 
 PAGE = (ROOT / "docs/incidents.md").read_text()
 LAUNCH = "torchrun --nproc-per-node 2 train.py "
-JOIN = "python -m torchtitan_lite.tools.elastic join --nproc-per-node 8 node0:29400 "
+JOIN = "python -m torchtitan_lite.tools.elastic join --secret-file elastic.key --nproc-per-node 8 node0:29400 "
 
 
 def section(title: str) -> str:

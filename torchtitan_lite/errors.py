@@ -17,6 +17,12 @@ class ConfigError(UserError):
     """A config file, key, value or combination of values is invalid."""
 
 
+class BusyError(ConfigError):
+    """Another process uses what this one needs. The same command may work later."""
+
+    exit_code = 1
+
+
 class DataError(UserError):
     """Text or prepared data is unreadable, damaged or too short."""
 

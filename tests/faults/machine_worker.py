@@ -37,7 +37,8 @@ def install() -> None:
     batch, train_step = Loader.batch, train.train_step
     folder, pace_s = Path(os.environ["SAMPLES"]), float(os.environ["PACE_S"])
     file = folder / f"{env_int('RANK', 0)}.txt"
-    world = f"{os.environ['TORCHELASTIC_RUN_ID']}.{env_int('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # a coordinator that was killed with all that knew it counts worlds from 1 again
+    world = f"{env_int('TORCHELASTIC_RESTART_COUNT', 0)}.{os.environ['MASTER_PORT']}"
 
     def recorded_batch(self: Loader, first: int, size: int) -> Any:
         source: Any = self.samples

@@ -1,10 +1,12 @@
 """Machines that are killed and come back at random: `python -m tests.faults.machines [events [seed]] [--forked]`.
 
-Three machines train one run (`python -m torchtitan_lite.tools.elastic`). At random moments, also while they start, one
-of them is killed with all its processes (SIGKILL), or comes back, or leaves on SIGTERM, or the coordinator is killed
-and started again. Some samples are poisoned, so that the loss jumps and the run rewinds. Each step must have seen each
-of its samples once, whichever machines trained it, rewinds must have skipped all others, and the losses must be those
-of an undisturbed process that was told to skip the same samples.
+Up to two of three machines train one run (`python -m torchtitan_lite.tools.elastic`), and the third is a spare. At
+random moments, also while they start, one of them is killed with all its processes (SIGKILL), or comes back, or leaves
+on SIGTERM, or the coordinator is killed and started again, sometimes with all machines that were in its world. The
+command has `checkpoint.resume = never`, which must be obeyed once: no checkpoint may be set aside. Some samples are
+poisoned, so that the loss jumps and the run rewinds. Each step must have seen each of its samples once, whichever
+machines trained it, rewinds must have skipped all others, and the losses must be those of an undisturbed process that
+was told to skip the same samples.
 
 With --forked the machines and their processes are forked from a process that has torch, instead of importing it each
 time: ten times as fast, and the same signals.
@@ -30,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from tests.elastic_machines import Machines, until
+from tests.elastic_machines import ELASTIC, Machines, until
 from tests.helpers import HANGS_S, losses, options, ranks, succeeded
 from torchtitan_lite.checkpointing import storage
 
@@ -51,6 +53,7 @@ def arguments(folder: Path, text: Path, name: str, **more: Any) -> list[str]:
         **{"train.global_batch_size": BATCH, "train.steps": 100_000, "optim.warmup_steps": 2, "optim.lr": 0.004},
         **{"optim.schedule": "constant", "eval.every": 0, "sample.every": 0, "log.every": 1, "checkpoint.every": 3},
         **{"checkpoint.state_dict": "sharded", "checkpoint.keep_latest": 3},
+        "checkpoint.resume": "never",
     }
     return options(values | {key.replace("__", "."): value for key, value in more.items()})
 
@@ -58,7 +61,9 @@ def arguments(folder: Path, text: Path, name: str, **more: Any) -> list[str]:
 class Forked(Machines):
     """Machines that are forked from this process."""
 
-    def join(self, name: str, *options: str, command: Sequence[str] | None = None) -> None:
+    def join(
+        self, name: str, *options: str, command: Sequence[str] | None = None, entry: Sequence[str] = ELASTIC
+    ) -> None:
         words = ["join", "--name", name, *options, f"127.0.0.1:{self.port}", *(command or self.command)]
         out = self._folder / f"{name}.txt"
         self.alive[name] = ForkedProcess(lambda: _machine(words), self._env, out)  # type: ignore[assignment]
@@ -158,10 +163,9 @@ class Soak:
         }
         kind = Forked if forked else Machines
         command = [WORKER, *arguments(folder, text, "run", **SPIKE)]
-        self.machines = kind(folder, command, "--nnodes", "1:3", "--settle", "0.5", "--max-restarts", "2", env=env)
-        self.counts = dict.fromkeys(
-            ("killed", "killed with rank 0", "all killed", "returned", "left", "coordinator"), 0
-        )
+        self.machines = kind(folder, command, "--nnodes", "1:2", "--settle", "0.5", env=env)
+        events = "killed", "killed with rank 0", "all killed", "returned", "left", "coordinator", "and its world"
+        self.counts = dict.fromkeys(events, 0)
         self.recoveries: list[float] = []
         self._worlds = 0  # how many there had been before the last change
 
@@ -183,10 +187,18 @@ class Soak:
         """One random change."""
         rng, machines = self._rng, self.machines
         alive, gone = sorted(machines.alive), [name for name in NAMES if name not in machines.alive]
-        if rng.random() < 0.08:
+        last = next((line for line in reversed(machines.said().splitlines()) if ": world " in line), "")
+        world = last.rpartition(": ")[2].split(", ") if last else []
+        if rng.random() < 0.12:
             self.counts["coordinator"] += 1
             machines.coordinator.kill()
             machines.coordinator.wait(HANGS_S)
+            if spares := [name for name in alive if name not in world]:  # which have never been in this world
+                self.counts["and its world"] += 1
+                for name in set(alive) - set(spares):
+                    machines.kill(name)
+            elif gone and rng.random() < 0.5:
+                machines.join(gone[0])  # it may come first
             time.sleep(rng.uniform(0, 3))  # it is not there for a while: part of what happens
             machines.coordinate()
         elif gone and rng.random() < (0.5 if len(gone) == 1 else 0.85):
@@ -200,8 +212,7 @@ class Soak:
             assert machines.alive.pop(name).wait(HANGS_S) in (75, -15), machines.said(name)[-3000:]
         else:
             name = rng.choice(alive)
-            last = next((line for line in reversed(machines.said().splitlines()) if ": world " in line), "")
-            self.counts["killed with rank 0"] += last.rpartition(": ")[2].split(", ")[0] == name
+            self.counts["killed with rank 0"] += world[:1] == [name]
             self.counts["killed"] += 1
             machines.kill(name)
             self.counts["all killed"] += not machines.alive
@@ -235,10 +246,12 @@ class Soak:
     def _all_train(self) -> bool:
         said = self.machines.said()
         assert self.machines.coordinator.poll() is None, said[-2000:] + "".join(map(self.machines.said, NAMES))[-6000:]
-        last = _changes(said)[-1]
-        names = sorted(last.rpartition(": ")[2].split(", ")) if ": world " in last else []
+        since_start = said[said.rfind("coordinator: waiting for ") :].splitlines()
+        last = next((line for line in reversed(since_start) if " world " in line), "")
+        names = last.rpartition(": ")[2].split(", ") if ": world " in last else []
         started = (self._folder / "coordinator.txt").stat().st_mtime
-        return names == sorted(self.machines.alive) and self.newest() > started
+        full = len(names) == min(len(self.machines.alive), 2)
+        return full and {*names} <= {*self.machines.alive} and self.newest() > started
 
     def end(self) -> None:
         """Save, and compare with what should have been."""
@@ -260,19 +273,6 @@ class Soak:
             step: sorted(number for _, world, drawn in found if world == last[step] for number in drawn)
             for step, found in records.items()
         }
-
-
-def _changes(said: str) -> list[str]:
-    """What the coordinator has said, without machines that came and went without being in a world."""
-    lines: list[str] = []
-    for line in said.splitlines():
-        name, _, what = line.partition("coordinator: ")[2].partition(" ")
-        if what not in ("left", "is gone"):
-            lines.append(line)
-        else:
-            since_world = next((i for i in range(len(lines), 0, -1) if ": world " in lines[i - 1]), 0)
-            lines = [x for i, x in enumerate(lines) if i < since_world or not x.endswith(f": {name} joined")]
-    return lines
 
 
 def main() -> None:
@@ -325,6 +325,8 @@ def check_samples(s: Soak, trained: int) -> list[list[int]]:
     """Each sample was seen once or skipped by a rewind, and no poisoned one was seen. Returns what was skipped."""
     seen = {step: numbers for step, numbers in s.seen().items() if step <= trained}
     assert sorted(seen) == list(range(1, trained + 1)), "a step is missing"
+    aside = [folder.name for folder in (s.run / "checkpoints").iterdir() if ".old" in folder.name]
+    assert not aside, f"checkpoint.resume = never was obeyed again: {aside}"
     state = storage.read_state(s.run / f"checkpoints/step-{trained:08d}")
     jumps, at = list(state.jumps), 0
     for step in range(1, trained + 2):

@@ -8,18 +8,16 @@ An error never stops a run here: every rank gets it as the outcome.
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
-
-import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress, select, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.agreement import outcome_on_rank0
-from torchtitan_lite.distributed.process_group import World, untimed_group
+from torchtitan_lite.distributed.process_group import World, from_all_ranks, untimed_group
 
 T = TypeVar("T")
 Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into an existing folder
@@ -130,9 +128,8 @@ class Saver:
 
     def _exchange(self, mine: dict[str, FileRecord], error: str) -> tuple[dict[str, FileRecord], str]:
         """The files and the errors of all ranks, on every rank."""
-        found: list[tuple[dict[str, FileRecord], str]] = [({}, "")] * self.world.world_size
-        dist.all_gather_object(found, (mine, error), group=self.group)
-        files = {name: record for records, _ in found for name, record in records.items()}
+        found = from_all_ranks(({name: asdict(record) for name, record in mine.items()}, error), self.group)
+        files = {name: FileRecord(**record) for records, _ in found for name, record in records.items()}
         return files, "; ".join(dict.fromkeys(text for _, text in found if text))
 
     def _text(self, error: Exception) -> str:

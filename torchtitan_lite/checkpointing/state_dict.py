@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.distributed.process_group import from_all_ranks
 from torchtitan_lite.distributed.sharding import local_rows
 
 PIECE = 64 << 20  # bytes that are sent at a time
@@ -43,8 +44,7 @@ class HostGather:
     def __call__(self, name: str) -> Tensor:
         """The whole tensor on rank 0, an empty one elsewhere."""
         if not self._places:
-            self._places = [{} for _ in range(dist.get_world_size(self._group))]
-            dist.all_gather_object(self._places, self._mine, group=self._group)
+            self._places = from_all_ranks(self._mine, self._group)
         if dist.get_rank(self._group) != 0:
             if name in self._mine:
                 dist.send(self._copies[name], dst=0, group=self._group)

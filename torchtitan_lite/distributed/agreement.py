@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchtitan_lite import __version__
 from torchtitan_lite.config.derive import flatten
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.process_group import World, from_rank0
+from torchtitan_lite.distributed.process_group import World, from_all_ranks, from_rank0
 from torchtitan_lite.errors import ConfigError
 
 T = TypeVar("T")
@@ -39,15 +39,14 @@ def require_agreement(config: Config, world: World) -> list[str]:
     Raises:
         ConfigError: on every rank, with each value that differs and the ranks and hosts that have it.
     """
-    mine = {
+    mine: dict[str, Any] = {
         "torchtitan_lite": __version__,
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "device": world.device.type,
         **flatten(config),
     }
-    found: list[tuple[str, dict[str, Any]]] = [("", {})] * world.world_size
-    dist.all_gather_object(found, (socket.gethostname(), mine))
+    found = from_all_ranks((socket.gethostname(), mine))
     hosts = [host for host, _ in found]
     differences = []
     for key in sorted({key for _, values in found for key in values}):

@@ -9,14 +9,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported, but not by name
 from torch.distributed.rendezvous import rendezvous
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import BusyError, ConfigError
 
 
 def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
     """The store, this rank and the world size.
 
     Raises:
-        ConfigError: torchrun's environment is incomplete, or the ranks can't reach the store.
+        ConfigError: torchrun's environment is incomplete.
+        BusyError: the ranks can't reach the store, or its port is in use.
     """
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -24,7 +25,7 @@ def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
         raise ConfigError(f"RANK is set, but not as torchrun does: {str(error).splitlines()[0]}") from None
     except dist.DistNetworkError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ConfigError(
+        raise BusyError(
             f"the ranks can't meet at {where}: {str(error).splitlines()[0]}\n  If the port is in use, choose "
             "another MASTER_PORT; torchrun --standalone takes a free one.\n  If the host's name does not resolve, give "
             "torchrun its address: --local-addr=ADDRESS, 127.0.0.1 on a single machine"

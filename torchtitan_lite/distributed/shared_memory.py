@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.distributed import barrier
-from torchtitan_lite.distributed.process_group import env_int, from_rank0
+from torchtitan_lite.distributed.process_group import env_int, from_all_ranks, from_rank0
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
 SMALL = 16 << 10  # bytes of a tensor up to which each rank computes all of an all-reduce
@@ -64,8 +64,7 @@ class SharedMemory:
                 self._map(slot)
             except (OSError, AttributeError, ValueError) as caught:
                 error = str(caught)
-        errors: list[Any] = [None] * self.size
-        dist.all_gather_object(errors, error, group=group)
+        errors = from_all_ranks(error, group)
         if self._file >= 0:
             weakref.finalize(self, os.close, self._file)  # not earlier: closing it drops the lock
         if any(errors):

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
 from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.distributed.process_group import World, env_int, from_rank0
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.distributed.process_group import World, env_int, from_all_ranks, from_rank0
+from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
 
 
@@ -53,7 +52,7 @@ def lock(folder: Path, world: World) -> FileLock:
     """Lock the folder on rank 0 for as long as the returned object lives, so that only one run writes to it.
 
     Raises:
-        ConfigError: on every rank: another process holds the lock, or locking fails.
+        BusyError: on every rank: another process holds the lock, or locking fails.
     """
     held = FileLock(folder / ".lock", timeout=0.5)  # a reader of the status may test it just now (tools/status.py)
     problem = ""
@@ -72,7 +71,7 @@ def lock(folder: Path, world: World) -> FileLock:
             with contextlib.suppress(OSError):  # used only in the message above
                 holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     if problem := from_rank0(problem):
-        raise ConfigError(problem)
+        raise BusyError(problem)
     return held
 
 
@@ -92,8 +91,7 @@ def begin(folder: Path, world: World, resume: str) -> str:
     since ("auto"), but only if an earlier attempt had applied the option: "carried_out" in run.json is written
     together with the first change to the folder.
     """
-    counts = [0] * world.world_size
-    dist.all_gather_object(counts, env_int("TORCHELASTIC_RESTART_COUNT", 0))  # each machine counts its own
+    counts = from_all_ranks(env_int("TORCHELASTIC_RESTART_COUNT", 0))  # each machine counts its own
     restart, problem = False, ""
     if world.rank == 0:
         try:

@@ -5,6 +5,7 @@ last: config, run.json, records of steps that will be repeated, checkpoints to s
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,10 +60,14 @@ def start(
         UserError: on every rank. Only the status in run.json has changed.
     """
     config = loaded_config.config
+    machines_and_why = os.environ.get("TORCHTITAN_LITE_WORLD", "")  # from tools/elastic/machine.py
     resume = run_folder.begin(config.folder, world, config.checkpoint.resume)
     if resume != config.checkpoint.resume:
         done = f'checkpoint.resume = "{config.checkpoint.resume}" was applied by an earlier attempt of this launch'
-        log.info(f"note    {done}: this attempt resumes from the newest checkpoint saved since")
+        again = "; a new secret begins another launch" if machines_and_why else ""
+        log.info(f"note    {done}: this attempt resumes from the newest checkpoint saved since{again}")
+    if machines_and_why:
+        log.info(f"start   {machines_and_why}")
     machines = require_agreement(config, world)
     require_same_data(config, data, world)
     s = build(config, data, world, log, resume)

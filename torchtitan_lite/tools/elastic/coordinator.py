@@ -9,34 +9,38 @@ and start again as the next world, which resumes from the newest checkpoint:
     a process fails           the same, and a pause before the next    the same; ends after `max_restarts` in a row
     all processes exit with 0                                          is over
 
-The coordinator keeps no state: if it is started again, the machines come back and form the next world. They tell it the
-run's id and the number of its last world, so that the run does not take this for another launch.
+The coordinator keeps no state: if it is started again, the machines come back and form the next world. The run's id,
+by which a run tells the next world from another launch, follows from the secret. So it is the same whichever machine
+comes first, and even if all were lost.
 """
 
 import asyncio
 import ipaddress
 import time
-import uuid
+from collections import deque
 from dataclasses import dataclass, field
 
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.elastic.wire import (
     COORDINATOR_SILENCE_S,
     LEFT,
-    LINE_BYTES,
     QUICK_S,
+    Connection,
     Hello,
     exit_codes,
     free_port,
-    receive,
-    send,
+    mac,
 )
 
 _POLL_S = 0.1
-_STABLE_S = 600.0  # a world that lasted so long clears the count of failures
+_GRACE_S = 30.0  # after SIGKILL: the kernel may need so long to free the memory of a large process
+_STABLE_S = 600.0  # of training without a failure begin the count of failures again
 _LOCKED_S = 600.0  # so long, processes of a machine that does not answer may hold what the others need
 _LONGEST_PAUSE_S = 64.0
+_STRANGERS = 64  # connections that have not proved to hold the secret
+_STRANGERS_SAID_S = 60.0  # between two lines about them
 _STOPPED_BY_US = (0, 128 + 15)  # saved, or had not begun
+_WRONG_COMMAND = 2  # the exit code of a user error, also of Python without its program
 
 
 @dataclass(eq=False)
@@ -46,8 +50,8 @@ class Machine:
     name: str
     address: str
     processes: int
-    command: tuple[str, ...]
-    writer: asyncio.StreamWriter
+    command: str  # its digest
+    connection: Connection
     port: int  # free on this machine, for the next world's store
     since: float = field(default_factory=time.monotonic)
     running: bool = False
@@ -63,8 +67,9 @@ class Limits:
         least, most: machines in a world. More than `most` wait, and replace those that are lost.
         settle_s: how long to wait for further machines after one has joined.
         save_s: how long processes may save after SIGTERM.
-        max_restarts: failures in a row, of processes and not of machines. Those within ten minutes after a machine was
-            lost are not the last: its processes may live, and hold the run's lock.
+        max_restarts: failures in a row, of processes and not of machines: with less than ten minutes of training
+            between two. Those within ten minutes after a machine was lost are not the last: its processes may live, and
+            hold the run's lock.
     """
 
     least: int
@@ -77,11 +82,14 @@ class Limits:
 class Coordinator:
     """Serves the machines until the run is over."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._id, self._limits = uuid.uuid4().hex, limits
+    def __init__(self, limits: Limits, secret: bytes) -> None:
+        self._limits, self._secret, self._id = limits, secret, mac(secret, b"run id").hex()
+        self._strangers: list[asyncio.StreamWriter] = []
+        self._strangers_said = -_STRANGERS_SAID_S
         self._machines: list[Machine] = []
         self._world: list[Machine] = []
-        self._number, self._failures, self._not_before = 0, 0, 0.0
+        self._number, self._failures, self._trained_s, self._not_before = 0, 0, 0.0, 0.0
+        self._news: deque[str] = deque(maxlen=20)  # what happened since the last world began
         self._lost_at = -_LOCKED_S
         self._over = False
         self.stopping = False  # set by a signal: save, and end the run
@@ -89,49 +97,74 @@ class Coordinator:
     async def serve(self, port: int) -> int:
         """Returns the exit code of the run."""
         port = port or free_port()  # asyncio would choose one for IPv4, and another one for IPv6
-        server = await asyncio.start_server(self._connected, None, port, limit=LINE_BYTES)
+        server = await asyncio.start_server(self._connected, None, port, backlog=_STRANGERS // 2)
         _say(f"waiting for {self._limits.least} to {self._limits.most} machines on port {port}")
         code = await self._run()
         self._over = True
         for machine in self._machines:
-            send(machine.writer, done=code)
+            machine.connection.send(done=code)
         server.close()
-        drained = (asyncio.wait_for(machine.writer.drain(), QUICK_S) for machine in self._machines)
+        drained = (asyncio.wait_for(machine.connection.writer.drain(), QUICK_S) for machine in self._machines)
         await asyncio.gather(*drained, return_exceptions=True)
         return code
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One machine, for as long as it is connected."""
+        """One connection, for as long as it lasts."""
         machine = None
         try:
-            hello = Hello.of(await receive(reader, COORDINATOR_SILENCE_S))
-            others = [other for other in self._machines if other.command != hello.command]
-            if others:
-                send(writer, refused=f"{others[0].name} runs another command: {' '.join(others[0].command)}")
-                return
-            address = writer.get_extra_info("peername")[0]
-            machine = Machine(hello.name, address, hello.processes, hello.command, writer, hello.port)
-            if hello.last_world > self._number and not self._world:  # this coordinator is not its first
-                self._id, self._number = hello.run_id, hello.last_world
-            self._machines.append(machine)
-            _say(f"{machine.name} joined")
-            while machine in self._machines:
-                message = await receive(reader, COORDINATOR_SILENCE_S)
-                send(writer, alive=True)
-                machine.leaving |= "leave" in message
-                if "ended" in message:
-                    machine.codes, machine.port = exit_codes(message)
-                    machine.running = False
-        except ValueError as error:
-            send(writer, refused=str(error))
-        except (ConnectionError, asyncio.CancelledError):  # the last when the run is over
+            connection = await self._proven(reader, writer)
+            try:
+                machine = self._machine(connection, Hello.of(await connection.receive(COORDINATOR_SILENCE_S)))
+                while machine in self._machines:
+                    message = await connection.receive(COORDINATOR_SILENCE_S)
+                    connection.send(alive=True)
+                    machine.leaving |= "leave" in message
+                    if "ended" in message:
+                        machine.codes, machine.port = exit_codes(message)
+                        machine.running = bool(message.get("running"))
+                        if problem := message.get("problem"):
+                            self._tell(f"{machine.name} can't start its processes: {problem}")
+            except ValueError as error:
+                connection.send(refused=str(error))
+        except (OSError, asyncio.CancelledError):  # the last when the run is over
             pass
         finally:
             if machine is not None and machine in self._machines:
                 self._machines.remove(machine)
                 if not self._over:
-                    _say(f"{machine.name} is {'lost' if machine.running else 'gone'}")
+                    self._tell(f"{machine.name} is {'lost' if machine.running else 'gone'}")
             writer.close()
+
+    async def _proven(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Connection:
+        """The connection, once it has proved to hold the secret.
+
+        Strangers take a limited number of connections. The oldest gives way: a machine needs its place for a moment.
+        """
+        self._strangers.append(writer)
+        if len(self._strangers) > _STRANGERS:
+            self._strangers.pop(0).transport.abort()
+        try:
+            return await Connection.proven(reader, writer, self._secret, b"coordinator")
+        except OSError as error:
+            if time.monotonic() - self._strangers_said >= _STRANGERS_SAID_S:
+                self._strangers_said = time.monotonic()
+                address = (writer.get_extra_info("peername") or "?")[0]
+                _say(f"a connection from {address} did not prove to hold the secret: {error}")
+            raise
+        finally:
+            if writer in self._strangers:
+                self._strangers.remove(writer)
+
+    def _machine(self, connection: Connection, hello: Hello) -> Machine:
+        """Let a machine join. Raises ValueError: it gives another command."""
+        others = [other for other in self._machines if other.command != hello.command]
+        if others:
+            raise ValueError(f"{others[0].name} runs another command; give the same on each machine")
+        machine = Machine(hello.name, hello.address, hello.processes, hello.command, connection, hello.port)
+        self._number = max(self._number, hello.last_world)  # this coordinator may not be its first
+        self._machines.append(machine)
+        self._tell(f"{machine.name} joined")
+        return machine
 
     async def _run(self) -> int:
         while True:
@@ -150,25 +183,32 @@ class Coordinator:
             _say(f"stopping world {self._number}: {why}")
             await self._stop(quickly)
             codes = {machine.name: machine.codes for machine in self._world if {*machine.codes} - {*_STOPPED_BY_US}}
+            lost = any(machine not in self._machines for machine in self._world)
             if codes and not quickly:
-                _say(", ".join(f"exit codes {found} on {name}" for name, found in codes.items()))
+                self._tell(", ".join(f"exit codes {found} on {name}" for name, found in codes.items()))
+            elif quickly and not lost:
+                self._news.append(why)
             if self.stopping:
                 return 1 if codes else 0
-            self._count_failure(quickly, time.monotonic() - began)
+            if self._number == 1 and not lost and any(_WRONG_COMMAND in found for found in codes.values()):
+                _say(f"exit code {_WRONG_COMMAND} in the first world: the command is wrong, and is not started again")
+                return _WRONG_COMMAND
+            self._count_failure(lost, quickly, time.monotonic() - began)
             if self._failures > self._limits.max_restarts and time.monotonic() - self._lost_at > _LOCKED_S:
                 _say(f"{counted(self._failures, 'failure')} in a row: giving up (--max-restarts)")
                 return 1
             self._world = []
 
-    def _count_failure(self, quickly: bool, lasted: float) -> None:
+    def _count_failure(self, lost: bool, quickly: bool, lasted: float) -> None:
         """After a world that lasted so many seconds: how many failed in a row, and when the next may start."""
-        lost = any(machine not in self._machines for machine in self._world)
-        if lasted > _STABLE_S or lost:
+        self._trained_s += lasted
+        if self._trained_s > _STABLE_S:
             self._failures = 0
         if lost:
-            self._lost_at = time.monotonic()
-        elif quickly and any(any(machine.codes) for machine in self._world):
-            self._failures += 1
+            if not self._failures:  # otherwise machines that come and go would excuse failures for ever
+                self._lost_at = time.monotonic()
+        elif quickly:
+            self._failures, self._trained_s = self._failures + 1, 0.0
             self._not_before = time.monotonic() + min(2**self._failures, _LONGEST_PAUSE_S)
 
     def _ready(self) -> bool:
@@ -184,8 +224,8 @@ class Coordinator:
         """Let machines leave that are in no world."""
         for machine in [machine for machine in self._machines if machine.leaving and machine not in self._world]:
             self._machines.remove(machine)
-            send(machine.writer, done=LEFT)
-            _say(f"{machine.name} left")
+            machine.connection.send(done=LEFT)
+            self._tell(f"{machine.name} left")
 
     def _start(self) -> None:
         """Start the processes of the next world. The machine that has been here longest gets rank 0."""
@@ -196,6 +236,10 @@ class Coordinator:
         address = first.address
         if _is_loopback(address) and not all(_is_loopback(machine.address) for machine in self._world):
             address = first.name
+        names = ", ".join(machine.name for machine in self._world)
+        text = f"world {self._number}: {counted(size, 'rank')} on {counted(len(self._world), 'machine')}: {names}"
+        why = f"{text} ({', '.join(self._news)})"[:2000]  # a thousand names would not fit into a message
+        self._news.clear()
         rank = 0
         for number, machine in enumerate(self._world):
             env: dict[str, object] = {
@@ -205,12 +249,12 @@ class Coordinator:
                 "GROUP_WORLD_SIZE": len(self._world),
             }
             env |= {"MASTER_ADDR": address, "MASTER_PORT": first.port, "TORCHELASTIC_RUN_ID": self._id}
-            env |= {"TORCHELASTIC_RESTART_COUNT": self._number - 1}
-            send(machine.writer, start={key: str(value) for key, value in env.items()})
+            # never 0: the run then takes it for a launch that has just begun, and obeys checkpoint.resume = "never"
+            env |= {"TORCHELASTIC_RESTART_COUNT": self._number}
+            machine.connection.send(start={key: str(value) for key, value in env.items()}, why=why)
             machine.running, machine.codes = True, []
             rank += machine.processes
-        names = ", ".join(machine.name for machine in self._world)
-        _say(f"world {self._number}: {counted(size, 'rank')} on {counted(len(self._world), 'machine')}: {names}")
+        _say(text)
 
     def _event(self) -> tuple[str, bool] | None:
         """Why the world has to stop, and whether it can't save any more; an empty reason if it ended by itself."""
@@ -235,17 +279,29 @@ class Coordinator:
         return None
 
     async def _stop(self, quickly: bool) -> None:
-        """Stop the processes of the world, and wait for their end."""
-        patience: float = self._limits.save_s
-        for machine in self._world:
-            send(machine.writer, stop=QUICK_S if quickly else patience)
-        while any(machine.running for machine in self._world if machine in self._machines):
+        """Stop the processes of the world, and wait for their end. Machines where they do not end are lost."""
+        end = self._send_stop(QUICK_S if quickly else self._limits.save_s)
+        while stuck := [machine for machine in self._world if machine.running and machine in self._machines]:
             event = self._event()
             if not quickly and event and event[1]:  # a machine was lost meanwhile
-                quickly = True
-                for machine in self._world:
-                    send(machine.writer, stop=QUICK_S)
+                quickly, end = True, self._send_stop(QUICK_S)
+            if time.monotonic() > end:
+                for machine in stuck:
+                    self._machines.remove(machine)
+                    machine.connection.writer.transport.abort()
+                    self._tell(f"{machine.name} is lost: its processes do not end")
             await asyncio.sleep(_POLL_S)
+
+    def _send_stop(self, seconds: float) -> float:
+        """Returns when all have to be stopped, by the monotonic clock."""
+        for machine in self._world:
+            machine.connection.send(stop=seconds)
+        return time.monotonic() + seconds + _GRACE_S
+
+    def _tell(self, text: str) -> None:
+        """Print it, and log it in the run when its next world begins."""
+        _say(text)
+        self._news.append(text)
 
 
 def _is_loopback(address: str) -> bool:

@@ -16,19 +16,21 @@ from torchtitan_lite.terminal import print_error
 from torchtitan_lite.tools.elastic.wire import (
     ALIVE_S,
     LEFT,
-    LINE_BYTES,
     MACHINE_SILENCE_S,
     QUICK_S,
+    Connection,
     Hello,
+    digest_of,
+    environment,
     free_port,
-    receive,
-    send,
 )
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _POLL_S = 0.1
 _SAME_REQUEST_S = 2.0  # signals within two seconds are one, as in training/preemption.py
 SIGNALLED_ONCE = "TORCHTITAN_LITE_SIGNALLED_ONCE"  # as in training/preemption.py, which imports torch
+WORLD = "TORCHTITAN_LITE_WORLD"  # which machines, and why: training/start.py logs it
+NOT_STARTED = 71  # the exit code of a process that can't be started: EX_OSERR of sysexits.h
 
 
 def handled_signals() -> list[signal.Signals]:
@@ -38,11 +40,12 @@ def handled_signals() -> list[signal.Signals]:
 
 
 class Processes:
-    """The processes of this machine in one world."""
+    """The processes of this machine in one world. If one can't be started, the others are killed: see `problem`."""
 
     def __init__(self, command: Sequence[str], count: int, env: dict[str, str]) -> None:
         first = int(env["RANK"])
         env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), SIGNALLED_ONCE: "1"} | env
+        self.problem = ""  # why a process could not be started
         self._kill_at = math.inf
         prctl = getattr(ctypes.CDLL(None), "prctl", None)
         parent = os.getpid()
@@ -54,15 +57,19 @@ class Processes:
                 if os.getppid() != parent:
                     os._exit(1)
 
-        self._all = [
-            subprocess.Popen(
-                [sys.executable, "-u", *command],
-                env=env | {"RANK": str(first + i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(count)},
-                preexec_fn=die_with_parent,
-                process_group=0,  # Ctrl-C in this terminal goes to this process only, which tells the coordinator
-            )
-            for i in range(count)
-        ]
+        self._all: list[subprocess.Popen[bytes]] = []
+        try:
+            for i in range(count):
+                process = subprocess.Popen(
+                    [sys.executable, "-u", *command],
+                    env=env | {"RANK": str(first + i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(count)},
+                    preexec_fn=die_with_parent,
+                    process_group=0,  # Ctrl-C in this terminal goes to this process only, which tells the coordinator
+                )
+                self._all.append(process)
+        except (OSError, ValueError, MemoryError, subprocess.SubprocessError) as error:
+            self.problem = f"{len(self._all)} of {count} started: {error or type(error).__name__}"
+            self.stop(0)
 
     def stop(self, seconds: float) -> None:
         """SIGTERM now, SIGKILL after so many seconds."""
@@ -70,15 +77,15 @@ class Processes:
             self._signal(signal.SIGTERM)
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
-    def codes(self) -> list[int] | None:
-        """The exit codes, as a shell has them, once all have ended. When one fails, the others are stopped."""
+    def codes(self) -> tuple[list[int], bool]:
+        """The exit codes so far, as a shell has them, and whether some run. When one fails, the others are stopped."""
         codes = [process.poll() for process in self._all]
         if any(codes):
             self.stop(QUICK_S)
-        if time.monotonic() > self._kill_at:
+        if time.monotonic() >= self._kill_at:
             self._signal(signal.SIGKILL)
         ended = [code if code >= 0 else 128 - code for code in codes if code is not None]
-        return ended if len(ended) == len(codes) else None
+        return ended + [NOT_STARTED] * bool(self.problem), len(ended) < len(codes)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._all:
@@ -91,15 +98,18 @@ class Machine:
 
     Args:
         name: of this machine, in messages and as an address for the others.
+        secret: of the run, which the coordinator has to prove that it holds.
         patience_s: how long to look for a coordinator that does not answer.
     """
 
-    def __init__(self, name: str, count: int, command: Sequence[str], patience_s: float) -> None:
+    def __init__(self, name: str, count: int, command: Sequence[str], patience_s: float, secret: bytes) -> None:
         self._name, self._count, self._command, self._patience_s = name, count, list(command), patience_s
+        self._secret = secret
         self._processes: Processes | None = None
         self._asked = 0.0  # when a signal asked this machine to leave; 0: never
         self._sent_leave = False
-        self._run_id, self._last_world = "", 0  # of the world that was started last
+        self._sent_codes: list[int] = []
+        self._last_world = 0  # the number of the world that was started last
         self._heard = False  # from the coordinator
 
     async def run(self, host: str, port: int) -> int:
@@ -111,7 +121,7 @@ class Machine:
         while True:
             self._heard, problem = False, "it closes the connection"
             try:
-                connection = asyncio.open_connection(host, port, limit=LINE_BYTES)
+                connection = asyncio.open_connection(host, port)
                 code = await self._talk(*await asyncio.wait_for(connection, MACHINE_SILENCE_S))
                 await self._end_processes()
                 if code is not None:
@@ -124,8 +134,8 @@ class Machine:
                 since, said, problem = time.monotonic(), "", "it is gone"
             if time.monotonic() - since > self._patience_s:
                 raise ConfigError(
-                    f"no coordinator answers at {host}:{port} ({problem}); start one there: "
-                    f"python -m torchtitan_lite.tools.elastic coordinate {port}"
+                    f"no coordinator of this run answers at {host}:{port} ({problem}); start one there with the same "
+                    f"secret: python -m torchtitan_lite.tools.elastic coordinate {port}"
                 )
             if problem != said:
                 print_error(f"{self._name}: looking for the coordinator at {host}:{port} ({problem})")
@@ -133,53 +143,76 @@ class Machine:
             await asyncio.sleep(1)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
-        """Obey the coordinator. Returns the exit code, or None if the connection is lost."""
-        self._sent_leave = False
-        hello = Hello(
-            self._name, self._count, tuple(self._command), free_port(), run_id=self._run_id, last_world=self._last_world
-        )
-        send(writer, join=hello.message())
-        working = asyncio.create_task(self._work(writer))
+        """Obey the coordinator. Returns the exit code, or None if the connection is lost.
+
+        Raises:
+            ConnectionError: this is not the coordinator of this run.
+            ConfigError: the coordinator refuses this machine.
+        """
+        self._sent_leave, working = False, None
         try:
+            connection = await Connection.proven(reader, writer, self._secret, b"machine")
+            address = connection.own_address()
+            hello = Hello(
+                self._name, self._count, digest_of(self._command), address, free_port(), last_world=self._last_world
+            )
+            connection.send(join=hello.message())
+            working = asyncio.create_task(self._work(connection))
             while True:
-                message = await receive(reader, MACHINE_SILENCE_S)
+                try:
+                    message = await connection.receive(MACHINE_SILENCE_S)
+                except ConnectionError:
+                    return None
                 self._heard = True
                 if "start" in message:
-                    env = message["start"]
-                    self._run_id = env["TORCHELASTIC_RUN_ID"]
-                    self._last_world = int(env["TORCHELASTIC_RESTART_COUNT"]) + 1
-                    self._processes = Processes(self._command, self._count, env)
+                    self._start(environment(message["start"]), str(message.get("why")))
                 if "stop" in message and self._processes:
                     self._processes.stop(message["stop"])
                 if "refused" in message:
                     raise ConfigError(f"the coordinator refuses this machine: {message['refused']}")
                 if "done" in message:
                     return int(message["done"])
-        except ConnectionError:
-            return None
         finally:
-            working.cancel()
+            if working:
+                working.cancel()
             writer.close()
 
-    async def _work(self, writer: asyncio.StreamWriter) -> None:
+    def _start(self, env: dict[str, str], why: str) -> None:
+        """Start the processes of the next world."""
+        self._last_world = int(env["TORCHELASTIC_RESTART_COUNT"])
+        why = "".join(c if c.isprintable() else "?" for c in why)
+        self._processes, self._sent_codes = Processes(self._command, self._count, {WORLD: why} | env), []
+        if self._processes.problem:
+            print_error(f"{self._name}: can't start the processes: {self._processes.problem}")
+
+    async def _work(self, connection: Connection) -> None:
         """Report to the coordinator: that this machine is there, that it leaves, and how its processes ended."""
         reported = 0.0
         while True:
             if self._asked and not self._sent_leave:
                 self._sent_leave = True
-                send(writer, leave=True)
-            if self._processes and (codes := self._processes.codes()) is not None:
-                self._processes = None
-                send(writer, ended=codes, port=free_port())
+                connection.send(leave=True)
+            if self._processes:
+                codes, running = self._processes.codes()
+                if not running or (any(codes) and not self._sent_codes):  # the coordinator stops the other machines
+                    problem = "" if self._sent_codes else self._processes.problem
+                    connection.send(ended=codes, running=running, port=free_port(), problem=problem)
+                    self._sent_codes = codes
+                if not running:
+                    self._processes = None
             if time.monotonic() - reported >= ALIVE_S:
                 reported = time.monotonic()
-                send(writer, alive=True)
+                connection.send(alive=True)
             await asyncio.sleep(_POLL_S)
 
     async def _end_processes(self) -> None:
         if self._processes:
             self._processes.stop(QUICK_S)
-            while self._processes.codes() is None:
+            killed = time.monotonic() + QUICK_S
+            while self._processes.codes()[1]:
+                if time.monotonic() > killed + QUICK_S:
+                    print_error(f"{self._name}: waiting for processes that SIGKILL does not end, see ps: state D?")
+                    killed = math.inf
                 await asyncio.sleep(_POLL_S)
             self._processes = None
 

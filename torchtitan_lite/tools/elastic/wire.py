@@ -1,24 +1,138 @@
-"""Messages between the coordinator and the machines: one JSON object a line, over TCP.
+"""What the coordinator and the machines send each other over TCP, and the proof that both hold the run's secret.
 
-machine -> coordinator    join: a Hello            ended: exit codes of its processes     leave     alive
-coordinator -> machine    start: ranks, address    stop: seconds until SIGKILL            done: exit code    alive
+    machine -> coordinator    VERSION, nonce M
+    coordinator -> machine    nonce C, MAC(secret, "coordinator", VERSION, M, C)
+    machine -> coordinator    MAC(secret, "machine", VERSION, M, C)
+
+Until then a side reads these bytes and nothing else. MAC(secret, "session", VERSION, M, C) is the key of all messages
+that follow: a length, MAC(key, sender, count, content), and the content, one JSON object:
+
+    machine -> coordinator    join: a Hello       ended: exit codes of its processes     leave     alive
+    coordinator -> machine    start: environment, why     stop: seconds until SIGKILL    done: exit code
+                              refused: why        alive
+
+A recorded message fits no other session (nonces), direction (sender) or place (count). Nothing is encrypted.
 """
 
 import asyncio
+import hashlib
+import hmac
+import ipaddress
 import json
+import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
+from torchtitan_lite.errors import ConfigError
+
+VERSION = b"torchtitan_lite elastic 2\n"
+NONCE_BYTES = MAC_BYTES = 32
+MESSAGE_BYTES = 64 << 10  # the longest content
+
+HANDSHAKE_S = 10.0
 ALIVE_S = 1.0  # how often each side sends `alive`
 # A machine without contact stops its processes before the coordinator starts others in their place.
 MACHINE_SILENCE_S = 10.0
 QUICK_S = 5.0  # from SIGTERM to SIGKILL where a rank is gone, so that the others can't save
 COORDINATOR_SILENCE_S = 20.0
 
-LINE_BYTES = 4 << 20  # the longest message; a command line of Linux has at most 2 MiB
-
 LEFT = 75  # the exit code of a machine that left on a signal: EX_TEMPFAIL of sysexits.h
+
+# what a coordinator sets in the environment of a process
+VARIABLES = {
+    *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+}
+
+
+def mac(key: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA256 of the parts, each with its length."""
+    return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
+
+
+class Connection:
+    """A connection to a side that has proved to hold the secret.
+
+    Args:
+        key: of this session.
+        me, other: the names of the two sides in MACs.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, me: bytes, other: bytes
+    ) -> None:
+        self._reader, self.writer, self._key, self._me, self._other = reader, writer, key, me, other
+        self._sent = self._received = 0
+
+    @classmethod
+    async def proven(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, me: bytes) -> Self:
+        """Prove to hold the secret, and have the other side prove it. `me` is b"machine" or b"coordinator".
+
+        Raises:
+            ConnectionError: it did not, or was silent. Nothing that it sent was used.
+        """
+        other = b"coordinator" if me == b"machine" else b"machine"
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                if me == b"machine":  # the coordinator is first to show what it can compute
+                    writer.write(VERSION + nonce)
+                    session = VERSION, nonce, await reader.readexactly(NONCE_BYTES)
+                else:
+                    session = await reader.readexactly(len(VERSION)), await reader.readexactly(NONCE_BYTES), nonce
+                    if session[0] != VERSION:
+                        raise ConnectionError("it is no machine, or of another version of torchtitan_lite")
+                    writer.write(nonce + mac(secret, me, *session))
+                proof = await reader.readexactly(MAC_BYTES)
+        except TimeoutError:
+            raise ConnectionError("it does not prove to hold the secret") from None
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            raise ConnectionError("it closes the connection") from None
+        if not hmac.compare_digest(proof, mac(secret, other, *session)):
+            raise ConnectionError(f"it has another secret, or is no {other.decode()}")
+        if me == b"machine":
+            writer.write(mac(secret, me, *session))
+        return cls(reader, writer, mac(secret, b"session", *session), me, other)
+
+    def send(self, **message: Any) -> None:
+        """Queue a message. A broken connection shows in `receive`."""
+        if not self.writer.is_closing():
+            content = json.dumps(message).encode()
+            proof = mac(self._key, self._me, self._sent.to_bytes(8, "big"), content)
+            self.writer.write(len(content).to_bytes(4, "big") + proof + content)
+            self._sent += 1
+
+    async def receive(self, silence_s: float) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            ConnectionError: the other side is gone, was silent for so long, or this is not from it.
+        """
+        try:
+            async with asyncio.timeout(silence_s):
+                size = int.from_bytes(await self._reader.readexactly(4), "big")
+                if size > MESSAGE_BYTES:
+                    raise ConnectionError("not a message")
+                proof = await self._reader.readexactly(MAC_BYTES)
+                content = await self._reader.readexactly(size)
+        except (OSError, TimeoutError, EOFError) as error:
+            raise ConnectionError(str(error)) from None
+        if not hmac.compare_digest(proof, mac(self._key, self._other, self._received.to_bytes(8, "big"), content)):
+            raise ConnectionError("not from the other side")
+        self._received += 1
+        try:
+            message = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ConnectionError(str(error)) from None
+        if not isinstance(message, dict):
+            raise ConnectionError("not a message")
+        return message
+
+    def own_address(self) -> str:
+        """The address of this side."""
+        return str(self.writer.get_extra_info("sockname")[0])
 
 
 @dataclass(frozen=True)
@@ -26,33 +140,40 @@ class Hello:
     """What a machine says of itself.
 
     Args:
+        command: `digest_of` its command.
+        address: from which it reached the coordinator. The peer's address of the connection is not proven.
         port: free on this machine.
-        run_id, last_world: of the coordinator that it knew before; empty and 0 if none.
+        last_world: the number of the last world that it knows of; 0 if none.
     """
 
     name: str
     processes: int
-    command: tuple[str, ...]
+    command: str
+    address: str
     port: int
-    run_id: str = ""
     last_world: int = 0
 
     @classmethod
-    def of(cls, message: dict[str, Any]) -> "Hello":
+    def of(cls, message: dict[str, Any]) -> Self:
         """Raises ValueError: it is none."""
         given = message.get("join")
         if not isinstance(given, dict) or given.keys() != {*cls.__dataclass_fields__}:
             raise ValueError("this is no machine, or one of another version of torchtitan_lite")
-        hello = cls(**given | {"command": tuple(given["command"]) if isinstance(given["command"], list) else ()})
+        hello = cls(**given)
         numbers = _are_ints([hello.processes, hello.port, hello.last_world], least=0)
-        texts = all(isinstance(text, str) for text in (hello.name, hello.run_id, *hello.command))
-        if not (numbers and texts and hello.processes and hello.command and hello.name.isprintable()):
+        texts = all(isinstance(text, str) for text in (hello.name, hello.command, hello.address))
+        if not (numbers and texts and hello.processes and hello.name.isprintable() and _is_address(hello.address)):
             raise ValueError(f"this machine describes itself with wrong values: {str(given)[:200]!r}")
         return hello
 
     def message(self) -> dict[str, Any]:
         """For `of`."""
         return asdict(self)
+
+
+def digest_of(command: Sequence[str]) -> str:
+    """Equal for equal commands. The command itself, which may hold passwords, is not sent."""
+    return hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()
 
 
 def exit_codes(message: dict[str, Any]) -> tuple[list[int], int]:
@@ -63,30 +184,24 @@ def exit_codes(message: dict[str, Any]) -> tuple[list[int], int]:
     return codes, int(str(port))
 
 
+def environment(start: Any) -> dict[str, str]:
+    """The environment in a `start` message. Raises ConfigError: it has other variables, or none."""
+    texts = isinstance(start, dict) and all(isinstance(value, str) and value.isprintable() for value in start.values())
+    if not texts or start.keys() != VARIABLES:
+        raise ConfigError("the coordinator wants to set other variables than this version of torchtitan_lite allows")
+    return dict(start)
+
+
 def _are_ints(values: list[Any], least: int) -> bool:
     return all(type(value) is int and value >= least for value in values)
 
 
-def send(writer: asyncio.StreamWriter, **message: Any) -> None:
-    """Queue a message. A broken connection shows in `receive`."""
-    if not writer.is_closing():
-        writer.write(json.dumps(message).encode() + b"\n")
-
-
-async def receive(reader: asyncio.StreamReader, silence_s: float) -> dict[str, Any]:
-    """The next message.
-
-    Raises:
-        ConnectionError: the other side is gone, was silent for so long, or sent something else.
-    """
+def _is_address(text: str) -> bool:
     try:
-        line = await asyncio.wait_for(reader.readline(), silence_s)
-        message = json.loads(line)
-    except (OSError, TimeoutError, ValueError, RecursionError) as error:
-        raise ConnectionError(str(error)) from None
-    if not isinstance(message, dict):
-        raise ConnectionError("not a message")
-    return message
+        ipaddress.ip_address(text.split("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def free_port() -> int:

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,11 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
     with process_group(config.run) as world:
         require_agreement(config, world)
         require_same_data(config, data, world)
-        recorded, wrong = outcome_on_rank0(world.rank, lambda: read(config, n), world.untimed, (UserError, OSError))
-        if recorded is None:
+        errors = UserError, OSError
+        found, wrong = outcome_on_rank0(world.rank, lambda: asdict(read(config, n)), world.untimed, errors)
+        if found is None:
             raise ConfigError(wrong)
+        recorded = Recorded(**found)
         if wrong := from_rank0(not_the_same(recorded, config, bitwise_setting(config, world))):
             raise ConfigError(wrong)
         with _elsewhere(config, recorded) as there:
