@@ -65,7 +65,7 @@ def test_what_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         with pytest.raises(ConfigError, match=works):
             loaded("[[3, 9]]", **{key: value})
-    with pytest.raises(ConfigError, match=r"train\.global_batch_size.*no entry for step 0"):
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size.*begins after step 0"):
         loaded("[[0, 8]]", **{"train.global_batch_size": 32})
     assert loaded("[[0, 8]]").train.batch_size(1) == 8
     options = ["--world-size=2", "--train.steps=100", "--train.batch_schedule=[[50, 64]]"]
