@@ -10,7 +10,7 @@
     table      print what is known, and plot it
 
 Results are appended to benchmarks/learning.jsonl, and a stage runs only what is not there: a search can be stopped at
-any time, and `table` prints the tables of BENCHMARKS.md without training. Each run is one process with one thread, and
+any time, and `table` prints those of docs/lab without training. Each run is one process with one thread, and
 two run at a time.
 
 Scores are bits per byte of the raw text, over whole documents. The search trains without the tenth of the documents

@@ -5,7 +5,7 @@ add deeper and larger models.
 
 Every contender (contenders.py) is built once. Then they take turns of a few steps, in a different order each round,
 together with a matrix product as the practical peak. A ratio thus compares turns within the same half minute, and other
-load on the machine affects both. Prints a table for BENCHMARKS.md with medians and quartiles. On a busy machine look at
+load on the machine affects both. Prints a table for docs/lab with medians and quartiles. On a busy machine look at
 the ratio by CPU time, which excludes waiting, including that for other ranks.
 """
 

@@ -110,7 +110,9 @@ def test_figures_have_a_title_a_description_and_a_ground() -> None:
         assert re.search(r'<g id="patch_1">\s*<path d="M 0 [^"]*" style="fill: #ffffff"', svg), file
         assert "<text" in svg
         assert len(svg) < 64 << 10
-    rows = re.findall(r"^\| [\w ]+ \| 0\.\d+ \| [\d,]+ \| \d.* \+- .*$", (ROOT / "BENCHMARKS.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| [\w ]+ \| 0\.\d+ \| [\d,]+ \| \d.* \+- .*$", (ROOT / "docs/lab/learning.md").read_text(), re.M
+    )
     scores = [score for row in rows for score in re.findall(r"([\d.]+) \+-", row)]
     assert len(scores) == 12
     plotted = (ROOT / "docs/learning.svg").read_text()

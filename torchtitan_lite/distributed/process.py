@@ -26,7 +26,7 @@ def die_with_launcher() -> None:
 def keep_freed_memory() -> None:
     """Have glibc keep large freed blocks. By default they go back to the kernel, which zeroes new pages each step.
 
-    About 10 % more tokens per second on a small model (BENCHMARKS.md). No effect without glibc.
+    About 10 % more tokens per second on a small model (docs/lab). No effect without glibc.
     """
     m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3  # malloc.h
     with contextlib.suppress(OSError, AttributeError):

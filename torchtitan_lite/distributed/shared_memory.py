@@ -1,4 +1,4 @@
-"""FSDP's CPU collectives through shared memory, for ranks on one machine. gloo's TCP is slower (BENCHMARKS.md).
+"""FSDP's CPU collectives through shared memory, for ranks on one machine. gloo's TCP is slower (docs/lab).
 
 A collective copies into a memory file that all ranks of its group have mapped, waits at a barrier, and copies or sums
 out of it. Two halves alternate, so one barrier is enough: before a rank writes to a half again, it passes a barrier

@@ -2,7 +2,7 @@
 (cuda_attention.py: on a GPU.)
 
 PyTorch's CPU flash kernel multiplies small tiles and reaches a fifth of the speed of a batched product in bfloat16
-(BENCHMARKS.md). `block_attention` multiplies each block of queries by all keys up to the block's end and masks only the
+(docs/lab). `block_attention` multiplies each block of queries by all keys up to the block's end and masks only the
 last square. It keeps half of the (T, T) probabilities for backward: faster, but too much memory for long sequences.
 """
 

@@ -1,6 +1,6 @@
 """bfloat16 and float16 on CPUs without instructions for them: products in float32.
 
-Such a CPU multiplies 16-bit matrices 20 to 40 times slower than float32 ones (BENCHMARKS.md). The inputs of a product
+Such a CPU multiplies 16-bit matrices 20 to 40 times slower than float32 ones (docs/lab). The inputs of a product
 are 16-bit numbers, and its sums are float32 anyway: computing it in float32 and rounding the result once differs from
 the CPU's instructions only in the order of a sum.
 """
