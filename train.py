@@ -248,7 +248,7 @@ def report_end(s: Session, first: int) -> None:
     if step < config.train.steps:
         why = s.preemption.reason or "another rank was asked to"
         then = f"the same command resumes from there{launcher_note(why)}"
-        s.log.info(f"left    after step {step} of {config.train.steps} ({why}); {then}")
+        s.log.info(f"stopped after step {step} of {config.train.steps} ({why}); {then}")
         run_folder.write_status(config.folder, s.world, "preempted", step, why)
         return
     run_folder.write_status(config.folder, s.world, "complete", step)

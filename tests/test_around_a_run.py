@@ -197,7 +197,7 @@ def test_ctrl_c_under_torchrun_says_what_comes(text: Path, tmp_path: Path) -> No
     process.wait(HANGS_S)
     output = "".join(lines)
     announced, traceback = output.index("note    torchrun now prints a traceback"), output.index("Traceback")
-    assert output.index("left    after step") < announced < traceback
+    assert output.index("stopped after step") < announced < traceback
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "preempted"
 
 

@@ -102,7 +102,7 @@ def test_a_preempted_run_saves_and_resumes(number: signal.Signals, text: Path, t
     run = tmp_path / "run"
     left = status(run)
     assert (left["status"], left["reason"]) == ("preempted", number.name)
-    assert f"left    after step {left['step']} of 2000 ({number.name}); the same command resumes" in output
+    assert f"stopped after step {left['step']} of 2000 ({number.name}); the same command resumes" in output
     assert saved_steps(run) == [left["step"]]
     end = left["step"] + 3
     resumed = succeeded(ranks(2, *tiny(text, tmp_path, **{**long, "train__steps": end})))
@@ -146,7 +146,7 @@ def test_a_signal_to_one_rank_preempts_all(text: Path, tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, output
     assert status(tmp_path / "run")["status"] == "preempted"
-    assert "left    after step " in output
+    assert "stopped after step " in output
 
 
 def test_a_time_limit_saves_and_exits(text: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Saver:
         self.config = config
         self.world = world
         self.protect: set[int] = set()  # steps that retention must not delete
-        self.older_by = 0  # nor those since the newest that is so many steps older than the last one
+        self.older_by = 0  # also keep the newest checkpoint that is at least this many steps old, and all later ones
         self.group = untimed_group()  # not shared: a save may run in the background of training and of loads
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None

@@ -306,7 +306,7 @@ decoder fills them; pairs: a source and its target"""
     """ranges of the run's samples to skip: with [[800, 960]] no step sees the samples 800 to 959"""
 
     def position(self, first: int, size: int) -> int:
-        """Where the batch starts that would start at `first`: after each skipped range that it would touch."""
+        """Moves a batch that would start at `first` past every skipped range that it overlaps."""
         for begin, end in self.skip_samples:
             first = end if begin - size < first < end else first
         return first
@@ -441,8 +441,7 @@ class FsdpConfig(Section):
     dp_shard: int = -1
     """ranks per replica; -1: world size / dp_replicate; 1: no sharding"""
     blocks_per_group: PositiveInt = 1
-    """blocks that are gathered and reduced together: more save calls, which small blocks spend most time in, but take \
-memory"""
+    """blocks that are gathered and reduced together. Larger groups issue fewer collectives, but use more memory"""
     reshard_after_forward: Annotated[bool | int | Literal["default"], PlainValidator(_reshard)] = "default"
     """after forward: free gathered parameters (true), keep them for backward (false), or keep them sharded over this \
 many ranks; default: true for all but the head, which backward needs first"""

@@ -81,7 +81,7 @@ def find_weights(path: Path, config: ModelConfig) -> Path:
 
 
 def check_source(config: Config) -> dict[str, str]:
-    """The broken rule of `model.init_from`: it holds no such model. Nothing, if the run has started from it before."""
+    """Checks that `model.init_from` holds this architecture. Nothing, if the run has started from it before."""
     if started_from(config):
         return {}
     try:

@@ -85,7 +85,7 @@ class Trackers:
                 (self._start[1] / _SENT).write_text(f"{due[-1][1]}\n", encoding="utf-8")
 
     def rewound(self, step: int) -> None:
-        """The steps after this one are made again: a new file of TensorBoard says so at its start, as on a resume."""
+        """Later steps will be repeated: a new TensorBoard file marks that at its start, as on a resume."""
         config, folder, state = self._start
         self._start = config, folder, replace(state, step=step)
         if "tensorboard" in self._open:

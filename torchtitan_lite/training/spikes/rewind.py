@@ -1,4 +1,4 @@
-"""Going back to a checkpoint within the process, and on without the samples seen since.
+"""Rewinds within the process: loads a checkpoint and skips the samples seen since.
 
 The steps after the checkpoint become as if they had not been: step, tokens, learning rates and optimizer are those of
 the checkpoint, and so are the records in the run's folder. Only the position in the data is that after the spike. A run

@@ -124,7 +124,7 @@ class Spikes:
             s.state = replace(s.state, spikes={**s.state.spikes, **lists})
 
     def _again(self, s: Session, grad_norm: float) -> str:
-        """What computing the last step again says; empty without spike.recheck."""
+        """Recomputes the last step and describes any difference; empty without spike.recheck."""
         if not self._config.recheck or self._compute is None or self._scale is None:
             return ""
         from torchtitan_lite.training.spikes.recheck import compute_again
