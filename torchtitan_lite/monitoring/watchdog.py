@@ -35,6 +35,7 @@ from torchtitan_lite.errors import ConfigError, StuckError, tell_launcher
 from torchtitan_lite.monitoring import run_folder
 
 _BEAT, _SUM, _DECISION = "torchtitan_lite/beat/{}", "torchtitan_lite/sum", "torchtitan_lite/decision"
+_FOLLOWS = b"--- this process ends because another one did\n"
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ class Watchdog:
             why = self._steps.explain(error, self._at, self._all_silent(), self._ended() if gone else ())
             if self._world.rank:
                 run_folder.stand_in(self._run, self._at.step, why)
-            self._size = -1  # `close` keeps the file, so that others see that this process was not the first to end
+            with contextlib.suppress(OSError):  # for `_has_ended` of others; `close` keeps the file
+                self._file.write(_FOLLOWS)
             stuck = StuckError(why)
             stuck.follows = gone
             raise stuck from error
@@ -244,15 +246,15 @@ class Watchdog:
         return []
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether no process holds the lock on a rank's file, or `close` has removed it."""
+        """Whether a rank's process has ended, and not because another did: nobody locks its file, or it is removed."""
         try:
             with self._path.with_name(f"rank-{rank}.txt").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return not file.read().endswith(_FOLLOWS)
         except FileNotFoundError:
             return True
         except OSError:
             return False
-        return True
 
     def _check(self) -> None:
         """End the process when no rank makes progress, or when another one has decided so."""
