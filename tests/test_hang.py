@@ -67,11 +67,11 @@ def timer(device: str, mine: Place, other: Place, clock: list[float]) -> Callabl
     def after(seconds: float) -> str:
         for _ in range(int(seconds // 10)):
             clock[0] += 10
-            if said := found.problem(mine):
+            if said := found.problem(mine, {}):
                 return said
         return ""
 
-    assert not found.problem(mine)
+    assert not found.problem(mine, {})
     return after
 
 
