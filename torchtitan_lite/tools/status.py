@@ -56,7 +56,7 @@ def status_of(folder: Path, about: Mapping[str, Any]) -> Status:
     locked = _locked(folder)
     if locked:
         return Status("starting" if "starting" in about else status, True)
-    age = f"last record {_ago(last_time(folder, about))}"
+    age = f"last record {_ago(_last_time(folder, about))}"
     holder = re.search(r" on (.+)$", _text(folder / ".lock-holder"))
     if locked is False and holder and holder[1] == socket.gethostname():
         return Status(f"stopped without a word, {age}", False)
@@ -85,7 +85,7 @@ def _locked(folder: Path) -> bool | None:
         os.close(descriptor)
 
 
-def last_time(folder: Path, about: Mapping[str, Any]) -> float:
+def _last_time(folder: Path, about: Mapping[str, Any]) -> float:
     """When the run wrote its last record, or else run.json; 0 if unknown. Seconds since the epoch."""
     newest: Mapping[str, Any] = next(reversed([*_tail(folder / "metrics.jsonl")]), {})
     return max([float(t) for t in (about.get("time"), newest.get("time")) if isinstance(t, int | float)], default=0.0)
