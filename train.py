@@ -150,7 +150,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         s = starting.start(loaded_config, data, world, log, build)
     except Exception as error:
         run_folder.write_status(config.folder, world, "failed", None, str(error) or repr(error))
-        log.notify("stall" if isinstance(error, StuckError) else "failure", None)
+        log.notify("failure" if getattr(error, "follows", True) else "stall", None)
         raise
     if s is None:
         return
@@ -168,7 +168,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         if isinstance(error, UserError) and not isinstance(error, StuckError):
             report_save(s, wait=True)
         run_folder.write_status(config.folder, world, "failed", s.state.step, str(error) or repr(error))
-        log.notify("stall" if isinstance(error, StuckError) else "failure", s.state.step)
+        log.notify("failure" if getattr(error, "follows", True) else "stall", s.state.step)
         raise
     finally:
         if trackers is not None:

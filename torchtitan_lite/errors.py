@@ -51,7 +51,7 @@ class StuckError(UserError):
     """Another rank died, or made this one wait too long."""
 
     exit_code = 1
-    follows = False  # whether another process failed first
+    follows = False  # whether another process failed first; otherwise it may hang
 
 
 class NoMemoryError(UserError):
