@@ -132,7 +132,7 @@ def test_a_process_that_died_is_a_failure_and_no_stall(tmp_path: Path, monkeypat
     died, late = StuckError("connection reset"), StuckError("waited")
     died.follows = True
     for error in (died, late, ValueError("a bug")):
-        monkeypatch.setattr(train.starting, "start", Mock(side_effect=error))
+        monkeypatch.setattr("train.starting.start", Mock(side_effect=error))
         with pytest.raises(type(error)):
             train.run(cast(Any, loaded), cast(Any, None), world, cast(Any, log))
     assert sent == ["failure", "stall", "failure"]
