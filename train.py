@@ -47,7 +47,7 @@ from torchtitan_lite.errors import StuckError, UserError, run_cli
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import source_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
-from torchtitan_lite.monitoring.watchdog import Watchdog, explained_start
+from torchtitan_lite.monitoring.watchdog import Watchdog, explained
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -150,7 +150,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         s = starting.start(loaded_config, data, world, log, build)
     except Exception as error:
         run_folder.write_status(config.folder, world, "failed", None, str(error) or repr(error))
-        log.notify("stall" if isinstance(error, StuckError) else "failure", None)
+        log.notify("failure" if getattr(error, "follows", True) else "stall", None)
         raise
     if s is None:
         return
@@ -168,7 +168,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         if isinstance(error, UserError) and not isinstance(error, StuckError):
             report_save(s, wait=True)
         run_folder.write_status(config.folder, world, "failed", s.state.step, str(error) or repr(error))
-        log.notify("stall" if isinstance(error, StuckError) else "failure", s.state.step)
+        log.notify("failure" if getattr(error, "follows", True) else "stall", s.state.step)
         raise
     finally:
         if trackers is not None:
@@ -375,7 +375,7 @@ def prepare_and_run(command: cli.Command) -> None:
 
         instead.run(command, loaded, data, build, train_step, sharded_model)
         return
-    with process_group(config.run) as world, explained_start(world):
+    with process_group(config.run) as world, explained(world):
         lock = run_folder.lock(config.folder, world)
         log = Log(config.folder, speaks=world.rank == 0)
         with log.notifying(config.run.name, config.log.notify):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import select, storage
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.monitoring import run_folder
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
 
@@ -138,7 +142,7 @@ def test_a_full_disk_at_a_resume_is_reported(finished: Path, text: Path, disk: P
     result = ranks(2, *command(text, disk, train__steps=12, checkpoint__resume="step-4"))
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
-    assert "a checkpoint takes 0.00 GB, but " in result.stderr
+    assert re.search(r"a checkpoint takes 0\.\d\d MiB, but ", result.stderr)
     assert contents(run) == before
     (disk / "ballast").unlink()
     assert "resumed after step 8" in succeeded(ranks(2, *command(text, disk, train__steps=9)))
@@ -251,6 +255,24 @@ def test_an_error_of_ours_is_a_failed_attempt_too(run: Path, text: Path, tmp_pat
     assert "Traceback" in result.stderr
     assert about(run)["status"] == "complete", "no step has been made"
     assert "a bug in somebody's loader" in about(run)["refused"]["message"]
+
+
+@pytest.mark.parametrize("status", ["complete", "running"])
+def test_all_ranks_of_an_attempt_report_one_refusal(
+    status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank dies while it loads: each of the others writes it, in any order."""
+    monkeypatch.setattr(run_folder, "from_rank0", lambda value: value)
+    monkeypatch.setattr(run_folder, "from_all_ranks", lambda value: [value])
+    first = {"status": status, "step": 8}
+    (tmp_path / "run.json").write_text(json.dumps(first))
+    world = World(0, 3, torch.device("cpu"), 1)
+    run_folder.begin(tmp_path, world, "auto")
+    run_folder.stand_in(tmp_path, 0, "rank 1 died")
+    run_folder.write_status(tmp_path, world, "failed", None, "lost rank 1")
+    run_folder.stand_in(tmp_path, 0, "lost rank 1")
+    assert about(tmp_path).pop("refused")["message"] == "rank 1 died"
+    assert {key: about(tmp_path)[key] for key in first} == first
 
 
 def test_a_command_that_finds_the_folder_in_use_leaves_the_status_alone(run: Path, text: Path, tmp_path: Path) -> None:

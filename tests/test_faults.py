@@ -307,6 +307,16 @@ def test_a_rank_that_ends_ends_the_others_which_name_it(
 
 
 @pytest.mark.extended
+def test_only_the_rank_that_died_first_is_named(text: Path, tmp_path: Path) -> None:
+    """With gloo a rank loses its neighbours in the ring, so ranks end one after the other."""
+    command = tiny(text, tmp_path, **RUN, speed__shared_memory=False)
+    stderr = ranks(5, *command, fault="kill:2:4:batch").stderr
+    assert set(re.findall(r"a process died: (.*?)\. If", stderr)) == {
+        "rank 2 (last seen: step 4, fetching its batch)"
+    }, stderr
+
+
+@pytest.mark.extended
 def test_torchrun_ends_with_the_cause_and_names_the_killed_rank(text: Path, tmp_path: Path) -> None:
     process = launched(*tiny(text, tmp_path, **RUN), script="tests/faults/worker.py", env={"FAULT": "kill:1:4:batch"})
     output, _ = process.communicate(timeout=HANGS_S)

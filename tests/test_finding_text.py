@@ -93,6 +93,11 @@ def test_delimiters_are_those_of_the_header(name: str, delimiter: str, tmp_path:
         list(split.documents(corpus.find(str(tmp_path / name)), Options()))
 
 
+def test_the_header_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id,"name\nof it",text\n1,2,"one, two; three"\n')
+    assert list(split.documents(corpus.find(str(tmp_path)), Options())) == ["one, two; three"]
+
+
 def test_upper_case_compressed_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(b"".join(b'{"text": "line %d"}\n' % i for i in range(50))))
     assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0

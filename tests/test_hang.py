@@ -17,7 +17,7 @@ from torchtitan_lite.checkpointing.progress import Place
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring.hang import StepTimer
-from torchtitan_lite.monitoring.watchdog import explained_start
+from torchtitan_lite.monitoring.watchdog import explained
 
 
 @pytest.mark.parametrize(("case", "said"), [
@@ -67,11 +67,11 @@ def timer(device: str, mine: Place, other: Place, clock: list[float]) -> Callabl
     def after(seconds: float) -> str:
         for _ in range(int(seconds // 10)):
             clock[0] += 10
-            if said := found.problem(mine):
+            if said := found.problem(mine, {}):
                 return said
         return ""
 
-    assert not found.problem(mine)
+    assert not found.problem(mine, {})
     return after
 
 
@@ -104,11 +104,11 @@ def test_a_dead_rank_and_a_silent_one_are_told_apart(text: str, expected: str) -
 def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_no_traceback() -> None:
     world, reset = World(0, 2, torch.device("cpu"), 1), RuntimeError("Read error [::1]:80: Connection reset by peer")
     said = r"^rank 0, starting: connection reset: a process died\. "
-    with pytest.raises(StuckError, match=said) as caught, explained_start(world):
+    with pytest.raises(StuckError, match=said) as caught, explained(world):
         raise reset
     assert caught.value.follows
     for error, its_world in ((RuntimeError("size mismatch"), world), (reset, World(0, 1, torch.device("cpu"), 1))):
-        with pytest.raises(RuntimeError), explained_start(its_world):
+        with pytest.raises(RuntimeError), explained(its_world):
             raise error
 
 

@@ -93,6 +93,7 @@ def test_a_worker_ends_with_its_launcher() -> None:
     ({"OMP_NUM_THREADS": "3,2"}, 0, (3, "OMP_NUM_THREADS")),
     ({"OMP_NUM_THREADS": "all"}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),
     ({}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),
+    ({"OMP_NUM_THREADS": "99999999999"}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),  # as libgomp does
     # torchrun sets the 1
     ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),
 ])  # fmt: skip

@@ -9,14 +9,17 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+import train
 from tests.helpers import ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring import notify
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.notify import Notifier
@@ -121,6 +124,18 @@ def test_a_stall_is_told_before_the_process_ends(hook: Hook, tmp_path: Path, mon
     assert told(hook) == [("stall", 7, "failed"), ("failure", 7, "failed")]
     log.notify("spike", 8)  # the webhook is no longer there
     assert json.loads((tmp_path / "run.json").read_text())["reason"] == "why"
+
+
+def test_a_process_that_died_is_a_failure_and_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, sent = SimpleNamespace(config=SimpleNamespace(folder=tmp_path)), list[str]()
+    log, world = SimpleNamespace(notify=lambda event, _: sent.append(event)), World(0, 2, torch.device("cpu"), 1)
+    died, late = StuckError("connection reset"), StuckError("waited")
+    died.follows = True
+    for error in (died, late, ValueError("a bug")):
+        monkeypatch.setattr("train.starting.start", Mock(side_effect=error))
+        with pytest.raises(type(error)):
+            train.run(cast(Any, loaded), cast(Any, None), world, cast(Any, log))
+    assert sent == ["failure", "stall", "failure"]
 
 
 @pytest.mark.parametrize("where", ["never", "redirect", "dead port", "no http"])

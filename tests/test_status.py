@@ -119,6 +119,12 @@ def test_the_last_events_and_what_is_damaged(run: Path, capsys: pytest.CaptureFi
         (run / "run.json").touch()
 
 
+def test_the_newest_checkpoint_is_that_of_the_highest_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(run, 4).rename(checkpoint(run, 100_000_000))
+    checkpoint(run, 2).rename(checkpoint(run, 99_999_999))
+    assert "saved   step-100000000, " in said(capsys, run, 1)
+
+
 def test_the_speed_beside_the_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     about = json.loads((run / "run.json").read_text())
     assert status.main([str(run), "--plan"]) == 1

@@ -116,6 +116,8 @@ def test_wandb_names_are_in_groups_unless_the_run_began_without(
     (tmp_path / "wandb-id.txt").write_text("abc\n")  # of an older version
     assert logged(step)[:2] == ["loss", "lr"], "its series continue"
     assert logged(step)[:2] == ["loss", "lr"], "and after another resume"
+    (tmp_path / "wandb-id.txt").write_text("")  # the disk was full
+    assert logged(step)[:2] == ["train/loss", "train/lr"]
 
 
 def test_a_failing_tracker_is_reported_and_training_continues(text: Path, tmp_path: Path) -> None:

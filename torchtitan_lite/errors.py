@@ -51,7 +51,7 @@ class StuckError(UserError):
     """Another rank died, or made this one wait too long."""
 
     exit_code = 1
-    follows = False  # whether another process failed first
+    follows = False  # whether another process failed first; otherwise it may hang
 
 
 class NoMemoryError(UserError):
@@ -95,7 +95,7 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
         info(f"{name}: stopped")
         return 130
     except UserError as error:
-        tell_launcher(f"{name}: {error}", follows=isinstance(error, StuckError) and error.follows)
+        tell_launcher(f"{name}: {error}", follows=getattr(error, "follows", False))
         info(f"{name}: {error}")
         return error.exit_code
     except Exception as error:

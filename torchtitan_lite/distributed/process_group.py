@@ -96,7 +96,7 @@ def cpu_threads(run: RunConfig) -> tuple[int, str]:
     if run.threads:
         return run.threads, "run.threads"
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has a number for each nested level
-    if "LOCAL_WORLD_SIZE" not in os.environ and wanted.isdecimal() and int(wanted):
+    if "LOCAL_WORLD_SIZE" not in os.environ and wanted.isdecimal() and 0 < int(wanted) <= 4096:
         return int(wanted), "OMP_NUM_THREADS"
     cores, ranks = usable_cores(), env_int("LOCAL_WORLD_SIZE", 1)
     quota = quota_of_cores()

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -141,7 +140,7 @@ class StepTimer:
             who = "a process on another machine died, or the network to it failed"
         return _reset(f"rank {self._world.rank}, step {at.step}", who, error)
 
-    def problem(self, at: Place, silent: Mapping[int, float] = MappingProxyType({})) -> str:
+    def problem(self, at: Place, silent: Mapping[int, float]) -> str:
         """The message if this rank, which is at this place, waits in vain; otherwise "". Call it at each interval."""
         now = time.monotonic()
         # the time in which this process was stopped does not count

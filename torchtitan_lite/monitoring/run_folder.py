@@ -173,6 +173,8 @@ def stand_in(folder: Path, step: int, reason: str) -> None:
 def _end(folder: Path, before: dict[str, Any], status: str, step: int | None, reason: str) -> None:
     """Write a status. A failure before the attempt has changed the run is "refused": the run is as it was."""
     starting = before.pop("starting", None)
+    if status == "failed" and "refused" in before and not starting:
+        return  # another rank has written it
     if status == "failed" and starting and before.get("status") != "starting":
         _write(folder, before | {"refused": {"message": reason, "time": round(time.time(), 3)} | _attempt()})
         return

@@ -149,7 +149,7 @@ def _wandb(
     import wandb
 
     kept = folder / "wandb-id.txt"  # a resume continues the same W&B run, with the names that it began with
-    known, *names = kept.read_text(encoding="utf-8").split() if kept.is_file() else (None, "grouped")
+    known, *names = (kept.read_text(encoding="utf-8").split() if kept.is_file() else []) or (None, "grouped")
     about = dict(state.config)
     run = wandb.init(
         project=config.wandb_project, name=folder.name, id=known, resume="allow", dir=str(folder), config=about

@@ -35,6 +35,7 @@ from torchtitan_lite.errors import ConfigError, StuckError, tell_launcher
 from torchtitan_lite.monitoring import run_folder
 
 _BEAT, _SUM, _DECISION = "torchtitan_lite/beat/{}", "torchtitan_lite/sum", "torchtitan_lite/decision"
+_FOLLOWS = b"--- this process ends because another one did\n"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Beat:
 
 
 @contextlib.contextmanager
-def explained_start(world: World) -> Iterator[None]:
-    """Turn a communication error into a StuckError, also before there is a Watchdog."""
+def explained(world: World, explain: Callable[[RuntimeError], str] | None = None) -> Iterator[None]:
+    """Turn a communication error in this context into a StuckError. Without `explain`: before there is a Watchdog."""
     try:
         yield
     except RuntimeError as error:
@@ -60,7 +61,7 @@ def explained_start(world: World) -> Iterator[None]:
 
         if not hang.is_lost(error):
             raise
-        stuck = StuckError(hang.explain_start(error, world.rank))
+        stuck = StuckError(explain(error) if explain else hang.explain_start(error, world.rank))
         stuck.follows = hang.is_gone(error)
         raise stuck from error
 
@@ -147,26 +148,20 @@ class Watchdog:
                 self._path.unlink()
                 self._path.parent.rmdir()
 
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self) -> contextlib.AbstractContextManager[None]:
         """Turn a communication error in this context into a StuckError with the step and the ranks that were behind."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self._steps is None:
-                raise
-            from torchtitan_lite.monitoring import hang
+        return explained(self._world, self._explain)
 
-            if not hang.is_lost(error):
-                raise
-            gone = hang.is_gone(error)
-            why = self._steps.explain(error, self._at, self._all_silent(), self._ended() if gone else ())
-            if self._world.rank:
-                run_folder.stand_in(self._run, self._at.step, why)
-            self._size = -1  # `close` keeps the file, so that others see that this process was not the first to end
-            stuck = StuckError(why)
-            stuck.follows = gone
-            raise stuck from error
+    def _explain(self, error: RuntimeError) -> str:
+        from torchtitan_lite.monitoring.hang import is_gone
+
+        ended = self._ended() if is_gone(error) else ()
+        why: str = self._steps.explain(error, self._at, self._all_silent(), ended)
+        if self._world.rank:
+            run_folder.stand_in(self._run, self._at.step, why)
+        with contextlib.suppress(OSError):  # for `_has_ended` of others; `close` keeps the file
+            self._file.write(_FOLLOWS)
+        return why
 
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
@@ -244,15 +239,15 @@ class Watchdog:
         return []
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether no process holds the lock on a rank's file, or `close` has removed it."""
+        """Whether a rank's process has ended, and not because another did: nobody locks its file, or it is removed."""
         try:
             with self._path.with_name(f"rank-{rank}.txt").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return not file.read().endswith(_FOLLOWS)
         except FileNotFoundError:
             return True
         except OSError:
             return False
-        return True
 
     def _check(self) -> None:
         """End the process when no rank makes progress, or when another one has decided so."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.errors import ConfigError, UserError, run_cli
-from torchtitan_lite.terminal import counted, duration
+from torchtitan_lite.terminal import counted, duration, size
 
 _TAIL = 1 << 20  # bytes of metrics.jsonl that are read
 _EVENTS = 3
@@ -56,7 +56,7 @@ def status_of(folder: Path, about: Mapping[str, Any]) -> Status:
     locked = _locked(folder)
     if locked:
         return Status("starting" if "starting" in about else status, True)
-    age = f"last record {_ago(last_time(folder, about))}"
+    age = f"last record {_ago(_last_time(folder, about))}"
     holder = re.search(r" on (.+)$", _text(folder / ".lock-holder"))
     if locked is False and holder and holder[1] == socket.gethostname():
         return Status(f"stopped without a word, {age}", False)
@@ -85,7 +85,7 @@ def _locked(folder: Path) -> bool | None:
         os.close(descriptor)
 
 
-def last_time(folder: Path, about: Mapping[str, Any]) -> float:
+def _last_time(folder: Path, about: Mapping[str, Any]) -> float:
     """When the run wrote its last record, or else run.json; 0 if unknown. Seconds since the epoch."""
     newest: Mapping[str, Any] = next(reversed([*_tail(folder / "metrics.jsonl")]), {})
     return max([float(t) for t in (about.get("time"), newest.get("time")) if isinstance(t, int | float)], default=0.0)
@@ -206,13 +206,13 @@ def _planned(folder: Path, rate: float) -> str:
 def _newest_checkpoint(checkpoints: Path) -> str:
     """The newest checkpoint whose files have the sizes of its manifest."""
     damaged = ""
-    for folder in sorted(checkpoints.glob("step-*"), reverse=True):
+    for folder in sorted(checkpoints.glob("step-*"), key=lambda folder: (len(folder.name), folder.name), reverse=True):
         try:
             manifest = folder / "manifest.json"
             files = json.loads(manifest.read_bytes())["files"]
             if all((folder / name).stat().st_size == record["bytes"] for name, record in files.items()):
-                size = sum(record["bytes"] for record in files.values()) / 2**20
-                return f"{folder.name}, {_ago(manifest.stat().st_mtime)}, {size:,.1f} MiB{damaged}"
+                n_bytes = sum(record["bytes"] for record in files.values())
+                return f"{folder.name}, {_ago(manifest.stat().st_mtime)}, {size(n_bytes)}{damaged}"
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
         damaged = damaged or f"; {folder.name} is damaged: python checkpoint.py verify {checkpoints.parent}"

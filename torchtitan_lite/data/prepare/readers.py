@@ -293,7 +293,7 @@ def _delimiter(header: str, columns: list[str]) -> str:
         with contextlib.suppress(csv.Error, StopIteration):  # e.g. a header of several lines
             found[delimiter] = next(csv.reader([header], strict=True, delimiter=delimiter))
     having = [delimiter for delimiter, row in found.items() if set(columns) <= set(row)]
-    return next(iter(having), max(found, key=lambda delimiter: len(found[delimiter]), default=","))
+    return next(iter(having), max(found, key=lambda delimiter: len(found[delimiter])) if "," in found else ",")
 
 
 def _no_column(column: str, found: list[str], wanted: list[str]) -> str:

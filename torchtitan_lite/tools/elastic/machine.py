@@ -152,7 +152,7 @@ class Machine:
         self._sent_leave, working = False, None
         try:
             connection = await Connection.proven(reader, writer, self._secret, b"machine")
-            address = connection.own_address()
+            address = str(writer.get_extra_info("sockname")[0])
             hello = Hello(
                 self._name, self._count, digest_of(self._command), address, free_port(), last_world=self._last_world
             )

@@ -117,7 +117,7 @@ class Connection:
                     raise ConnectionError("not a message")
                 proof = await self._reader.readexactly(MAC_BYTES)
                 content = await self._reader.readexactly(size)
-        except (OSError, TimeoutError, EOFError) as error:
+        except (OSError, EOFError) as error:
             raise ConnectionError(str(error)) from None
         if not hmac.compare_digest(proof, mac(self._key, self._other, self._received.to_bytes(8, "big"), content)):
             raise ConnectionError("not from the other side")
@@ -129,10 +129,6 @@ class Connection:
         if not isinstance(message, dict):
             raise ConnectionError("not a message")
         return message
-
-    def own_address(self) -> str:
-        """The address of this side."""
-        return str(self.writer.get_extra_info("sockname")[0])
 
 
 @dataclass(frozen=True)

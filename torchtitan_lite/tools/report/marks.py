@@ -64,10 +64,10 @@ def ceiling(runs: list[Run]) -> float:
     return 1.25 * max(initial, min(sorted(losses)[len(losses) // 4] for losses in known))
 
 
-def cut(figure: dict[str, Any] | None, limit: float) -> dict[str, Any] | None:
+def cut(figure: dict[str, Any], limit: float) -> dict[str, Any]:
     """The figure with an axis that ends at the limit, and a triangle wherever a curve leaves it."""
-    values = [y for trace in figure["traces"] for y in trace["y"] if y is not None] if figure else []
-    if figure is None or max(values) <= limit or min(values) >= limit:
+    values = [y for trace in figure["traces"] for y in trace["y"] if y is not None]
+    if max(values) <= limit or min(values) >= limit:
         return figure
     outside = []
     for i, trace in enumerate(figure["traces"]):

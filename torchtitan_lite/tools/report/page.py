@@ -58,12 +58,18 @@ def trace(run: Run, colour: str, points: Points, what: str, many: bool, **style:
 
 
 def lines_figure(
-    runs: list[Run], title: str, unit: str, parts: Iterable[tuple[str, str, str, dict[str, Any]]], **axis: Any
+    runs: list[Run],
+    title: str,
+    unit: str,
+    parts: Iterable[tuple[str, str, str, dict[str, Any]]],
+    limit: float = math.inf,
+    **axis: Any,
 ) -> dict[str, Any] | None:
     """A figure over steps; None if no run has values.
 
     Args:
         parts: records ("steps", "validations", "tasks" or "rouge"), key, label and style of each line.
+        limit: where the axis of values ends.
     """
     traces = []
     for i, run in enumerate(runs):
@@ -76,7 +82,7 @@ def lines_figure(
                 if "errors" in style:
                     traces[-1] |= tasks.error_bars(getattr(run, source), style["errors"], points[0], colour)
     figure = {"title": title, "unit": unit, "traces": traces, "axis": axis, "marks": marks(runs)}
-    return figure if traces else None
+    return cut(figure, limit) if traces else None
 
 
 def log_axis(runs: list[Run], key: str) -> dict[str, Any]:
@@ -153,39 +159,30 @@ def figures(runs: list[Run]) -> list[dict[str, Any]]:
         if r.get("val_bits_per_byte") and r["val_loss"]
     ]
     found = [
-        cut(
-            lines_figure(
-                *(runs, "Loss", "nats per token"),
-                [
-                    ("steps", "mean_loss", "train", {}),
-                    ("validations", "val_loss", "validation", {"width": 2.4} | one),
-                    ("averages", "ema_val_loss", "validation of averaged weights", {"width": 2.4} | two),
-                ],
-            ),
+        lines_figure(
+            *(runs, "Loss", "nats per token"),
+            [
+                ("steps", "mean_loss", "train", {}),
+                ("validations", "val_loss", "validation", {"width": 2.4} | one),
+                ("averages", "ema_val_loss", "validation of averaged weights", {"width": 2.4} | two),
+            ],
             limit,
         ),
-        cut(
-            lines_figure(
-                *(runs, "Bits per byte", "bits per byte of held-out text"),
-                [
-                    ("validations", "val_bits_per_byte", "validation", one),
-                    ("averages", "ema_val_bits_per_byte", "averaged weights", two),
-                    ("validations", "unigram_bits_per_byte", guessed, dot | unigram),
-                ],
-            ),
+        lines_figure(
+            *(runs, "Bits per byte", "bits per byte of held-out text"),
+            [
+                ("validations", "val_bits_per_byte", "validation", one),
+                ("averages", "ema_val_bits_per_byte", "averaged weights", two),
+                ("validations", "unigram_bits_per_byte", guessed, dot | unigram),
+            ],
             limit * statistics.median(ratios) if ratios else math.inf,
         ),
-        cut(
-            lines_figure(
-                *(runs, "Validation loss by source", "nats per token"),
-                [
-                    (
-                        *("validations", key, key.partition("/")[2]),
-                        {"color": COLOURS[i % len(COLOURS)], "dash": DASHES[i % 3]},
-                    )
-                    for i, key in enumerate(by_source(runs))
-                ],
-            ),
+        lines_figure(
+            *(runs, "Validation loss by source", "nats per token"),
+            [
+                ("validations", key, key.partition("/")[2], {"color": COLOURS[i % len(COLOURS)], "dash": DASHES[i % 3]})
+                for i, key in enumerate(by_source(runs))
+            ],
             limit,
         ),
         lines_figure(

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -279,16 +279,6 @@ def difference_lines(rows: dict[str, dict[str, float]], first: str) -> list[str]
     return lines
 
 
-def _not_compared(found: Iterable[str], first: str) -> list[str]:
-    """Why there is no difference to the first model on these texts."""
-    return [
-        f"  no difference to {first}, {name}: the two were scored on different documents; --data TEXT names the same "
-        "for both"
-        for name in found
-        if name != TOTAL
-    ]
-
-
 def _finite(tree: Any) -> Any:
     """NaN as null: JSON has no NaN."""
     if isinstance(tree, dict):
@@ -377,13 +367,18 @@ def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
         task_differences = tasks.compared(on_tasks, first_tasks)
         lines = [*model.opened.notes, model.opened.source, *(table(rows) if rows else [])]
         lines += difference_lines(differences, name_of_first)
-        lines += _not_compared([name for name in found if first and name not in differences], name_of_first)
+        lines += [
+            f"  no difference to {name_of_first}, {name}: the two were scored on different documents; --data TEXT "
+            "names the same for both"
+            for name in found
+            if first and name not in (*differences, TOTAL)
+        ]
         on_both = [name for name in on_tasks if name in first_tasks]
         lines += tasks.lines(on_tasks, task_differences, name_of_first, on_both, length)
         tokenizer = bpe.sha256(model.opened.tokenizer)
         first_tokenizer = first_tokenizer or tokenizer
         if (differences or task_differences) and tokenizer != first_tokenizer:
-            lines.append("  (the tokenizers differ, so windows of as many tokens hold other amounts of text)")
+            lines.append("  (the tokenizers differ, so windows of equal length hold different amounts of text)")
         if world.rank == 0:
             print("\n".join(lines), flush=True)
         results.append({"model": str(path), "texts": rows} | ({"minus_first": differences} if differences else {}))
