@@ -242,7 +242,7 @@ def test_a_run_whose_text_has_changed_is_refused(text: Path, tmp_path: Path) -> 
     file.write_bytes((text / "tarfile.txt").read_bytes())
     result = ranks(1, str(tmp_path / "run"), entry=ENTRY)
     assert result.returncode == 2
-    assert "has changed since it was trained" in result.stderr
+    assert "); restore that text (evaluate can score another one: --data TEXT)" in result.stderr
 
 
 def test_an_encoder_decoder_scores_as_in_its_validation(runs: Path, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (["--data.source_key=text"], "are needed both"),
+        (["--data.source_key=text"], "both are needed"),
         (["--data.source_key=text", "--data.target_key=text"], "are equal, but name two columns"),
         (["--data.source_key=text", "--data.target_key=title", "--data.path="], "but data.path names no file to read"),
         (["--data.source_key=body", "--data.target_key=title"], 'no column "body": its columns are headline, title'),
