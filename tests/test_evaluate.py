@@ -100,6 +100,15 @@ def test_any_number_of_ranks_finds_the_same(folder: Path, texts: Path, tmp_path:
     assert one == two == three
 
 
+def test_files_that_are_not_scored_are_named(folder: Path, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md"):
+        (tmp_path / name).write_text("some text\n")
+    said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), entry=ENTRY))
+    assert "1 other files are not read: 1 x .md; --text-suffixes names more suffixes of text\n" in said
+    said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), "--text-suffixes=.md", entry=ENTRY))
+    assert "not read" not in said
+
+
 def test_bytes_are_those_of_the_raw_text(folder: Path, texts: Path, tmp_path: Path) -> None:
     """With a tokenizer that drops some: decoded tokens would have fewer."""
     words = sorted({word for text in TEXTS for word in text.lower().split()})
@@ -233,7 +242,7 @@ def test_a_run_whose_text_has_changed_is_refused(text: Path, tmp_path: Path) -> 
     file.write_bytes((text / "tarfile.txt").read_bytes())
     result = ranks(1, str(tmp_path / "run"), entry=ENTRY)
     assert result.returncode == 2
-    assert "has changed since it was trained" in result.stderr
+    assert "); restore that text (evaluate can score another one: --data TEXT)" in result.stderr
 
 
 def test_an_encoder_decoder_scores_as_in_its_validation(runs: Path, tmp_path: Path) -> None:

@@ -168,7 +168,9 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     first = []
     for i, source in enumerate(sources if family == "llama" else sources[:1]):
         command = tiny(text, tmp_path, run__name=f"fork{i}", model__init_from=source, **more)
-        assert f"starts from the weights of {source}" in succeeded(ranks(1, *command))
+        output = succeeded(ranks(1, *command))
+        assert f"starts from the weights of {source}" in output
+        assert "another tokenizer" not in output
         first.append(losses(tmp_path / f"fork{i}"))
     assert all(curve == first[0] for curve in first)
 
@@ -177,6 +179,8 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     written = tmp_path / "mine.toml"
     output = succeeded(python("import", str(exported), str(written), script="checkpoint.py"))
     assert f"wrote {written}: train.py --config {written} --data.path=my_text" in output
+    refused = python("import", str(exported), str(written), script="checkpoint.py")
+    assert refused.stderr == f"checkpoint.py: {written} exists already; name a new file\n"
     kept = [o for o in tiny(text, tmp_path, run__name="fork0") if not o.startswith(("--model.", "--optim."))]
     assert f"{note}" in python("--check-config", *tiny(text, tmp_path, model__init_from=exported, **more)).stdout
     again = tiny(text, tmp_path, run__name="fork0", model__init_from=exported, **more)

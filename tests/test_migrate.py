@@ -136,6 +136,14 @@ def test_the_class_of_a_block_names_our_family(blocks: str, expected: str) -> No
     assert not t.sets
 
 
+def test_what_an_accelerate_config_lacks_is_named() -> None:
+    content = {"parallelism_config": {"parallelism_config_tp_size": 1, "parallelism_config_cp_size": 2}}
+    t = migrate_accelerate.translate(content)
+    assert "lacks the model, the text, the batch and the learning rate" in migrate_accelerate.to_toml(t, content, "x")
+    assert t.done_anyway == {"parallelism_config_tp_size": "off"}
+    assert t.no_counterpart == {"parallelism_config_cp_size": "no cp parallelism here"}
+
+
 def test_the_launch_counts_processes_per_machine() -> None:
     content = {"num_machines": 2, "num_processes": 16}
     assert "--nnodes 2 --node-rank RANK --master-addr ADDRESS --nproc-per-node 8" in migrate_accelerate.to_toml(

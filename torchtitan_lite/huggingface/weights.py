@@ -8,6 +8,7 @@ rank reads only its own rows, and an export holds one tensor at a time.
 """
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -142,6 +143,21 @@ def folder_of_tokenizer(checkpoint: Path) -> Path:
     """Where a checkpoint's tokenizer.json should be: in its run, or next to it, where `convert` puts it."""
     beside = checkpoint.parent
     return beside if (beside / "tokenizer.json").is_file() else beside.parent
+
+
+def tokenizer_notes(source: Path, ours: Path) -> list[str]:
+    """A note if the weights in a run, checkpoint or Hugging Face folder were trained with another vocabulary."""
+    source = paths.expand(source)
+    file = (source if (source / "tokenizer.json").is_file() else folder_of_tokenizer(source)) / "tokenizer.json"
+    try:
+        if not file.is_file() or bpe.load(file).get_vocab() == bpe.load(ours).get_vocab():
+            return []
+    except DataError:
+        return []
+    return [
+        f"the weights of {source} were trained with another tokenizer, so most tokens stand for other text here: "
+        f"--tokenizer.path={shlex.quote(str(file))} uses theirs"
+    ]
 
 
 def trained_config(folder: Path) -> ModelConfig:

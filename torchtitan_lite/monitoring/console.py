@@ -197,7 +197,7 @@ def what_next(config: Config, step: int) -> str:
         command = "..."  # the launcher of several machines
     if own:
         more = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
-        rises = "" if config.optim.schedule in ("constant", "step") else " (the learning rate rises again)"
+        rises = "" if config.optim.schedule in ("constant", "step") else "  # the learning rate rises again"
         words = [*lasting_options(sys.argv[1:], "--train.steps", "--train.epochs"), more]
         third = f"train longer:     {command} train.py {shlex.join(words)}{rises}"
     else:

@@ -137,6 +137,8 @@ def import_config(folder: Path, out: Path | None) -> None:
     try:
         with out.open("x", encoding="utf-8") as stream:
             stream.write(text)
+    except FileExistsError:
+        raise CheckpointError(f"{out} exists already; name a new file") from None
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     print(

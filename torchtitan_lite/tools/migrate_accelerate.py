@@ -251,6 +251,12 @@ DYNAMO: dict[str, Rule] = {
 PARALLELISM: dict[str, Rule] = {
     "parallelism_config_dp_replicate_size": _count("fsdp.dp_replicate"),
     "parallelism_config_dp_shard_size": _count("fsdp.dp_shard"),
+    **{
+        f"parallelism_config_{name}_size": _choice(
+            **{"1": _anyway("off"), "other": _none(f"no {name} parallelism here")}
+        )
+        for name in ("tp", "cp", "sp")
+    },
 }
 SECTIONS = {
     "fsdp_config": FSDP,
@@ -318,6 +324,10 @@ def to_toml(t: Translation, content: Mapping[Any, Any], source: str) -> str:
     for title, names in (("nothing to set for:", t.done_anyway), ("no counterpart:", t.no_counterpart)):
         if names:
             lines += [f"# {title}", *(f"#   {name}: {reason}" for name, reason in names.items())]
+    lines += [
+        "# An Accelerate config lacks the model, the text, the batch and the learning rate. Set [model], [data],",
+        "# [train] and [optim] (docs/config.md): the defaults train a small Llama on Python's source, at Muon's rate.",
+    ]
     machines, processes = (_positive(content.get(key)) or 1 for key in ("num_machines", "num_processes"))
     nodes = f"--nnodes {machines} --node-rank RANK --master-addr ADDRESS " if machines > 1 else ""
     lines += ["#", f"# torchrun {nodes}--nproc-per-node {max(processes // machines, 1)} train.py --config THIS_FILE"]

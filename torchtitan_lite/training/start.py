@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpointing.progress import on_rank0
@@ -82,6 +83,11 @@ def start(
             if on_rank0(world, lambda: s.state.step in find_steps(s.checkpointer.folder)):
                 require_same_learning(config, s.loaded, s.state)
         log.info(start_lines(config, s.layout, world, s.model, data, s.samples, s.state, s.loaded))
+        if config.model.init_from and not s.loaded and world.rank == 0:
+            from torchtitan_lite.huggingface.weights import tokenizer_notes
+
+            for note in tokenizer_notes(Path(config.model.init_from), data.folder / "tokenizer.json"):
+                log.info(f"note    {note}")
         step = s.state.step
         if step < config.train.steps:
             with s.watchdog.loading("comparing the space on the disk"):

@@ -214,9 +214,8 @@ def _log_preparation(texts: list[Corpus], info: Info) -> None:
     what = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
     files = counted(sum(len(corpus.files) for corpus in texts), "file")
     info(f"data    preparing {what}: {files}, once for all runs ...")
-    if ignored := [file for corpus in texts for file in corpus.ignored]:
-        named = "; data.text_suffixes names more suffixes of text"
-        info(f"data    {len(ignored):,} other files are not read: {corpora.listed(ignored)}{named}")
+    for note in corpora.not_read(texts, "data.text_suffixes"):
+        info(f"data    {note}")
 
 
 def record_folder(work: Path) -> Path:

@@ -10,7 +10,7 @@ import sysconfig
 import textwrap
 import tokenize
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,6 +175,13 @@ def _nothing(entry: str, ignored: set[Path]) -> DataError:
         return DataError(f"{path} looks like a prepared folder, but its meta.json is missing; prepare the text again")
     others = f" (it has {listed(sorted(ignored))})" if ignored else ""
     return DataError(f"no text at {entry}{others}; supported: {READABLE}; {_OTHERS} (looked in {Path.cwd()})")
+
+
+def not_read(texts: Iterable[Corpus], option: str) -> list[str]:
+    """A note on the other files in the folders of texts, if any."""
+    ignored = [file for corpus in texts for file in corpus.ignored]
+    note = f"{len(ignored):,} other files are not read: {listed(ignored)}; {option} names more suffixes of text"
+    return [note] if ignored else []
 
 
 def listed(ignored: list[Path]) -> str:

@@ -306,7 +306,7 @@ def _summary(run: Run, many: bool) -> str:
     tiles = [
         ("status", status, more or run.about.get("reason", "").split("\n")[0]),
         ("step", f"{last['step']:,}", f"of {int(of):,}" if of.isdigit() else ""),
-        ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "mean since the record before"),
+        ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "mean since the previous record"),
     ]
     if best is not None:
         tiles.append(("best validation loss", f"{best['val_loss']:.4f}", f"step {best['step']:,}"))

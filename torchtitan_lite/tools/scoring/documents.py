@@ -41,6 +41,7 @@ class Place:
     text_key: str = "text"
     text_suffixes: tuple[str, ...] = ()
     most: int | None = None  # documents
+    notes: tuple[str, ...] = ()  # files of the text's folder that are not read
 
     def documents(self, opened: Opened) -> Iterator[Document]:
         """The documents in tokens of this model.
@@ -101,8 +102,9 @@ def place(
         raise DataError("an empty name is no text to score")
     if is_prepared(name):
         return Place(name, expand(name), split_name, most=most)
-    corpus.find(name, text_key, text_suffixes)  # before any other text is scored
-    return Place(name, None, split_name, text_key, tuple(text_suffixes), most)
+    found = corpus.find(name, text_key, text_suffixes)  # before any other text is scored
+    notes = tuple(corpus.not_read([found], "--text-suffixes"))
+    return Place(name, None, split_name, text_key, tuple(text_suffixes), most, notes)
 
 
 def _encoded(opened: Opened, texts: Iterable[str]) -> Iterator[Document]:

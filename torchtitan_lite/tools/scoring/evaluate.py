@@ -97,6 +97,8 @@ def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator
         return
     length = _length(model, given)
     for where in _places(model, given):
+        if where.notes and world.rank == 0 and model.name == str(given.models[0]):
+            print(*where.notes, sep="\n")
         documents, prefix = where.documents(model.opened), _prefix(model)
         found = score(model.opened.model, documents, prefix, length, world, given.batch_size)
         if not found.tokens.sum():

@@ -46,5 +46,6 @@ def require_same_data(name: str, data: DataSet, state: TrainState) -> None:
     here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
     if changed := [key for key, value in here.items() if state.identity.get(key, value) != value]:
         raise ConfigError(
-            f"the data of {name} has changed since it was trained ({', '.join(changed)}): its held-out text was another"
+            f"the data of {name} has changed since it was trained ({', '.join(changed)}); restore that text "
+            "(evaluate can score another one: --data TEXT)"
         )
