@@ -106,7 +106,7 @@ def test_the_closing_block_repeats_the_command(text: Path, tmp_path: Path) -> No
     options = tiny(text, tmp_path, run__name="mine", train__steps=2, optim__warmup_steps=1)
     more = ["--config", str(tmp_path / "mine.toml"), *options, "--checkpoint.resume", "never"]
     output = succeeded(ranks(1, *more))
-    (line,) = re.findall(r"train longer: +(.*) \(the learning rate", output)
+    (line,) = re.findall(r"train longer: +(.*)  # the learning rate", output)
     words = shlex.split(line)
     assert words[1] == "train.py"
     kept = [word for word in more if not word.startswith("--train.steps")][:-2]
@@ -150,7 +150,7 @@ def test_the_closing_block_fits_the_launcher_and_the_text(monkeypatch: pytest.Mo
     own = config.model_copy(update={"data": DataConfig(path="my_text")})
     after = console.what_next(own, 10)
     assert "your own text" not in after
-    assert kept.replace("'--sample", "--run.name=old '--sample") + "20 (the learning" in after
+    assert kept.replace("'--sample", "--run.name=old '--sample") + "20  # the learning" in after
     for each in (text, after):
         assert len(each.splitlines()) == 4, "the folder, and three commands"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -158,6 +158,12 @@ def test_the_closing_block_fits_the_launcher_and_the_text(monkeypatch: pytest.Mo
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name)
     assert "torchrun" not in console.what_next(Config(), 10)
+    monkeypatch.setattr(sys, "executable", "/opt/an env/bin/python3")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "'/opt/an env/bin/python3' -m torchtitan_lite.report" in console.what_next(config, 10), "not activated"
+    monkeypatch.setenv("RANK", "0")
+    assert "'/opt/an env/bin/torchrun' --nproc-per-node 1 train.py" in console.what_next(config, 10)
+    monkeypatch.delenv("RANK")
     assert "--prompt 'def '" in console.what_next(Config(), 10)
     assert "--interactive" in console.what_next(Config(data=DataConfig(path="my_text")), 10)
     constant = Config(optim=OptimConfig(schedule="constant"), data=DataConfig(path="my_text"))
