@@ -256,7 +256,7 @@ def test_an_error_of_ours_is_a_failed_attempt_too(run: Path, text: Path, tmp_pat
 def test_a_command_that_finds_the_folder_in_use_leaves_the_status_alone(run: Path, text: Path, tmp_path: Path) -> None:
     before = (run / "run.json").read_bytes()
     with FileLock(run / ".lock"):
-        assert ranks(1, *command(text, tmp_path)).returncode == 2
+        assert ranks(1, *command(text, tmp_path)).returncode == 1, "the same command may work later"
     assert (run / "run.json").read_bytes() == before
 
 
