@@ -43,7 +43,7 @@ from torchtitan_lite.distributed.process_group import (
     process_group,
     sum_over_ranks,
 )
-from torchtitan_lite.errors import StuckError, UserError, run_cli
+from torchtitan_lite.errors import StuckError, UserError, is_stall, run_cli
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import source_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
@@ -149,8 +149,8 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
     try:
         s = starting.start(loaded_config, data, world, log, build)
     except Exception as error:
-        run_folder.write_status(config.folder, world, "failed", None, str(error) or repr(error))
-        log.notify("failure" if getattr(error, "follows", True) else "stall", None)
+        status = run_folder.write_status(config.folder, world, "failed", None, str(error) or repr(error))
+        log.notify("stall" if is_stall(error) else "failure", None, status)
         raise
     if s is None:
         return
@@ -168,7 +168,7 @@ def run(loaded_config: Loaded, data: DataSet, world: World, log: Log) -> None:
         if isinstance(error, UserError) and not isinstance(error, StuckError):
             report_save(s, wait=True)
         run_folder.write_status(config.folder, world, "failed", s.state.step, str(error) or repr(error))
-        log.notify("failure" if getattr(error, "follows", True) else "stall", s.state.step)
+        log.notify("stall" if is_stall(error) else "failure", s.state.step)
         raise
     finally:
         if trackers is not None:

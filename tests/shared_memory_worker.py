@@ -213,6 +213,7 @@ def late(world: World) -> None:
     assert time.monotonic() - began >= 0.9
     assert is_lost(error), error
     assert "1000ms" in str(error), error
+    assert str(error).endswith(f": rank {world.world_size - 1}"), "only the rank that has not arrived"
     print(f"rank {world.rank} has noticed", flush=True)
     store.set(str(world.rank), "noticed")
     if world.rank == 0:  # which has the store

@@ -172,6 +172,12 @@ def test_the_closing_block_fits_the_launcher_and_the_text(monkeypatch: pytest.Mo
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name)
     assert "torchrun" not in console.what_next(Config(), 10)
+    monkeypatch.setattr(sys, "executable", "/opt/an env/bin/python3")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "'/opt/an env/bin/python3' -m torchtitan_lite.report" in console.what_next(config, 10), "not activated"
+    monkeypatch.setenv("RANK", "0")
+    assert "'/opt/an env/bin/torchrun' --nproc-per-node 1 train.py" in console.what_next(config, 10)
+    monkeypatch.delenv("RANK")
     assert "--prompt 'def '" in console.what_next(Config(), 10)
     assert "--interactive" in console.what_next(Config(data=DataConfig(path="my_text")), 10)
     constant = Config(optim=OptimConfig(schedule="constant"), data=DataConfig(path="my_text"))

@@ -101,6 +101,18 @@ def test_a_dead_rank_and_a_silent_one_are_told_apart(text: str, expected: str) -
     assert of[0].explain(RuntimeError(text), SAME, {2: 42.4}, [1]) == f"rank 0, step 4: {expected}"
 
 
+def test_a_rank_that_hangs_within_a_pass_is_named_by_the_barrier() -> None:
+    store: Any = FakeStore()
+    of = [StepTimer(World(rank, 3, torch.device("cpu"), 1, 3), store, 60, 1, Path("stacks")) for rank in range(3)]
+    for timer in of[1:]:
+        timer.publish(store, SAME)
+    error = RuntimeError("Timed out waiting 60000ms at a barrier in shared memory: rank 1, 2")
+    assert "; behind: rank 1 (step 4, computing, forward pass " in of[0].explain(error, SAME, {}, [])
+    said = of[0].explain(error, SAME, {2: 42.4}, [])
+    assert "rank 2 silent for 42 s" in said
+    assert said.count("rank 2 ") == 1
+
+
 def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_no_traceback() -> None:
     world, reset = World(0, 2, torch.device("cpu"), 1), RuntimeError("Read error [::1]:80: Connection reset by peer")
     said = r"^rank 0, starting: connection reset: a process died\. "

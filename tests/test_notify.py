@@ -95,15 +95,19 @@ def test_spikes_the_end_and_failures_are_told_and_the_url_is_nowhere(hook: Hook,
     assert {path for path, _ in hook.posted} == {f"/{SECRET}"}
 
     hook.posted.clear()
+    said += (result := ranks(1, *command, f"--log.notify={VARIABLE}", "--train.seq_len=16", env=env)).stderr
+    assert result.returncode == 2
+    assert told(hook) == [("failure", None, "complete")], "a refused command has not changed the run"
+
+    hook.posted.clear()
     more = [f"--log.notify={VARIABLE}", "--train.steps=12"]
     result = ranks(2, *command, *more, env=env, fault="nan:1:11:forward")
     assert result.returncode == 1
     said += result.stdout + result.stderr
     assert [event for event in told(hook) if event[0] != "spike"] == [("failure", 11, "failed")]
     hook.posted.clear()
-    result = ranks(1, *command, *more, "--train.seq_len=16", env=env)
-    assert result.returncode == 2
-    assert told(hook) == [("failure", None, "failed")]
+    result = ranks(2, *command, *more, env=env, fault="kill:1:11:forward")
+    assert [event for event in told(hook) if event[0] != "spike"] == [("failure", 10, "failed")], "it is no stall"
     said += result.stdout + result.stderr
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
@@ -173,6 +177,7 @@ def test_a_server_that_does_not_answer_costs_nothing(
     [
         (f"https://hooks.example.org/{SECRET}", {}, "should be the name of an environment variable that holds the URL"),
         (VARIABLE, {}, f"the environment variable {VARIABLE} is not set"),
+        (VARIABLE, {VARIABLE: f"https://user:{SECRET}@example.org/"}, "http:// or https:// and has no user name"),
         (VARIABLE, {VARIABLE: f"ftp://{SECRET}"}, "does not hold a URL that begins with http:// or https://"),
     ],
 )

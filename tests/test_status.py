@@ -80,6 +80,14 @@ def test_a_reader_that_tests_the_lock_refuses_no_run(tmp_path: Path, monkeypatch
         run_folder.lock(tmp_path, World(0, 1, torch.device("cpu"), 1)).release()
 
 
+@pytest.mark.parametrize("starting", [False, True])
+def test_an_empty_lock_holder_hides_no_kill(starting: bool, run: Path) -> None:
+    """A power loss or a full disk empties it; run.json then names the machine, unless another attempt has begun."""
+    (run / ".lock-holder").write_text("")
+    about = json.loads((run / "run.json").read_text()) | ({"starting": {}} if starting else {})
+    assert status.status_of(run, about).active == starting
+
+
 @pytest.mark.parametrize("where", ["another machine", "no lock"])
 def test_what_cannot_be_seen_from_here_is_not_called_dead(where: str, run: Path) -> None:
     if where == "no lock":

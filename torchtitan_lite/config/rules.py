@@ -84,11 +84,10 @@ def _log_conflicts(config: Config) -> dict[str, str]:
             )
         # only rank 0 sends
         elif os.environ.get("RANK", "0") == "0" and not re.match(
-            r"https?://[^/?#\s]", os.environ.get(variable, ""), re.IGNORECASE
+            r"https?://[^/?#\s@]+(?![^/?#]*@)", os.environ.get(variable, ""), re.IGNORECASE
         ):
-            wrong = (
-                "does not hold a URL that begins with http:// or https://" if variable in os.environ else "is not set"
-            )
+            url = "a URL that begins with http:// or https:// and has no user name"
+            wrong = f"does not hold {url}" if variable in os.environ else "is not set"
             found["log.notify environment"] = f"log.notify: the environment variable {variable} {wrong}"
     steps = config.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):

@@ -4,7 +4,8 @@
 
 A rank that arrives adds one to the number, and waits at its gate. The last one sets it to 0 and opens the gates of the
 others. The turnstile lets one rank at a time change the number. Semaphores also order the accesses to the memory, on
-every architecture: whatever a rank wrote before the barrier, all ranks read after it.
+every architecture: whatever a rank wrote before the barrier, all ranks read after it. At the end of the line of its
+gate each rank counts its barriers, so that an error can name those that have not arrived.
 """
 
 import ctypes
@@ -39,6 +40,8 @@ class Barrier:
         *gates, self._turnstile, _ = places
         self._gate, self._others = gates[rank], [gate for i, gate in enumerate(gates) if i != rank]
         self._arrived = ctypes.c_int64.from_address(address + (size + 1) * _BYTES)
+        ends = (address + (i + 1) * _BYTES - 8 for i in range(size))
+        self._counts, self._rank = [ctypes.c_int64.from_address(end) for end in ends], rank
         self._size, self._check = size, check
         # by a clock that nobody can set back, which would stretch a slice; sem_clockwait is in glibc since 2.30
         self._now: Callable[[], float] = time.monotonic
@@ -58,6 +61,7 @@ class Barrier:
 
     def wait(self) -> None:
         """Wait for all ranks."""
+        self._counts[self._rank].value += 1
         self._acquire(self._turnstile)
         self._arrived.value += 1
         last = self._arrived.value == self._size
@@ -69,6 +73,10 @@ class Barrier:
                 self._release(gate)
         else:
             self._acquire(self._gate)
+
+    def absent(self) -> list[int]:
+        """The ranks that have not arrived where this one waits."""
+        return [rank for rank, count in enumerate(self._counts) if count.value < self._counts[self._rank].value]
 
     def _release(self, semaphore: Any) -> None:
         if self._library.sem_post(semaphore):

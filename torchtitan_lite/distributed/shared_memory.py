@@ -94,11 +94,14 @@ class SharedMemory:
         """The errors of `barrier`, with words by which hang.py recognises them."""
         ended = [rank for rank in range(self.size) if rank != self.rank and self._has_ended(rank)]
         if ended:
-            ranks = ", ".join(str(dist.get_global_rank(self.group, rank)) for rank in ended)
-            raise RuntimeError(f"Remote process exited: rank {ranks}")
+            raise RuntimeError(f"Remote process exited: rank {self._global(ended)}")
         timeout_s = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         if waited_s >= timeout_s:
-            raise RuntimeError(f"Timed out waiting {1000 * timeout_s:.0f}ms at a barrier in shared memory")
+            late = self._global(self._barrier.absent())
+            raise RuntimeError(f"Timed out waiting {1000 * timeout_s:.0f}ms at a barrier in shared memory: rank {late}")
+
+    def _global(self, ranks: list[int]) -> str:
+        return ", ".join(str(dist.get_global_rank(self.group, rank)) for rank in ranks)
 
     def _has_ended(self, rank: int) -> bool:
         try:

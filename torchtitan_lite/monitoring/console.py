@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -187,12 +188,16 @@ def what_next(config: Config, step: int) -> str:
     """The commands to use after a finished run, at most three. They repeat the options of its own command."""
     folder = shlex.quote(str(config.folder))
     here = os.path.relpath(sys.executable)  # works without activating a virtual environment in this folder
-    python = "python" if here.startswith("..") else here
+    if here.startswith(".."):
+        known = os.path.dirname(shutil.which("python") or "")
+        active = known and os.path.samefile(known, os.path.dirname(sys.executable))
+        here = "python" if active else sys.executable
+    python, torchrun = shlex.quote(here), shlex.quote(os.path.join(os.path.dirname(here), "torchrun"))
     own = bool(config.data.path or config.data.sources)
     prompts = config.sample.prompts or ([] if own else ["def "])
     kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
     n = os.environ.get("WORLD_SIZE", "1")
-    command = f"{os.path.dirname(python)}/torchrun --nproc-per-node {n}".lstrip("/") if "RANK" in os.environ else python
+    command = f"{torchrun} --nproc-per-node {n}" if "RANK" in os.environ else python
     if n != os.environ.get("LOCAL_WORLD_SIZE", n):
         command = "..."  # the launcher of several machines
     if own:

@@ -131,7 +131,9 @@ class StepTimer:
         places = self._places()
         if not is_gone(error):
             what = f"waited for the other ranks for run.timeout_minutes = {self._timeout_s / 60:g}"
-            return f"{self._message(what, at, places, silent)} {_shortened(error)}"
+            absent = re.search(r"at a barrier in shared memory: rank ([\d, ]+)$", str(error))
+            late = [int(rank) for rank in absent[1].split(", ")] if absent else []
+            return f"{self._message(what, at, places, silent, late)} {_shortened(error)}"
         who = "a process died"
         if ended:
             seen = (f"rank {rank}" + (f" (last seen: {places[rank]})" if rank in places else "") for rank in ended)
@@ -159,11 +161,14 @@ class StepTimer:
         limit = f"run.timeout_minutes = {self._timeout_s / 60:g}"
         return self._message(f"waited for the other ranks for nine tenths of {limit}", at, places, silent)
 
-    def _message(self, what: str, at: Place, places: dict[int, Place], silent: Mapping[int, float]) -> str:
+    def _message(
+        self, what: str, at: Place, places: dict[int, Place], silent: Mapping[int, float], late: Sequence[int] = ()
+    ) -> str:
+        """`late`: ranks that are not where this one waits, though they may be in the same pass."""
         found = [silence(rank, silent[rank], places.get(rank, "unknown")) for rank in sorted(silent)]
         behind = []
         for rank, other in sorted(places.items()):
-            if other < at and rank not in silent:
+            if (other < at or rank in late) and rank not in silent:
                 passes = f", forward pass {other.passes}" if other[:2] == at[:2] else ""
                 behind.append(f"rank {rank} ({other}{passes})")
         if behind:

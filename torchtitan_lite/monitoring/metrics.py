@@ -119,10 +119,15 @@ class Log:
             self._notifier = None
             notifier.close()
 
-    def notify(self, event: str, step: int | None, *, ends: bool = False) -> None:
-        """Send failure, spike, stall or completion to the webhook, if there is one. `ends`: the process ends now."""
+    def notify(self, event: str, step: int | None, status: str = "", *, ends: bool = False) -> None:
+        """Send failure, spike, stall or completion to the webhook, if there is one.
+
+        Args:
+            status: of the run, if it is not that of the event.
+            ends: the process ends now.
+        """
         if self._notifier is not None:
-            self._notifier.send(event, step)
+            self._notifier.send(event, step, status)
             if ends:
                 self._notifier.close()
 

@@ -45,11 +45,11 @@ class Notifier:
         self._thread = threading.Thread(target=self._deliver, name="notify", daemon=True)
         self._thread.start()
 
-    def send(self, event: str, step: int | None) -> None:
+    def send(self, event: str, step: int | None, status: str = "") -> None:
         """Post an event, without waiting. Of many at once, the last are dropped."""
         values = {"event": event, "run": self._run, "step": step, "time": round(time.time(), 3)}
         if self._waiting.qsize() < _MOST:
-            self._waiting.put(values | {"status": _STATUS[event]})
+            self._waiting.put(values | {"status": status or _STATUS[event]})
 
     def close(self) -> None:
         """Wait for what was not delivered yet, at most EXIT_S."""

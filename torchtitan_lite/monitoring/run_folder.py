@@ -156,11 +156,16 @@ def take_over(folder: Path, files: Mapping[str, bytes], set_aside: Callable[[], 
     return notes
 
 
-def write_status(folder: Path, world: World, status: str, step: int | None, reason: str = "") -> None:
-    """Write "running", "complete", "preempted" or "failed" to run.json, on rank 0. Step None keeps the recorded one."""
+def write_status(folder: Path, world: World, status: str, step: int | None, reason: str = "") -> str:
+    """Write "running", "complete", "preempted" or "failed" to run.json, on rank 0. Step None keeps the recorded one.
+
+    Returns:
+        the status of the run, which is an earlier one if this attempt was refused.
+    """
     if world.rank == 0:
         with contextlib.suppress(OSError):  # without its content, "carried_out" would be lost
-            _end(folder, _read(folder, strict=True), status, step, reason)
+            return _end(folder, _read(folder, strict=True), status, step, reason)
+    return status
 
 
 def stand_in(folder: Path, step: int, reason: str) -> None:
@@ -170,16 +175,17 @@ def stand_in(folder: Path, step: int, reason: str) -> None:
         _end(folder, before, "failed", step, reason)
 
 
-def _end(folder: Path, before: dict[str, Any], status: str, step: int | None, reason: str) -> None:
-    """Write a status. A failure before the attempt has changed the run is "refused": the run is as it was."""
+def _end(folder: Path, before: dict[str, Any], status: str, step: int | None, reason: str) -> str:
+    """Write and return a status. A failure before the attempt has changed the run is "refused": it is as it was."""
     starting = before.pop("starting", None)
     if status == "failed" and "refused" in before and not starting:
-        return  # another rank has written it
+        return str(before.get("status", status))  # another rank has written it
     if status == "failed" and starting and before.get("status") != "starting":
         _write(folder, before | {"refused": {"message": reason, "time": round(time.time(), 3)} | _attempt()})
-        return
+        return str(before.get("status", status))
     before.pop("refused", None)
     _write(folder, before | _now(status, before.get("step", 0) if step is None else step, reason))
+    return status
 
 
 def _now(status: str, step: int, reason: str) -> dict[str, Any]:

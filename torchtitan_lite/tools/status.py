@@ -57,11 +57,19 @@ def status_of(folder: Path, about: Mapping[str, Any]) -> Status:
     if locked:
         return Status("starting" if "starting" in about else status, True)
     age = f"last record {_ago(_last_time(folder, about))}"
-    holder = re.search(r" on (.+)$", _text(folder / ".lock-holder"))
-    if locked is False and holder and holder[1] == socket.gethostname():
+    holder = _holder(folder, about)
+    if locked is False and holder == socket.gethostname():
         return Status(f"stopped without a word, {age}", False)
-    where = f" on {holder[1]}" if holder else ""
+    where = f" on {holder}" if holder else ""
     return Status(f"{status}{where} when last seen, {age}", True)
+
+
+def _holder(folder: Path, about: Mapping[str, Any]) -> str:
+    """The machine of rank 0. A power loss or a full disk may have emptied the file, but not the run.json before."""
+    if found := re.search(r" on (.+)$", _text(folder / ".lock-holder")):
+        return found[1]
+    machines = about.get("machines")
+    return str(machines[0]) if isinstance(machines, list) and machines and "starting" not in about else ""
 
 
 def _locked(folder: Path) -> bool | None:
