@@ -1,5 +1,6 @@
 """Damage in prepared data that the quick check at the start does not cover is found when the data is read."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -121,3 +122,13 @@ def test_verify_reads_the_index_of_packed_documents(
     said = capsys.readouterr().err
     assert f"{index}: the index of packed documents is damaged (val.pieces has changed since it was made)" in said
     assert "delete this folder, and prepare it again" not in said, "the tokens are good"
+
+
+def test_verify_reads_every_hash_of_an_index(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A start compares the spots of large files only."""
+    file = pack(folder, read_meta(folder), 32, lambda _: None) / "hashes.json"
+    hashes = json.loads(file.read_bytes())
+    hashes["val.rows"]["spots"] = hashes["val.pieces"]["spots"]
+    file.write_text(json.dumps(hashes))
+    assert main(["--verify", str(folder)]) == 2
+    assert "the index of packed documents is damaged (val.rows has changed" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,14 +213,22 @@ def test_a_difference_is_that_of_the_scores_also_of_other_targets() -> None:
 
 def test_a_total_compares_the_same_documents(folder: Path, texts: Path, tmp_path: Path) -> None:
     """Whatever the order in which the models' mixtures name their texts."""
-    scores = {name: Scores(np.arange(1.0, 5) * k, np.full(4, 8.0), np.full(4, 8.0)) for k, name in enumerate("ab", 2)}
+    eights = np.full(4, 8.0)
+    scores = {name: Scores(np.arange(1.0, 5) * k, eights, eights, eights * k) for k, name in enumerate("abc", 2)}
     for second, expected in ((("a", "b"), True), (("b", "a"), True), (("b", "c"), False)):
         first = evaluate.with_total({name: scores[name] for name in "ab"}, {})
-        other = {name: scores.get(name, scores["a"]) for name in second}
+        other = {name: scores[name] for name in second}
         compared = evaluate.compared(evaluate.with_total(other, first), first)
         assert (evaluate.TOTAL in compared) == expected
         if expected:
             assert compared[evaluate.TOTAL]["bits_per_byte_stderr"] == 0
+
+
+def test_the_same_documents_are_compared_under_any_name() -> None:
+    """E.g. one text, prepared in two folders with two tokenizers."""
+    one, two = (Scores(np.array([8.0, factor]), np.ones(2), np.ones(2), np.array([5.0, 7.0])) for factor in (3, 4))
+    other = replace(two, hashes=np.array([5.0, 8.0]))
+    assert evaluate.compared({"data/b": two, "data/c": other}, {"data/a": one}).keys() == {"data/b"}
 
 
 def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:

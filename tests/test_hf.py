@@ -268,6 +268,7 @@ def test_init_from_with_another_vocabulary_names_both(text: Path, tmp_path: Path
         ({"model_type": "llama", "mlp_bias": True}, "biases of attention or feed-forward"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding windows"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function relu is not gelu_new"),
+        ({"model_type": "gpt2", "n_embd": 32, "n_inner": 96}, "n_inner = 96 is not 4 times n_embd = 32"),
     ],
 )
 def test_unsupported_architectures_are_refused(content: dict[str, Any], expected: str) -> None:

@@ -204,6 +204,12 @@ def test_columns_that_do_not_fit_the_header_are_refused(tmp_path: Path, capsys: 
     assert main([str(file), *keys]) == 2
     assert 'has 2 columns "text"; which one holds the text is ambiguous' in capsys.readouterr().err
 
+    # of one text, the rest would be lost, or be that of another column
+    file.write_text(f"text,headline\nHello, world,Title one\n{rows}")
+    for key in ("text", "headline"):
+        assert main([str(file), "--text-key", key, "--tokenizer", "bytes", "--out", out]) == 2
+        assert "line 2: has 3 columns, its header has 2" in capsys.readouterr().err
+
 
 @pytest.mark.extended
 def test_the_default_pairs_are_functions_and_their_docstrings(tmp_path: Path) -> None:

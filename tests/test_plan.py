@@ -188,6 +188,17 @@ def test_invalid_options_are_errors_that_say_what_works(
     assert said in capsys.readouterr().err
 
 
+def test_no_advice_is_more_ranks_than_a_plan_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "MOST_RANKS", 6)
+    figures = ["--peak-tflops=100", "--memory-gib=0.01", "--memory-gbs=99", "--intra-node-gbs=9", "--inter-node-gbs=1"]
+    assert plan.main(["--device=mine", *figures, "--world-size=2"]) == 0
+    out = capsys.readouterr().out
+    assert "--world-size=4" in out
+    assert "--world-size=8" not in out
+
+
 @pytest.mark.extended
 def test_figures_of_another_device_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     figures = ["--peak-tflops=100", "--memory-gib=10", "--memory-gbs=1000", "--intra-node-gbs=10", "--inter-node-gbs=1"]

@@ -234,6 +234,15 @@ def test_a_task_that_cannot_be_scored_fails_after_the_others(folder: Path, tmp_p
     assert "Traceback" not in result.stderr
 
 
+def test_a_task_that_the_first_model_lacks_is_compared_with_no_other(folder: Path, run: Path, tmp_path: Path) -> None:
+    """A Hugging Face folder has no held-out text, from which brackets are made."""
+    options = "--tasks=brackets", f"--json={tmp_path / 'scores.json'}"
+    result = ranks(1, *map(str, (folder, run, run)), *options, entry=ENTRY)
+    assert "no text of its own" in result.stderr
+    assert [len(model["tasks"]) for model in json.loads((tmp_path / "scores.json").read_text())["models"]] == [0, 1, 1]
+    assert f"minus {folder}" not in result.stdout
+
+
 @pytest.mark.parametrize(("n", "value", "stderr"), [(3, 1.0, 0.1633), (3, 0.0, 0.1633), (198, 1.0, 0.005)])
 def test_equal_answers_have_an_error(n: int, value: float, stderr: float) -> None:
     """The standard deviation of Beta(n + 1, 1)."""

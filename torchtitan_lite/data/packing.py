@@ -116,6 +116,8 @@ def _what_is_wrong(path: Path, wanted: File, read_all: bool) -> str:
     else:
         with path.open("rb") as stream:
             same = hashlib.file_digest(stream, "sha256").hexdigest() == wanted.sha256
+        if read_all and wanted.spots:
+            same = same and spots(path) == wanted.spots
     return "" if same else "has changed since it was made"
 
 

@@ -219,9 +219,12 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"activation_function {shortened(content['activation_function'])} is not gelu_new")
         if content.get("scale_attn_by_inverse_layer_idx") or not content.get("scale_attn_weights", True):
             raise CheckpointError("scale_attn_by_inverse_layer_idx and unscaled attention are not supported")
+        dim, hidden = _count(content, "n_embd"), content.get("n_inner")
+        if hidden not in (None, 4 * dim):
+            raise CheckpointError(f"n_inner = {shortened(hidden)} is not 4 times n_embd = {dim}")
         return fixed | {
             "vocab_size": _count(content, "vocab_size"),
-            "dim": _count(content, "n_embd"),
+            "dim": dim,
             "n_layers": _count(content, "n_layer"),
             "n_heads": _count(content, "n_head"),
             "max_seq_len": _count(content, "n_positions"),

@@ -327,6 +327,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
     options = " ".join(f"--{key}={str(value).lower()}" for key, value in values.items())
     for _ in range(3):
         world_size *= 2
+        if world_size > MOST_RANKS:
+            return
         yield f"{options} --world-size={world_size}".strip(), config, world_size
 
 

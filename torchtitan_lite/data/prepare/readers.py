@@ -278,7 +278,7 @@ def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[I
             if twice := [column for column in columns if row.count(column) > 1]:
                 raise _CutError(_ambiguous(twice[0], row.count(twice[0])))
             at, width = [row.index(column) for column in columns], len(row)
-        elif len(columns) > 1 and len(row) > width:  # an unquoted comma would make a piece of the source the target
+        elif len(row) > width:  # an unquoted comma cuts a text, or makes a piece of it the next column
             yield Problem(f"line {place}", "a row that is too long", f"has {len(row)} columns, its header has {width}")
         elif absent := [column for column, i in zip(columns, at, strict=True) if i >= len(row)]:
             yield Problem(f"line {place}", "a row that is too short", f"has {len(row)} columns, so no {absent[0]}")

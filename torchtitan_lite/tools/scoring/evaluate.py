@@ -240,11 +240,16 @@ def with_total(found: dict[str, Scores], first: dict[str, Scores]) -> dict[str, 
 
 
 def compared(found: dict[str, Scores], first: dict[str, Scores]) -> dict[str, dict[str, float]]:
-    """The difference to the first model on each text of which both were scored on the same documents."""
-    same = {name: scores for name, scores in found.items() if name in first and scores.of_the_same(first[name])}
+    """The difference to the first model on each text of which both were scored on the same documents, whatever the
+    texts are called: one text may be prepared in two folders."""
+    same = {
+        name: difference(scores, other)
+        for name, scores in found.items()
+        if (other := next(filter(scores.of_the_same, first.values()), None)) is not None
+    }
     if len(same) < len(found):
         same.pop(TOTAL, None)  # of other documents
-    return {name: difference(scores, first[name]) for name, scores in same.items()}
+    return same
 
 
 def _plus_minus(value: float, stderr: float, digits: int = 4) -> str:
@@ -388,7 +393,8 @@ def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
             results[-1]["tasks"] = {name: tasks.row(one) | {"seq_len": length} for name, one in on_tasks.items()}
         if task_differences:
             results[-1]["tasks_minus_first"] = task_differences
-        first, first_tasks = first or found, first_tasks or on_tasks
+        if len(results) == 1:
+            first, first_tasks = found, on_tasks
     if given.json and world.rank == 0:
         text = json.dumps(_finite({"models": results}), indent=2)
         paths.expand(given.json).write_text(text + "\n", encoding="utf-8")
