@@ -48,7 +48,7 @@ from torchtitan_lite.distributed.process_group import (
     process_group,
     sum_over_ranks,
 )
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import local_rows, optimizer_tensors
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT
@@ -332,13 +332,12 @@ def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None
         for step in (1, 2):
             with pytest.MonkeyPatch.context() as patched:
                 if step == 1 and world.rank == 0:
-                    wide = (517, 30)
-                    if beside:
-                        honest = torch.empty
-                        fail = lambda *a, **k: bytes(2**62) if a == (wide,) else honest(*a, **k)  # noqa: E731, B023
-                    else:
-                        honest = torch.Tensor.cpu
-                        fail = lambda t: bytes(2**62) if t.shape == wide else honest(t)  # noqa: E731, B023
+                    honest: Any = torch.empty if beside else torch.Tensor.cpu
+
+                    def fail(first: Any, *rest: Any, honest: Any = honest, **more: Any) -> Any:
+                        size = first.shape if isinstance(first, torch.Tensor) else first
+                        return bytes(2**62) if size == (517, 30) else honest(first, *rest, **more)
+
                     patched.setattr(f"torch.{function}", fail)
                 checkpointer.save(TrainState(step=step))
                 saved = checkpointer.wait()
@@ -346,6 +345,11 @@ def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None
             assert saved.error == ("rank 0: MemoryError()" if step == 1 else ""), saved.error
         dist.barrier()
         assert [found.name for found in checkpointer.folder.iterdir()] == ["step-00000002"]
+    state = optimizer.state[model.output.weight]
+    state["rows"] = torch.zeros(3, 30)  # of this rank: only those of rank 0 would be in a file
+    with pytest.raises(CheckpointError, match='SGD keeps "rows" of output.weight as Tensor'):
+        optimizer_tensors(model, optimizer)
+    del state["rows"]
     disk = Path(shared[0]) / f"disk{world.rank}"
     disk.mkdir()
     with contextlib.chdir(disk):
