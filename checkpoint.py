@@ -176,14 +176,14 @@ class Checkpointer:
         for file, specs in files.items():
             writer = None
             for name in layout(specs)[1]:
-                # a collective: all ranks take part, even after rank 0 has failed to write
-                whole = gather(f"{sharding.prefix(file)}{name}")
-                if self.world.rank == 0 and failure is None:
-                    try:
+                try:
+                    # a collective: all ranks take part, even after rank 0 has failed to write
+                    whole = gather(f"{sharding.prefix(file)}{name}")
+                    if self.world.rank == 0 and failure is None:
                         writer = writer or TensorFileWriter(folder / file, specs)
                         writer.write(whole)
-                    except Exception as error:  # any error: the other ranks must not wait for this one
-                        failure = error
+                except Exception as error:  # any error, also no memory: the other ranks must not wait for this one
+                    failure = failure or error
             try:
                 if writer is not None and failure is None:
                     records[file] = writer.close()

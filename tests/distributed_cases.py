@@ -4,6 +4,7 @@ Every function named case_* is called on all ranks, in order, and its name is wr
 rank that fails ends the whole run: the others would wait for it.
 """
 
+import contextlib
 import math
 import shutil
 import sys
@@ -47,7 +48,7 @@ from torchtitan_lite.distributed.process_group import (
     process_group,
     sum_over_ranks,
 )
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import local_rows, optimizer_tensors
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT
@@ -315,6 +316,51 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     dist.barrier()
     if world.rank == 0:
         shutil.rmtree(folder)
+
+
+def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None:
+    """It happens while the other ranks gather, who must not wait for it. The next save succeeds. Sharded, each rank
+    whose disk has no folder says so.
+    """
+    world = World(dist.get_rank(), 4, CPU, 1)
+    shared: list[str] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    model = sharded(make_mesh(MESHES["4"]))
+    optimizer = build_optimizer(model, OptimConfig(name="sgd"))
+    for beside, function in ((True, "empty"), (False, "Tensor.cpu")):
+        checkpointer = Checkpointer(Path(shared[0]) / function, model, optimizer, way("dtensor", "full", beside), world)
+        for step in (1, 2):
+            with pytest.MonkeyPatch.context() as patched:
+                if step == 1 and world.rank == 0:
+                    honest: Any = torch.empty if beside else torch.Tensor.cpu
+
+                    def fail(first: Any, *rest: Any, honest: Any = honest, **more: Any) -> Any:
+                        size = first.shape if isinstance(first, torch.Tensor) else first
+                        return bytes(2**62) if size == (517, 30) else honest(first, *rest, **more)
+
+                    patched.setattr(f"torch.{function}", fail)
+                checkpointer.save(TrainState(step=step))
+                saved = checkpointer.wait()
+            assert saved is not None
+            assert saved.error == ("rank 0: MemoryError()" if step == 1 else ""), saved.error
+        dist.barrier()
+        assert [found.name for found in checkpointer.folder.iterdir()] == ["step-00000002"]
+    state = optimizer.state[model.output.weight]
+    state["rows"] = torch.zeros(3, 30)  # of this rank: only those of rank 0 would be in a file
+    with pytest.raises(CheckpointError, match='SGD keeps "rows" of output.weight as Tensor'):
+        optimizer_tensors(model, optimizer)
+    del state["rows"]
+    disk = Path(shared[0]) / f"disk{world.rank}"
+    disk.mkdir()
+    with contextlib.chdir(disk):
+        checkpointer = Checkpointer(Path("mine"), model, optimizer, way("dcp", "sharded", False), world)
+        checkpointer.save(TrainState(step=1))
+        saved = checkpointer.wait()
+    assert saved is not None
+    assert saved.error.count("is it on a file system that all ranks share?") == 3, saved.error
+    dist.barrier()
+    if world.rank == 0:
+        shutil.rmtree(shared[0])
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:

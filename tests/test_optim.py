@@ -6,8 +6,10 @@ from torch import nn
 
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
 from torchtitan_lite.distributed import initialize
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.distributed.sharding import optimizer_tensors
+from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.optim import optimizer as optimizers
 from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, make_state, set_learning_rate
 
 
@@ -109,6 +111,25 @@ def test_making_state_changes_no_parameter(name: str, model: Transformer) -> Non
     assert len(optimizer.state) == len(before)
     assert all(p.grad is None for p in model.parameters())
     assert all(group["lr"] == 4e-3 for group in optimizer.param_groups)
+
+
+def test_an_optimizer_of_ones_own_has_its_state_before_its_first_step(
+    monkeypatch: pytest.MonkeyPatch, model: Transformer
+) -> None:
+    """float16 may skip steps before the first save; what is saved must be what a resume expects."""
+    monkeypatch.setattr(optimizers, "_by_name", lambda groups, config: torch.optim.RMSprop(groups))
+    optimizer = build_optimizer(model, OptimConfig(ema_decay=0.9))
+    assert all({"square_avg", "ema"} <= optimizer.state[p].keys() for p in model.parameters())
+
+
+def test_state_that_a_checkpoint_would_lose_is_refused(model: Transformer) -> None:
+    optimizer = build_optimizer(model, OptimConfig(name="sgd"))
+    state = optimizer.state[model.output.weight]
+    state |= {"step": torch.tensor(3.0), "unused": None}
+    assert "step.output.weight" in optimizer_tensors(model, optimizer)
+    state["steps"] = 3
+    with pytest.raises(CheckpointError, match='SGD keeps "steps" of output.weight as int, which can\'t be saved'):
+        optimizer_tensors(model, optimizer)
 
 
 def test_sgd_is_that_of_torch_from_its_first_step() -> None:

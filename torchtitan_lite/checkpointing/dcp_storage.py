@@ -83,7 +83,12 @@ class ShardWriter(StorageWriter):
         file = plan.storage_data
         items = {_key(item): item for item in plan.items}
         specs = {key: _spec(item) for key, item in items.items()}
-        writer = TensorFileWriter(self.folder / file, specs, ahead=0)
+        try:
+            writer = TensorFileWriter(self.folder / file, specs, ahead=0)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f'{error} (is it on a file system that all ranks share? checkpoint.state_dict = "full" needs none)'
+            ) from error
         kept = []  # they must not be freed before they are hashed
         try:
             for key in writer.order:

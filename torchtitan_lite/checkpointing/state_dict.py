@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.distributed.agreement import outcome_on_rank0
 from torchtitan_lite.distributed.process_group import from_all_ranks
 from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.errors import CheckpointError
 
 PIECE = 64 << 20  # bytes that are sent at a time
 
@@ -42,18 +44,28 @@ class HostGather:
         self._places: list[dict[str, tuple[int, int]]] = []
 
     def __call__(self, name: str) -> Tensor:
-        """The whole tensor on rank 0, an empty one elsewhere."""
+        """The whole tensor on rank 0, an empty one elsewhere. Raises CheckpointError if rank 0 has no memory for it."""
         if not self._places:
             self._places = from_all_ranks(self._mine, self._group)
-        if dist.get_rank(self._group) != 0:
+        rank = dist.get_rank(self._group)
+        others = [(i, *places[name]) for i, places in enumerate(self._places) if i and name in places]
+        if not others:
+            return self._copies[name] if rank == 0 else torch.empty(0)
+        whole = torch.empty(0)
+
+        def allocate() -> None:
+            nonlocal whole
+            whole = torch.empty(self._shapes[name], dtype=self._copies[name].dtype)
+
+        # before anything is sent: a rank that sends waits for rank 0
+        _, error = outcome_on_rank0(rank, allocate, self._group)
+        if error:
+            raise CheckpointError(f"rank 0: {error}")
+        if rank != 0:
             if name in self._mine:
                 dist.send(self._copies[name], dst=0, group=self._group)
-            return torch.empty(0)
+            return whole
         copy = self._copies[name]
-        others = [(rank, *places[name]) for rank, places in enumerate(self._places) if rank and name in places]
-        if not others:
-            return copy
-        whole = torch.empty(self._shapes[name], dtype=copy.dtype)
         coming = [dist.irecv(whole[first : first + n], src=rank, group=self._group) for rank, first, n in others]
         whole[: len(copy)] = copy
         for work in coming:

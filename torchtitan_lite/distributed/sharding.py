@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.errors import CheckpointError
+
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
     """This rank's rows of a parameter, and the index of the first.
@@ -51,13 +53,23 @@ def with_tied(model: nn.Module, content: Tensors) -> Tensors:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's tensors, as "exp_avg.output.weight"."""
-    return {
-        f"{key}.{name}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()  # a frozen one has none
-        if isinstance(value, Tensor)
-    }
+    """The optimizer's tensors, as "exp_avg.output.weight".
+
+    Raises:
+        CheckpointError: it keeps something else, which a resume would lose.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():  # a frozen one has none
+            local = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+            if isinstance(value, Tensor) and not (local and value.numel() != 1):
+                found[f"{key}.{name}"] = value
+            elif value is not None:
+                raise CheckpointError(
+                    f'{type(optimizer).__name__} keeps "{key}" of {name} as {type(value).__name__}, which can\'t be '
+                    "saved: it should be a DTensor (torch.zeros_like(parameter)) or a tensor of one element"
+                )
+    return found
 
 
 def flat(nested: Any) -> Tensors:

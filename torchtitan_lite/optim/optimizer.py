@@ -50,7 +50,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         from torchtitan_lite.optim.average import keep_average
 
         keep_average(optimizer, config.ema_decay)
-    if config.name == "sgd":
+    if not optimizer.defaults.get("fused"):
         make_state(optimizer)  # for a save before its first step; float16 may skip some
     return optimizer
 
