@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import select, storage
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.monitoring import run_folder
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
 
@@ -196,6 +199,24 @@ def test_another_launch_is_no_restart(run: Path, text: Path, tmp_path: Path) -> 
     same = command(text, tmp_path, checkpoint__resume="never")
     succeeded(ranks(1, *same, env=torchrun_attempt(0, "x")))
     assert "new; the same" in succeeded(ranks(1, *same, env=torchrun_attempt(1, "y")))
+
+
+def test_another_secret_is_another_launch_also_in_the_same_slurm_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(run_folder, "from_rank0", lambda value: value)
+    monkeypatch.setattr(run_folder, "from_all_ranks", lambda value: [value])
+    found = []
+    for secret, world in [("a", "world 1"), ("a", "world 2"), ("b", "world 1"), ("c", "")]:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", secret)
+        monkeypatch.setenv("TORCHTITAN_LITE_WORLD", world)
+        if not world:  # under torchrun
+            monkeypatch.delenv("TORCHTITAN_LITE_WORLD")
+        found.append(run_folder.begin(tmp_path, World(0, 1, torch.device("cpu"), 1), "never"))
+        (tmp_path / "run.json").write_bytes(run_folder.accepted(tmp_path, 0, found[-1], {}))
+    assert found == ["never", "auto", "never", "auto"]
 
 
 @pytest.mark.extended

@@ -101,6 +101,7 @@ def begin(folder: Path, world: World, resume: str) -> str:
         recorded, launch = before.get("carried_out"), _launch()
         if isinstance(recorded, dict):
             same_job, same_run = (launch[key] and recorded.get(key) == launch[key] for key in launch)
+            same_job = same_job and "TORCHTITAN_LITE_WORLD" not in os.environ  # with tools.elastic the secret decides
             restart = recorded.get("resume") == resume and bool(same_job or (same_run and max(counts)))
             if same_run and not max(counts):
                 before["carried_out"] = recorded | {"torchelastic_run_id": ""}  # from an earlier launch of this name
