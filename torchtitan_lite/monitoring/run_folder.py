@@ -98,6 +98,12 @@ def begin(folder: Path, world: World, resume: str) -> str:
             before = _read(folder, strict=True)
         except OSError as error:
             before, problem = {}, f"{folder / 'run.json'} can't be read: {error.strerror or error}"
+        once = resume == "never" or resume.startswith("step-")
+        if once and max(counts) and not before and (folder / "run.json").exists():
+            problem = problem or (
+                f'{folder / "run.json"} is damaged, and can\'t tell whether checkpoint.resume = "{resume}" was carried '
+                "out; go on with --checkpoint.resume=auto, or remove the file to carry it out"
+            )
         recorded, launch = before.get("carried_out"), _launch()
         if isinstance(recorded, dict):
             same_job, same_run = (launch[key] and recorded.get(key) == launch[key] for key in launch)
