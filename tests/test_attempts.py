@@ -141,7 +141,7 @@ def test_a_full_disk_at_a_resume_is_reported(finished: Path, text: Path, disk: P
     result = ranks(2, *command(text, disk, train__steps=12, checkpoint__resume="step-4"))
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
-    assert "a checkpoint takes 0.00 GB, but " in result.stderr
+    assert "MiB, but " in result.stderr
     assert contents(run) == before
     (disk / "ballast").unlink()
     assert "resumed after step 8" in succeeded(ranks(2, *command(text, disk, train__steps=9)))
@@ -299,7 +299,7 @@ def test_an_error_of_ours_is_a_failed_attempt_too(run: Path, text: Path, tmp_pat
 def test_a_command_that_finds_the_folder_in_use_leaves_the_status_alone(run: Path, text: Path, tmp_path: Path) -> None:
     before = (run / "run.json").read_bytes()
     with FileLock(run / ".lock"):
-        assert ranks(1, *command(text, tmp_path)).returncode == 2
+        assert ranks(1, *command(text, tmp_path)).returncode == 1  # it may work later
     assert (run / "run.json").read_bytes() == before
 
 
