@@ -519,8 +519,27 @@ def test_a_wrong_command_is_not_started_again(started: Callable[..., Machines], 
     machines = started()
     machines.join("a", command=["trian.py"])
     assert machines.codes() == {"coordinator": 2, "a": 2}
-    assert "exit code 2 in the first world: the command is wrong, and is not started again" in machines.said()
+    assert "exit code 2: the command is wrong, and is not started again" in machines.said()
     assert "world 2: " not in machines.said()
+
+
+def test_a_wrong_command_is_found_by_the_first_world_that_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Machines that come one by one stop the first worlds while their processes still import torch."""
+
+    async def play(served: coordinator.Coordinator, port: int) -> None:
+        a = await FakeMachine.at(port, "a")
+        await a.told("start")
+        b = await FakeMachine.at(port, "b")
+        await a.told("stop")
+        a.ended(143)
+        await asyncio.gather(a.told("start"), b.told("start"))
+        a.ended(2)
+        await b.told("stop")
+        b.ended(143)
+        assert await a.told("done") == 2
+
+    assert coordinated(play, most=2, max_restarts=1) == 2
+    assert "the command is wrong, and is not started again" in capsys.readouterr().out
 
 
 def test_ipv6_addresses_are_understood(started: Callable[..., Machines], tmp_path: Path) -> None:
@@ -649,6 +668,7 @@ def test_mistakes_are_explained(
     )
     assert "should be HOST:PORT" in refused("join", "node0", "train.py")
     assert "should be HOST:PORT" in refused("join", "[::1]", "train.py")
+    assert "'node..0:1' should be HOST:PORT" in refused("join", "node..0:1", "train.py")
     assert "--nproc-per-node=0 should be at least 1" in refused("join", "--nproc-per-node=0", "node0:1", "train.py")
     with pytest.raises(SystemExit):
         __main__.main(["join", "node0:1"])

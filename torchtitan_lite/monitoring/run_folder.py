@@ -98,9 +98,16 @@ def begin(folder: Path, world: World, resume: str) -> str:
             before = _read(folder, strict=True)
         except OSError as error:
             before, problem = {}, f"{folder / 'run.json'} can't be read: {error.strerror or error}"
+        once = resume == "never" or resume.startswith("step-")
+        if once and max(counts) and not before and (folder / "run.json").exists():
+            problem = problem or (
+                f'{folder / "run.json"} is damaged, and can\'t tell whether checkpoint.resume = "{resume}" was carried '
+                "out; go on with --checkpoint.resume=auto, or remove the file to carry it out"
+            )
         recorded, launch = before.get("carried_out"), _launch()
         if isinstance(recorded, dict):
             same_job, same_run = (launch[key] and recorded.get(key) == launch[key] for key in launch)
+            same_job = same_job and "TORCHTITAN_LITE_WORLD" not in os.environ  # with tools.elastic the secret decides
             restart = recorded.get("resume") == resume and bool(same_job or (same_run and max(counts)))
             if same_run and not max(counts):
                 before["carried_out"] = recorded | {"torchelastic_run_id": ""}  # from an earlier launch of this name

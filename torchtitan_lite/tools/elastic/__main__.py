@@ -81,7 +81,7 @@ def _coordinate(given: argparse.Namespace) -> int:
 def _join(given: argparse.Namespace) -> int:
     host, _, port = given.coordinator.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host  # an IPv6 address
-    if not host or not port.isdecimal() or not 0 < int(port) <= 65_535:
+    if not _is_host(host) or not port.isdecimal() or not 0 < int(port) <= 65_535:
         raise ConfigError(
             f"{given.coordinator!r} should be HOST:PORT of the coordinator, e.g. node0:29400, [fd00::1]:29400"
         )
@@ -93,6 +93,13 @@ def _join(given: argparse.Namespace) -> int:
         raise ConfigError(f"{given.command[0]} is after {given.coordinator}: options of join stand before it")
     machine = Machine(given.name, given.nproc_per_node, given.command, given.patience, _secret(given.secret_file))
     return asyncio.run(machine.run(host, int(port)))
+
+
+def _is_host(text: str) -> bool:
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:  # such as node..0
+        return False
 
 
 def _seconds(text: str) -> float:

@@ -39,7 +39,8 @@ _LOCKED_S = 600.0  # so long, processes of a machine that does not answer may ho
 _LONGEST_PAUSE_S = 64.0
 _STRANGERS = 64  # connections that have not proved to hold the secret
 _STRANGERS_SAID_S = 60.0  # between two lines about them
-_STOPPED_BY_US = (0, 128 + 15)  # saved, or had not begun
+_TERMINATED = 128 + 15  # by our SIGTERM, before the process had begun
+_STOPPED_BY_US = (0, _TERMINATED)  # the first: saved
 _WRONG_COMMAND = 2  # the exit code of a user error, also of Python without its program
 
 
@@ -89,6 +90,7 @@ class Coordinator:
         self._machines: list[Machine] = []
         self._world: list[Machine] = []
         self._number, self._failures, self._trained_s, self._not_before = 0, 0, 0.0, 0.0
+        self._begun = False  # whether processes of an earlier world came far enough to show a wrong command
         self._news: deque[str] = deque(maxlen=20)  # what happened since the last world began
         self._lost_at = -_LOCKED_S
         self._over = False
@@ -162,6 +164,7 @@ class Coordinator:
             raise ValueError(f"{others[0].name} runs another command; give the same on each machine")
         machine = Machine(hello.name, hello.address, hello.processes, hello.command, connection, hello.port)
         self._number = max(self._number, hello.last_world)  # this coordinator may not be its first
+        self._begun |= hello.last_world > 0
         self._machines.append(machine)
         self._tell(f"{machine.name} joined")
         return machine
@@ -190,9 +193,11 @@ class Coordinator:
                 self._news.append(why)
             if self.stopping:
                 return 1 if codes else 0
-            if self._number == 1 and not lost and any(_WRONG_COMMAND in found for found in codes.values()):
-                _say(f"exit code {_WRONG_COMMAND} in the first world: the command is wrong, and is not started again")
+            if not self._begun and not lost and any(_WRONG_COMMAND in found for found in codes.values()):
+                _say(f"exit code {_WRONG_COMMAND}: the command is wrong, and is not started again")
                 return _WRONG_COMMAND
+            # not if another machine joined while all still imported torch
+            self._begun |= lost or any({*machine.codes} != {_TERMINATED} for machine in self._world)
             self._count_failure(lost, quickly, time.monotonic() - began)
             if self._failures > self._limits.max_restarts and time.monotonic() - self._lost_at > _LOCKED_S:
                 _say(f"{counted(self._failures, 'failure')} in a row: giving up (--max-restarts)")
