@@ -29,8 +29,8 @@ import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
 env = os.environ
 me = f"{int(env['TORCHELASTIC_RESTART_COUNT']) - 1}.{env['RANK']}"  # it counts from 1
-if "TORCHTITAN_LITE_SECRET" in env:
-    sys.exit("the secret is for machines only")
+if "TORCHTITAN_LITE_SECRET" in env or "TORCHELASTIC_USE_AGENT_STORE" in env:
+    sys.exit("the secret is for machines only, and this store is of a torchrun that started the machine")
 def terminated(*_):
     time.sleep(0.5)  # as a save does
     (folder / f"{me}.saved").touch()
@@ -62,7 +62,8 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Machines]]:
 
     def start(*options: str) -> Machines:
         command = [str(tmp_path / "program.py"), str(tmp_path)]
-        made.append(Machines(tmp_path, command, "--settle", "0.2", *options))
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # as in a shell that torchrun has started
+        made.append(Machines(tmp_path, command, "--settle", "0.2", *options, env=env))
         return made[0]
 
     yield start

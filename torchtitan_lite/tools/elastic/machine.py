@@ -44,7 +44,9 @@ class Processes:
 
     def __init__(self, command: Sequence[str], count: int, env: dict[str, str]) -> None:
         first = int(env["RANK"])
-        env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), SIGNALLED_ONCE: "1"} | env
+        # without the variables of a torchrun that started this process, such as the store of its agent
+        own = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+        env = {"OMP_NUM_THREADS": "1", **own, SIGNALLED_ONCE: "1", **env}
         self.problem = ""  # why a process could not be started
         self._kill_at = math.inf
         prctl = getattr(ctypes.CDLL(None), "prctl", None)
