@@ -132,7 +132,7 @@ def test_a_stall_is_told_before_the_process_ends(hook: Hook, tmp_path: Path, mon
 
 def test_a_process_that_died_is_a_failure_and_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, sent = SimpleNamespace(config=SimpleNamespace(folder=tmp_path)), list[str]()
-    log, world = SimpleNamespace(notify=lambda event, _: sent.append(event)), World(0, 2, torch.device("cpu"), 1)
+    log, world = SimpleNamespace(notify=lambda event, *_: sent.append(event)), World(0, 2, torch.device("cpu"), 1)
     died, late = StuckError("connection reset"), StuckError("waited")
     died.follows = True
     for error in (died, late, ValueError("a bug")):
@@ -170,6 +170,8 @@ def test_a_server_that_does_not_answer_costs_nothing(
     assert found == ({expected[where]} if where != "never" else set())
     assert {path for path, _ in hook.posted} <= {f"/{where}/{SECRET}"}, "neither a proxy nor where the redirect leads"
     assert SECRET not in "".join(said)
+    hook.released.set()
+    notifier._thread.join(60)  # or it would report into the next test
 
 
 @pytest.mark.parametrize(
