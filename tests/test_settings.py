@@ -313,10 +313,12 @@ def test_plain_python_exits_with_2_and_no_traceback() -> None:
 
 
 @pytest.mark.extended
-def test_under_torchrun_the_message_is_printed_once() -> None:
+def test_under_torchrun_the_message_is_printed_once_and_repeated_at_the_end() -> None:
     result = torchrun(2, "--train.step=5")
     assert result.returncode == 1  # torchrun's own
-    assert result.stderr.count("the configuration has 1 problem") == 1
+    ours, torchruns = result.stderr.split("ChildFailedError", 1)
+    assert ours.count("the configuration has 1 problem") == 1
+    assert "the configuration has 1 problem" in torchruns
     assert "exitcode  : 2" in result.stderr
 
 
