@@ -214,7 +214,7 @@ def main() -> None:
     if n == 0:
         sys.exit("torch sees no GPU here")
     if not given.skip_tests:
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/test_cuda.py"], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/gpu/test_cuda.py"], cwd=ROOT, check=True)
     name = torch.cuda.get_device_name()
     peak = peak_flops(name)
     nominal = "peak unknown" if math.isnan(peak) else f"{peak / 1e12:.0f} TFLOP/s nominal"

@@ -12,7 +12,7 @@ from typing import Any
 
 import train
 from benchmarks.bare_session import bare_session
-from tests.knob_table import VOCABULARY, FixedSamples
+from tests.distributed.knob_table import VOCABULARY, FixedSamples
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config

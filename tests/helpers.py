@@ -4,9 +4,11 @@ import atexit
 import functools
 import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,19 @@ def ranks(
     for action in (part.split(":")[0] for part in fault.split(",") if part):
         assert f"FAULT {action} fired" in result.stdout, result.stdout + result.stderr
     return result
+
+
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    """Call `fn(world, *args, **kwargs)` on each rank of a gloo process group, and return the results by rank.
+
+    Args:
+        fn: a function at the top of a module of tests/.
+        args, kwargs: and the results: whatever can be pickled. Tensors are copied.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "call").write_bytes(pickle.dumps((args, kwargs)))
+        succeeded(ranks(world_size, folder, fn.__module__, fn.__qualname__, entry="tests.called"))
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
 def succeeded(result: subprocess.CompletedProcess[str]) -> str:

@@ -22,7 +22,7 @@ def unavailable() -> str:
     if not sys.platform.startswith("linux"):
         return "the stand-in for a CUDA device is built on Linux only"
     if not re.search(r"^cuda\b.*= None$", (_torch() / "version.py").read_text(), re.MULTILINE):
-        return "this torch was built with CUDA: tests/test_cuda.py tests the real device"
+        return "this torch was built with CUDA: tests/gpu/test_cuda.py tests the real device"
     if not _compiler():
         return "there is no g++, which builds the stand-in for a CUDA device (apt-get install g++)"
     return ""

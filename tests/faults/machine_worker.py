@@ -1,6 +1,6 @@
 """train.py at a pace, one process of a machine: each rank writes down which samples it trained on in which world.
 
-SAMPLES is the folder for that, PACE_S the least duration of a step, POISON as for tests.spike_worker.
+SAMPLES is the folder for that, PACE_S the least duration of a step, POISON as for tests.training.spike_worker.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import train
-from tests import spike_worker
+from tests.training import spike_worker
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.process_group import env_int, exit_process
 

@@ -32,8 +32,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from tests.elastic_machines import ELASTIC, Machines, until
 from tests.helpers import HANGS_S, losses, options, ranks, succeeded
+from tests.tools.elastic_machines import ELASTIC, Machines, until
 from torchtitan_lite.checkpointing import storage
 
 NAMES = ("a", "b", "c")

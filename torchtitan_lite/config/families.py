@@ -1,7 +1,7 @@
 """The registry of model families: class, config keys and named sizes. It is plain data, so a config needs no torch.
 
 A new family is one file in models/ and one entry of FAMILIES. A size name below 100M counts the matrices of the layers
-only; embeddings depend on the vocabulary. The parameter counts of the larger sizes are tested (tests/published.py).
+only; embeddings depend on the vocabulary. The parameter counts of the larger sizes are tested.
 """
 
 import importlib

@@ -1,0 +1,413 @@
+"""Compares the fast paths with the plain computation: values, gradients, memory, and their switches."""
+
+import gc
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.distributed.test_blocks import Operators
+from tests.helpers import checkpoint, python, ranks, succeeded, tensors, tiny
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile, apply_fast_paths
+from torchtitan_lite.models import Transformer, build, fused, llama
+from torchtitan_lite.models import attention as block_attention
+from torchtitan_lite.models import loss as head
+from torchtitan_lite.models.attention import KeysValues, attend
+from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.tools.allocator import peak_of
+from torchtitan_lite.training.garbage import on_schedule
+
+LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)
+GPT = ModelConfig(family="gpt", dim=48, n_heads=4, n_layers=2, max_seq_len=64)
+extended = pytest.mark.extended
+PLAIN = SpeedConfig(chunked_loss=False, block_attention=False, fused_functions=False, shared_memory=False)
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks and chunks also of short sequences, the last ones not full."""
+    monkeypatch.setattr(block_attention, "BLOCK", dict.fromkeys((2, 4, 8), 24))
+    monkeypatch.setitem(head.CHUNK, "cpu", 37)
+
+
+def with_gradients(compute: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """The result, and the gradients of a weighted sum of it."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = compute(*leaves)
+    return [out.detach(), *torch.autograd.grad((out.float() * weights).sum(), leaves)]
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """The root mean square error, relative to the size of what is exact."""
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+# --- attention --------------------------------------------------------------------------------------------------
+
+
+def queries(length: int, dtype: torch.dtype = torch.float32, width: int = 20) -> tuple[list[Tensor], Tensor]:
+    """Queries, keys and values, (2, T, 3, E) each, and weights of a result."""
+    generator = torch.Generator().manual_seed(length)
+    made = [torch.randn(2, length, 3, width, generator=generator) for _ in range(4)]
+    return [t.to(dtype) for t in made[:3]], made[3]
+
+
+@pytest.mark.parametrize("length", [1, 2, 23, 24, 25, 48, 61])
+def test_attention_by_blocks_is_attention(length: int) -> None:
+    inputs, weights = queries(length)
+    ours = with_gradients(lambda q, k, v: attend(q, k, v, by_blocks=True), inputs, weights)
+    plain = with_gradients(attend, inputs, weights)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_kv", [1, 2])
+def test_heads_that_share_keys_are_one_product(n_kv: int, dtype: torch.dtype) -> None:
+    """Six heads share the keys of one or two, which are not copied; the last block is not full."""
+    made, weights = queries(61, dtype, width=40)
+    inputs = [made[0].reshape(2, 61, 6, 20), *(t[:, :, :n_kv, :20] for t in made[1:])]
+    weights = weights.reshape(2, 61, 6, 20)
+    with Operators() as operators:
+        ours = with_gradients(lambda q, k, v: attend(q, k, v, by_blocks=True), inputs, weights)
+    assert not operators.counts["repeat_interleave"]
+    exact = with_gradients(attend, [t.double() for t in inputs], weights)
+    assert all(error(one, truth) < 4 * torch.finfo(dtype).eps for one, truth in zip(ours, exact, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_by_blocks_rounds_about_as_much_as_the_kernel(dtype: torch.dtype) -> None:
+    """Scores and probabilities are rounded to the dtype, which the kernel keeps in float32."""
+    inputs, weights = queries(61, dtype)
+    exact = with_gradients(attend, [t.double() for t in inputs], weights)
+    ours = with_gradients(lambda q, k, v: attend(q, k, v, by_blocks=True), inputs, weights)
+    kernel = with_gradients(attend, inputs, weights)
+    for one, other, truth in zip(ours, kernel, exact, strict=True):
+        assert one.dtype == dtype
+        assert error(one, truth) < 2.5 * error(other, truth) + torch.finfo(dtype).eps / 4
+
+
+def test_large_scores_do_not_overflow() -> None:
+    inputs, weights = queries(50)
+    inputs = [t * 12 for t in inputs]  # exp of some scores is infinite
+    ours = with_gradients(lambda q, k, v: attend(q, k, v, by_blocks=True), inputs, weights)
+    exact = with_gradients(attend, [t.double() for t in inputs], weights)
+    assert all(error(one, truth) < 1e-3 for one, truth in zip(ours, exact, strict=True))
+
+
+def kernels(compute: Callable[[], Any]) -> bool:
+    """Whether PyTorch's attention kernel runs."""
+    with Operators() as operators:
+        compute()
+    return any("scaled_dot_product" in name for name in operators.counts)
+
+
+def test_blocks_are_used_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    (q, k, v), _ = queries(40)
+    within = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
+    assert not kernels(lambda: attend(q, k, v, by_blocks=True))
+    assert kernels(lambda: attend(q, k, v))
+    assert kernels(lambda: attend(q, k, v, within, by_blocks=True)), "documents are masked"
+    assert not attend(q, k, v, dropout=0.5, by_blocks=True).equal(attend(q, k, v, by_blocks=True)), "it drops nothing"
+    assert kernels(lambda: attend(q[:, 39:], k, v, by_blocks=True)), "a new token looks back at all"
+    monkeypatch.setattr("torchtitan_lite.models.attention.MAX_SEQ_LEN", 39)
+    assert kernels(lambda: attend(q, k, v, by_blocks=True)), "long sequences take too much memory"
+
+
+# --- loss -------------------------------------------------------------------------------------------------------
+
+
+def logits_and_targets(n: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    """What goes into the output matrix, (2, n, 16), the matrix, (91, 16), and targets, (2, n), some of which do not
+    count."""
+    generator = torch.Generator().manual_seed(n)
+    x, weight = torch.randn(2, n, 16, generator=generator), torch.randn(91, 16, generator=generator)
+    targets = torch.randint(91, (2, n), generator=generator)
+    targets[:, ::5] = IGNORE
+    return [x.to(dtype), weight.to(dtype)], targets
+
+
+def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return summed_cross_entropy(F.linear(x, weight), targets)
+
+
+def in_float64(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("n", [1, 18, 19, 37, 60])
+@pytest.mark.parametrize("factor", [1.0, -0.003])
+def test_loss_in_chunks_is_the_loss(n: int, factor: float) -> None:
+    inputs, targets = logits_and_targets(n)
+    one, other = (
+        with_gradients(lambda x, w, way=way: way(x, w, targets), inputs, torch.tensor(factor))
+        for way in (head.chunked_cross_entropy, plainly)
+    )
+    torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+def test_loss_in_chunks_rounds_no_more_than_the_plain_one() -> None:
+    inputs, targets = logits_and_targets(200, torch.bfloat16)
+    exact = with_gradients(lambda x, w: in_float64(x, w, targets), [t.double() for t in inputs], torch.tensor(1.0))
+    ours = with_gradients(lambda x, w: head.chunked_cross_entropy(x, w, targets), inputs, torch.tensor(0.3))
+    plain = with_gradients(lambda x, w: plainly(x, w, targets), inputs, torch.tensor(0.3))
+    assert ours[0].dtype == torch.float32
+    for i, (one, other) in enumerate(zip(ours, plain, strict=True)):
+        truth = exact[i] * (1 if i == 0 else 0.3)
+        assert error(one, truth) < 1.3 * error(other, truth)
+
+
+def test_improbable_targets_have_a_finite_loss() -> None:
+    """A probability that is 0 in float32 has a logarithm all the same."""
+    x = torch.tensor([[[1.0, 0.0]]], requires_grad=True)
+    weight = torch.tensor([[500.0, 0.0], [-500.0, 0.0], [0.0, 0.0]], requires_grad=True)
+    loss = head.chunked_cross_entropy(x, weight, torch.tensor([[1]]))
+    assert loss.item() == pytest.approx(1000.0)
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad[0, 0].tolist() == pytest.approx([1000.0, 0.0])
+
+
+def test_only_required_gradients_are_computed() -> None:
+    (x, weight), targets = logits_and_targets(60)
+    n_chunks = -(-120 // (2 * 37))
+
+    def products(x_learns: bool, weight_learns: bool) -> int:
+        x_, weight_ = x.clone().requires_grad_(x_learns), weight.clone().requires_grad_(weight_learns)
+        with Operators() as operators:
+            loss = head.chunked_cross_entropy(x_, weight_, targets)
+            if loss.requires_grad:
+                loss.backward()
+        assert (x_.grad is not None, weight_.grad is not None) == (x_learns, weight_learns)
+        return operators.counts["mm"] + operators.counts["addmm_"]
+
+    assert products(True, True) == 3 * n_chunks
+    assert products(True, False) == products(False, True) == 2 * n_chunks
+    assert products(False, False) == n_chunks
+    with torch.no_grad(), Operators() as operators:
+        head.chunked_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)
+    assert operators.counts["mm"] + operators.counts["addmm_"] == n_chunks, "a validation needs no gradients"
+
+
+@pytest.mark.extended
+def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary() -> None:
+    def peak(n: int, vocabulary: int, way: Callable[..., Tensor]) -> int:
+        x, weight = torch.randn(1, n, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+        targets = torch.zeros(1, n, dtype=torch.int64)
+        return peak_of(lambda: way(x, weight, targets).backward())
+
+    small, more_tokens, larger_vocabulary, both = (
+        peak(n, v, head.chunked_cross_entropy) for n, v in ((500, 2000), (1000, 2000), (500, 4000), (1000, 4000))
+    )
+    # a mixed difference sees only what grows with the product
+    assert abs(both - more_tokens - larger_vocabulary + small) < 0.02 * 500 * 2000 * 4
+    assert peak(1000, 4000, plainly) - both > 1000 * 4000 * 4
+
+
+# --- norms and rotary positions ---------------------------------------------------------------------------------
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-5)
+
+
+def normed_in_few_passes(x: Tensor, weight: Tensor) -> Tensor:
+    return fused._RMSNorm.apply(x, weight, 1e-5)  # type: ignore[no-untyped-call]
+
+
+def rotations(dtype: torch.dtype, per_sequence: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads (2, 31, 3, 16), and cos and sin of their positions, (31, 16) or (2, 31, 16)."""
+    generator = torch.Generator().manual_seed(2)
+    cos, sin = llama.rotary_tables(ModelConfig(dim=48, n_heads=3, n_layers=1, max_seq_len=64))
+    positions = torch.randint(64, (2, 31) if per_sequence else (31,), generator=generator)
+    return torch.randn(2, 31, 3, 16, generator=generator).to(dtype), cos[positions], sin[positions]
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (2, 31, 48), (2, 31, 3, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fused_norms_equal_the_plain_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, weights = (torch.randn(s).to(dtype) for s in (shape, shape[-1:], shape))
+    x[0] *= 100
+    one, other = (with_gradients(way, [x, weight], weights) for way in (normed_in_few_passes, normed))
+    torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_fused_rotation_equals_the_plain_one(per_sequence: bool) -> None:
+    x, cos, sin = rotations(torch.float32, per_sequence)
+    weights = torch.randn(x.shape)
+    one, other = (
+        with_gradients(lambda x, way=way: way(x, cos, sin), [x], weights) for way in (fused.rotate, llama.rotate)
+    )
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_functions_round_no_more_than_plain_ones(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(2, 31, 48).to(dtype), torch.randn(48).to(dtype)
+    weights = torch.randn(x.shape)
+    heads, cos, sin = rotations(dtype, per_sequence=True)
+    cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor], Tensor]] = [
+        (normed_in_few_passes, normed, [x, weight], weights),
+        (lambda x: fused.rotate(x, cos, sin), lambda x: llama.rotate(x, cos, sin), [heads], torch.randn(heads.shape)),
+    ]
+    for ours, plain, inputs, factors in cases:
+        exact = with_gradients(ours, [t.double() for t in inputs], factors)
+        for one, other, truth in zip(
+            with_gradients(ours, inputs, factors), with_gradients(plain, inputs, factors), exact, strict=True
+        ):
+            assert one.dtype == dtype
+            assert error(one, truth) < 1.1 * error(other, truth)
+
+
+def test_inputs_are_not_written_to() -> None:
+    """They compute in place, in copies."""
+    x, cos, sin = rotations(torch.float32, per_sequence=False)
+    weight, before = torch.ones(16), x.clone()
+    normed_in_few_passes(x, weight)
+    fused.rotate(x, cos, sin)
+    assert x.equal(before)
+
+
+# --- whole models -----------------------------------------------------------------------------------------------
+
+
+def made(config: ModelConfig, speed: SpeedConfig, mode: str = "none", backend: str = "", **dtype: Any) -> Transformer:
+    with torch.device("meta"):
+        model = build(config, 97)
+    apply_fast_paths(model, speed)
+    apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
+    apply_compile(model, CompileConfig.model_validate({"enabled": bool(backend), "backend": backend or "eager"}))
+    materialise(model, torch.device("cpu"), 3)
+    return model.to(**dtype)
+
+
+def results(model: Transformer) -> list[Tensor]:
+    """Loss and gradients."""
+    tokens = torch.randint(97, (3, 61), generator=torch.Generator().manual_seed(1))
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = IGNORE
+    loss = model(tokens, targets)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT, LLAMA.model_copy(update={"tie_embeddings": True})])
+@pytest.mark.parametrize("mode", ["none", *(pytest.param(m, marks=extended) for m in ("full", "selective"))])
+@pytest.mark.parametrize("speed", [{"block_attention": False}, {"chunked_loss": False}, {"fused_functions": False}, {}])
+@pytest.mark.extended
+def test_fast_models_compute_the_same_under_the_same_names(
+    config: ModelConfig, mode: str, speed: dict[str, bool]
+) -> None:
+    plain, fast = made(config, PLAIN), made(config, SpeedConfig(**speed), mode)
+    torch.testing.assert_close(results(fast), results(plain), rtol=2e-5, atol=2e-5)
+    assert {k: v.shape for k, v in fast.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
+
+
+@extended
+@pytest.mark.parametrize("config", [LLAMA, GPT])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_fast_models_can_be_compiled(config: ModelConfig, mode: str) -> None:
+    torch._dynamo.reset()
+    fast = made(config, SpeedConfig(), mode, "aot_eager")
+    torch.testing.assert_close(results(fast), results(made(config, PLAIN)), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_changes_no_bit_of_a_fast_model(mode: str) -> None:
+    for one, other in zip(results(made(LLAMA, SpeedConfig())), results(made(LLAMA, SpeedConfig(), mode)), strict=True):
+        assert one.equal(other)
+
+
+def test_each_key_switches_one_path_off() -> None:
+    def ran(**speed: bool) -> tuple[bool, bool, bool]:
+        with Operators() as operators:
+            results(made(LLAMA, SpeedConfig(**speed)))
+        kernel = any("scaled_dot_product" in name for name in operators.counts)
+        means = any(name.split(".")[0] == "mean" for name in operators.counts)  # of PyTorch's RMSNorm
+        return kernel, operators.counts["_log_softmax"] > 0, means
+
+    assert ran() == (False, False, False)
+    assert ran(block_attention=False) == (True, False, False)
+    assert ran(chunked_loss=False) == (False, True, False)
+    assert ran(fused_functions=False) == (False, False, True)
+
+
+def test_fast_paths_do_not_change_logits_and_generation() -> None:
+    plain, fast = made(LLAMA, PLAIN).eval(), made(LLAMA, SpeedConfig()).eval()
+    tokens = torch.randint(97, (1, 30), generator=torch.Generator().manual_seed(4))
+    torch.testing.assert_close(fast(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
+    cache = [KeysValues() for _ in fast.layers]
+    fast(tokens[:, :29], None, cache)
+    torch.testing.assert_close(fast(tokens[:, 29:], None, cache)[:, 0], plain(tokens)[:, 29], rtol=1e-4, atol=1e-5)
+
+
+def test_float16_keeps_the_plain_loss_inside_the_head() -> None:
+    """Its small gradients survive only multiplied by the scale, which is not known in forward."""
+    model = made(LLAMA, SpeedConfig(), dtype=torch.float16)
+    with Operators() as operators:
+        found = results(model)
+    assert operators.counts["_log_softmax"] == 1
+    assert found[0].dtype == torch.float32
+    assert found[0].item() / 180 == pytest.approx(math.log(97), rel=0.02)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.extended
+def test_a_run_resumes_with_a_fast_path_switched_off(text: Path, tmp_path: Path) -> None:
+    """Files are the same, and the line at the start says that it is not bit for bit."""
+    more = {"run__name": "run", "fsdp__param_dtype": "bfloat16", "model__family": "llama"}
+    succeeded(ranks(2, *tiny(text, tmp_path, train__steps=10, **more)))
+    assert set(tensors(checkpoint(tmp_path / "run", 10))) > {"output.weight", "exp_avg.output.weight"}
+    off = {"speed__chunked_loss": False, "speed__block_attention": False, "speed__fused_functions": False}
+    said = succeeded(ranks(2, *tiny(text, tmp_path, **more, **off)))
+    assert "chunked_loss True -> False, block_attention True -> False, fused_functions True -> False" in said
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 20
+
+
+def test_garbage_is_collected_on_schedule_only() -> None:
+    def cycles(n: int) -> None:
+        for _ in range(n):
+            ring: list[Any] = []
+            ring.append(ring)
+
+    assert gc.isenabled()
+    with on_schedule(every=5):
+        assert not gc.isenabled()
+        before = gc.get_stats()[0]["collections"]
+        cycles(5000)
+        assert gc.get_stats()[0]["collections"] == before
+        assert gc.collect() >= 5000
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    with on_schedule(every=0):
+        assert gc.isenabled()
+
+
+_WATCHED = """
+import gc, sys, train
+from torchtitan_lite.distributed.process_group import exit_process
+gc.callbacks.append(lambda phase, info: phase == "start" and print("collected", info["generation"], flush=True))
+exit_process(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.extended
+def test_the_loop_collects_garbage_every_so_many_steps(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", speed__gc_every=5, eval__every=0, checkpoint__every=0)
+    (tmp_path / "watched.py").write_text(_WATCHED)
+    said = succeeded(python(*command, script=str(tmp_path / "watched.py"))).splitlines()
+    between = [line.split()[0:2] for line in said if line.startswith(("step ", "collected "))]
+    loop = between[between.index(["step", "1/20"]) : between.index(["step", "20/20"]) + 2]
+    after = [before[1] for before, line in pairwise(loop) if line[0] == "collected"]
+    assert after == ["5/20", "10/20", "15/20", "20/20"], loop

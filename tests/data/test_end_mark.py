@@ -1,0 +1,115 @@
+"""The token that ends a document: what the text was prepared with decides, from training to the exported folder."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.data.test_data import make
+from tests.helpers import checkpoint, ranks, succeeded, tiny
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
+from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.token_files import read_meta
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.huggingface import weights
+from torchtitan_lite.tools import checkpoints
+from torchtitan_lite.tools.opening import open_model
+from torchtitan_lite.training.evaluate import Validation
+from torchtitan_lite.training.sampling import Prompts
+
+END, OTHER = 517, 518  # </s> and <END> of the tokenizer below, whose <|endoftext|> is 0
+
+
+@pytest.fixture(scope="module")
+def prepared(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with one tokenizer and three end marks, by the mark."""
+    base = tmp_path_factory.mktemp("ends")
+    tokenizer = Tokenizer.from_file(str(make(text, base / "cache") / "tokenizer.json"))
+    tokenizer.add_special_tokens(["</s>", "<END>"])
+    tokenizer.save(str(base / "tokenizer.json"))
+    for name, more in (("</s>", ["--end-token", "</s>"]), ("<END>", ["--end-token", "<END>"]), ("usual", [])):
+        out = str(base / name.strip("</>"))
+        assert main([str(text / "typing.txt"), "--out", out, "--tokenizer", str(base / "tokenizer.json"), *more]) == 0
+    return {name: base / name.strip("</>") for name in ("</s>", "<END>", "usual")}
+
+
+def data_set(folder: Path) -> DataSet:
+    return prepare_all(DataConfig(path=str(folder)), TokenizerConfig(), print)
+
+
+@pytest.mark.parametrize(("name", "end"), [("</s>", END), ("<END>", OTHER), ("usual", 0)])
+def test_samples_end_where_the_documents_do(prepared: dict[str, Path], name: str, end: int) -> None:
+    assert Prompts.of(Config(), data_set(prepared[name])).end == end
+
+
+@pytest.mark.extended
+def test_a_run_its_checkpoints_and_its_export_have_the_end_mark_of_the_data(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    command = tiny(prepared["</s>"], tmp_path, run__name="run", train__steps=3, sample__every=3, sample__max_tokens=2)
+    succeeded(ranks(1, *command))
+    run = tmp_path / "run"
+    weights.export(run, tmp_path / "export")
+    assert json.loads((tmp_path / "export/config.json").read_text())["eos_token_id"] == END
+    moved = checkpoints.convert(checkpoint(run, 3), tmp_path / "elsewhere")
+    for folder, tokenizer in (
+        (run, None),
+        (checkpoint(run, 3), None),
+        (moved, run / "tokenizer.json"),
+        (tmp_path / "export", None),
+    ):
+        assert open_model(folder, torch.device("cpu"), torch.float32, tokenizer).ends == (END,)
+    named = Tokenizer.from_file(str(run / "tokenizer.json")).id_to_token(END)
+    assert f'end_token = "{named}"' in weights.section(tmp_path / "export")
+    theirs = json.loads((tmp_path / "export/config.json").read_text())
+    (tmp_path / "export/config.json").write_text(json.dumps(theirs | {"eos_token_id": [END, 7]}))
+    assert open_model(tmp_path / "export", torch.device("cpu"), torch.float32, None).ends == (END, 7)
+    state_file = checkpoint(run, 3) / "state.json"  # as a checkpoint from before the end mark was recorded
+    state = json.loads(state_file.read_text())
+    del state["end_token"], state["validation"]
+    state_file.write_text(json.dumps(state))
+    assert "resumed after step 3" in succeeded(ranks(1, *command, "--train.steps=4", "--checkpoint.verify=off"))
+    assert json.loads((checkpoint(run, 4) / "state.json").read_text())["end_token"] == END
+
+
+def test_an_older_checkpoint_ends_as_its_config_says(prepared: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.from_file(str(prepared["usual"] / "tokenizer.json"))
+    for config, end in (({}, 0), ({"tokenizer.end_token": "<END>"}, OTHER), ({"tokenizer.end_token": "gone"}, None)):
+        assert weights.end_token(TrainState(config=config), tokenizer) == end
+    assert weights.end_token(TrainState(end_token=END, config={"tokenizer.end_token": "<END>"}), tokenizer) == END
+
+
+def test_sources_with_different_end_marks_are_refused(prepared: dict[str, Path]) -> None:
+    sources = {str(prepared["</s>"]): 0.5, str(prepared["usual"]): 0.5}
+    with pytest.raises(DataError, match=r"end with '</s>' \(id 517\) in .* and with '<\|endoftext\|>' \(id 0\) in "):
+        prepare_all(DataConfig(sources=sources), TokenizerConfig(), print)
+
+
+def test_text_beside_a_prepared_folder_ends_as_the_folder_does(
+    prepared: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    sources = {str(text / "tarfile.txt"): 0.5, str(prepared["</s>"]): 0.5}
+    found = prepare_all(DataConfig(sources=sources, cache_dir=str(tmp_path)), TokenizerConfig(), lambda _: None)
+    assert [source.meta.end_token for source in found.sources] == [END, END]
+    assert found.end_token == END
+
+
+def test_a_config_that_names_another_end_mark_is_refused(prepared: dict[str, Path]) -> None:
+    data = DataConfig(path=str(prepared["</s>"]))
+    assert prepare_all(data, TokenizerConfig(end_token="</s>"), print).end_token == END
+    with pytest.raises(DataError, match=r"end with '</s>' \(id 517\), but tokenizer\.end_token is '<END>'"):
+        prepare_all(data, TokenizerConfig(end_token="<END>"), print)
+
+
+def test_an_end_mark_is_no_text_where_it_is_an_ordinary_entry(prepared: dict[str, Path]) -> None:
+    data = data_set(prepared["usual"])
+    (source,) = data.sources
+    ordinary = dataclasses.replace(source, meta=dataclasses.replace(read_meta(source.folder), end_token=70))
+    config = Config.model_validate({"train": {"seq_len": 16}})
+    assert Validation.of(config, data, 1, 0, 1).bytes_per_token[70] == 1
+    assert Validation.of(config, DataSet((ordinary,)), 1, 0, 1).bytes_per_token[70] == 0

@@ -1,0 +1,368 @@
+"""Mixtures, packing and prefetching of prepared data."""
+
+import json
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tests.data.test_data import decoded, make, rows, stream_of
+from tests.helpers import losses, ranks, records, succeeded, tiny
+from torchtitan_lite.config.load import ConfigValue, load
+from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
+from torchtitan_lite.data.dataset import prepare, prepare_all
+from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.order import Interleave, sample_index, sample_indices, shares_of
+from torchtitan_lite.data.packing import _pieces, _rows
+from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.samples import Mixture, Samples
+from torchtitan_lite.data.token_files import read_meta
+from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.monitoring import sources
+from torchtitan_lite.tools.report.page import page
+from torchtitan_lite.tools.report.runs import read_run
+from torchtitan_lite.training.evaluate import Validation
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folders(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three prepared folders with one tokenizer: `lines` has short documents."""
+    base = tmp_path_factory.mktemp("sources")
+    lines = [line + "\n" for line in (text / "argparse.txt").read_text().splitlines() if line.strip()]
+    lines_file = base / "lines.jsonl"
+    lines_file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    tokenizer = make(text, base / "cache") / "tokenizer.json"
+    for name, source in (
+        ("typing", text / "typing.txt"),
+        ("tar", text / "tarfile.txt"),
+        ("lines", base / "lines.jsonl"),
+    ):
+        assert main([str(source), "--out", str(base / name), "--tokenizer", str(tokenizer)]) == 0
+    return {name: base / name for name in ("typing", "tar", "lines")}
+
+
+# --- order ------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(st.integers(1, 3000), st.integers(0, 2**31), st.integers(0, 10**12), st.integers(1, 200))
+def test_indexing_many_samples_equals_indexing_each(n: int, seed: int, first: int, size: int) -> None:
+    """Seeking to a sample and arriving at it are the same."""
+    at_once = sample_indices(np.arange(first, first + size), n, seed)
+    assert at_once.tolist() == [sample_index(i, n, seed) for i in range(first, first + size)]
+    assert ((at_once >= 0) & (at_once < n)).all()
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(st.integers(1, 2000), st.integers(0, 2**31), st.integers(0, 5))
+def test_each_epoch_has_every_sample_once(n: int, seed: int, epoch: int) -> None:
+    assert sorted(sample_indices(np.arange(epoch * n, (epoch + 1) * n), n, seed).tolist()) == list(range(n))
+
+
+def test_a_sample_of_a_trillion_is_computed_directly() -> None:
+    assert 0 <= sample_index(10**12 - 1, 10**12, seed=7) < 10**12
+
+
+# --- mixtures ---------------------------------------------------------------------------------------------------
+
+WEIGHTS = st.lists(st.floats(0.001, 100, allow_nan=False).map(lambda x: round(x, 4)), min_size=1, max_size=8)
+
+
+@settings(deadline=None, derandomize=True, max_examples=4)
+@given(WEIGHTS)
+@pytest.mark.extended
+def test_a_source_is_within_one_sample_of_its_share_at_every_prefix(weights: list[float]) -> None:
+    shares = np.array([float(share) for share in shares_of(weights)])
+    if shares.min() < 2**-16:
+        return
+    table = Interleave(weights).table
+    assert len(table) <= 65_536
+    had = np.cumsum(table[:, None] == np.arange(len(weights)), axis=0)
+    ideal = np.arange(1, len(table) + 1)[:, None] * shares
+    assert np.abs(had - ideal).max() < 1 + 1e-6
+
+
+@settings(deadline=None, derandomize=True, max_examples=6)
+@given(WEIGHTS, st.integers(0, 10**9), st.integers(1, 300))
+@pytest.mark.extended
+def test_seeking_in_a_mixture_is_replaying_it(weights: list[float], first: int, size: int) -> None:
+    if min(weights) / sum(weights) < 2**-16:
+        return
+    interleave = Interleave(weights)
+    had = interleave.consumed(first)
+    for source, number in zip(*interleave.locate(np.arange(first, first + size)), strict=True):
+        assert number == had[source]
+        had[source] += 1
+    assert had == interleave.consumed(first + size)
+
+
+def test_round_weights_make_a_short_table() -> None:
+    assert Interleave([0.7, 0.3]).table.tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
+    assert Interleave([2, 1, 1]).counts.tolist() == [2, 1, 1]
+    with pytest.raises(ConfigError, match="a weight of 1e-06 of .* is less than one sample in 65,536"):
+        Interleave([1, 1e-6])
+
+
+def mixture_of(folders: dict[str, Path], packing: str = "concat") -> Mixture:
+    config = DataConfig(sources={str(folders["typing"]): 0.5, str(folders["tar"]): 0.3, str(folders["lines"]): 0.2})
+    data = prepare_all(config, TokenizerConfig(), print)
+    config = config.model_copy(update={"packing": packing})
+    return open_samples(data, "train", Config(data=config, train=TrainConfig(seq_len=32)))
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 64])
+@pytest.mark.extended
+def test_a_mixture_is_the_same_for_every_world_size(folders: dict[str, Path], world_size: int, packing: str) -> None:
+    mixture = mixture_of(folders, packing)
+    reference = Loader(mixture, 12, 0, 1, seed=1).batch(24, 12)
+    for micro_batch_size in (1, 2, 5):
+        loaders = [Loader(mixture, micro_batch_size, rank, world_size, seed=1) for rank in range(world_size)]
+        batches = [loader.batch(24, 12) for loader in loaders]
+        assert sorted(row for batch in batches for row in rows(batch)) == sorted(rows(reference))
+        valid = sum(int((micro.targets != IGNORE).sum()) for batch in batches for micro in batch.micro_batches)
+        assert {batch.global_tokens for batch in batches} == {valid}
+
+
+def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
+    mixture = mixture_of(folders)
+    n = 40 * mixture.n_samples
+    consumed = mixture.consumed(n)
+    for source, count, share in zip(mixture.sources, consumed, (0.5, 0.3, 0.2), strict=True):
+        assert count == pytest.approx(n * share, abs=1)
+        assert count > source.n_samples
+    which, numbers = mixture.interleave.locate(np.arange(n))
+    smallest = int(np.argmin([source.n_samples for source in mixture.sources]))
+    source = mixture.sources[smallest]
+    indices = source.indices(numbers[which == smallest], seed=1)[: source.n_samples * 2].reshape(2, -1)
+    assert all(sorted(epoch) == list(range(source.n_samples)) for epoch in indices.tolist())
+    seen = sources.seen(mixture, n)
+    assert [s["tokens"] for s in seen.values()] == [count * 32 for count in consumed]
+
+
+def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    other = make(text / "typing.txt", tmp_path, 300)
+    config = DataConfig(sources={str(folders["tar"]): 1, str(other): 1})
+    with pytest.raises(DataError, match=r"tar and .* were prepared with different tokenizers .* --tokenizer .*tar"):
+        prepare_all(config, TokenizerConfig(), print)
+    with pytest.raises(DataError, match=r"was prepared with another tokenizer .* than tokenizer\.path"):
+        prepare(DataConfig(path=str(other)), TokenizerConfig(path=str(folders["tar"] / "tokenizer.json")), print)
+
+
+def test_invalid_mixtures_are_errors(folders: dict[str, Path]) -> None:
+    tar = str(folders["tar"])
+    for values, expected in (
+        ({"data.path": [tar, "tests"]}, r"is a prepared folder, which can't be in a list"),
+        ({"data.path": tar, "data.sources": {tar: 1.0}}, r"data\.path and data\.sources are both set"),
+        ({"data.sources": {tar: 0.0}}, r"data\.sources=.*should be greater than 0"),
+        ({"data.sources": {"nowhere": 1.0}}, r"data\.sources: nothing found at nowhere"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            load(None, {key: ConfigValue(value, "command line") for key, value in values.items()})
+
+
+def test_texts_in_a_mixture_share_a_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    sources = {str(text / "typing.txt"): 1.0, str(text / "tarfile.txt"): 2.0}
+    config = DataConfig(sources=sources, cache_dir=str(tmp_path))
+    found = prepare_all(config, TokenizerConfig(vocab_size=400), lambda _: None)
+    assert found.vocab_size == 400
+    assert [source.weight for source in found.sources] == [1, 2]
+    beside_prepared = DataConfig(sources={**sources, str(folders["tar"]): 1.0}, cache_dir=str(tmp_path))
+    assert prepare_all(beside_prepared, TokenizerConfig(), lambda _: None).vocab_size == 517
+
+
+def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path]) -> None:
+    sources = {str(folders["typing"]): 0.9, str(folders["lines"]): 0.1}
+    config = Config.model_validate({"data": {"sources": sources}, "train": {"seq_len": 16}, "eval": {"samples": 10**6}})
+    validation = Validation.of(config, prepare_all(config.data, config.tokenizer, print), 1, 0, 1)
+    assert isinstance(validation.loader.samples, Mixture)
+    mixture = validation.loader.samples
+    assert mixture.consumed(validation.n_samples)[0] in (mixture.sources[0].n_samples, mixture.sources[0].n_samples - 1)
+    assert mixture.consumed(validation.n_samples)[1] <= mixture.sources[1].n_samples
+    targets = torch.cat([micro.targets for micro in validation.micro_batches()])
+    assert int((targets != IGNORE).sum()) == 16 * validation.n_samples
+
+
+def test_validation_reports_each_source(folders: dict[str, Path], tmp_path: Path) -> None:
+    """In the log, in the records and in the report: the mean over all is that of the sources."""
+    paths = [str(folders[name]) for name in ("typing", "tar")]
+    sources = f'--data.sources={{ "{paths[0]}" = 0.7, "{paths[1]}" = 0.3 }}'
+    found = []
+    for n in (1, 2):
+        more = {"run__name": f"run{n}", "train__steps": 3, "eval__every": 3, "eval__samples": 21}
+        options = [o for o in tiny(Path("-"), tmp_path, **more) if not o.startswith("--data.path")]
+        said = succeeded(ranks(n, *options, sources))
+        found.append(next(r for r in records(tmp_path / f"run{n}") if "val_loss" in r))
+        for path in paths:
+            assert f"        {path}: loss {found[-1][f'val_loss/{path}']:.4f}" in said
+    one, two = found
+    counts = Interleave([0.7, 0.3]).consumed(21)
+    assert min(counts) > 3
+    mean = sum(n * one[f"val_loss/{path}"] for n, path in zip(counts, paths, strict=True)) / 21
+    assert mean == pytest.approx(one["val_loss"], rel=1e-6)
+    for key in [key for key in one if "/" in key]:
+        assert one[key] == pytest.approx(two[key], rel=1e-5)
+    assert one[f"val_loss/{paths[0]}"] != pytest.approx(one[f"val_loss/{paths[1]}"], rel=1e-4)
+    assert "Validation loss by source" in page([read_run(tmp_path / "run1")])
+
+
+@pytest.mark.extended
+def test_a_run_on_a_mixture_resumes(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Two processes, a resume, changed data, and weights that changed."""
+    (tmp_path / "mine.toml").write_text(f'[data.sources]\n"{folders["typing"]}" = 0.7\n"{folders["tar"]}" = 0.3\n')
+    options = [o for o in tiny(Path("-"), tmp_path, run__name="run", log__every=5) if not o.startswith("--data.path")]
+    command = ["--config", str(tmp_path / "mine.toml"), *options]
+    said = succeeded(ranks(1, *command))
+    assert "70.0 %" in said
+    seen = [r for r in records(tmp_path / "run") if "loss" in r][-1]["sources"]
+    assert [s["tokens"] for s in seen.values()] == [84 * 32, 36 * 32]
+    assert f"{folders['tar']}: {36 * 32:,} tokens seen" in said
+    other = ranks(1, *command, "--train.steps=30", f'--data.sources={{ "{folders["typing"]}" = 1.0 }}')
+    assert other.returncode == 2
+    assert "data" in other.stderr
+    assert str(folders["tar"]) in other.stderr
+    both = ranks(1, *command, f"--data.path={folders['tar']}")
+    assert both.returncode == 2
+    assert "data.path and data.sources are both set" in both.stderr
+
+
+@pytest.mark.extended
+def test_data_that_changed_before_a_resume_is_refused(text: Path, tmp_path: Path) -> None:
+    data = tmp_path / "mine"
+    tokenizer = make(text, tmp_path / "cache") / "tokenizer.json"
+    assert main([str(text), "--out", str(data), "--tokenizer", str(tokenizer)]) == 0
+    command = tiny(data, tmp_path, run__name="run", train__steps=4, checkpoint__every=2)
+    succeeded(ranks(1, *command))
+    before = read_meta(data).tokens_sha256[:8]
+    data.rename(tmp_path / "before")
+    assert main([str(text / "typing.txt"), "--out", str(data), "--tokenizer", str(tokenizer)]) == 0
+    refused = ranks(1, *command, "--train.steps=6")
+    assert refused.returncode == 2
+    assert "data" in refused.stderr
+    assert re.search(rf"data is {before}\S+ in the checkpoint and {read_meta(data).tokens_sha256[:8]}", refused.stderr)
+    (data / "meta.json").unlink()
+    assert ranks(1, *command, "--train.steps=6").returncode == 2
+
+
+# --- packing ----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 32))
+def test_every_piece_is_packed_once_and_fits(lengths: list[int], seq_len: int) -> None:
+    ends = 1 + np.cumsum(lengths)
+    pieces = _pieces(1, ends, seq_len)
+    packed = [tuple(piece) for row in _rows(pieces, seq_len) for piece in row.tolist()]
+    assert sorted(packed) == [tuple(piece) for piece in pieces.tolist()]
+    covered = [token for start, length in sorted(packed) for token in range(start, start + length)]
+    assert covered == list(range(1, int(ends[-1])))
+    fill = [int(row[:, 1].sum()) for row in _rows(pieces, seq_len)]
+    assert max(fill) <= seq_len
+    assert sum(f <= seq_len // 2 for f in fill) <= 1, "two sequences would have fitted into one"
+
+
+def test_packed_sequences_hold_whole_documents(folders: dict[str, Path]) -> None:
+    folder = folders["lines"]
+    samples = Samples(folder, "train", 64, "best_fit")
+    drawn = samples.draw(np.arange(samples.n_samples), None)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = read_meta(folder).end_token
+    found = []
+    for tokens, targets, begins in zip(drawn.tokens, drawn.targets, drawn.begins, strict=True):
+        n = int((targets != IGNORE).sum())
+        assert (targets[n:] == IGNORE).all(), "padding comes last"
+        for piece in np.split(np.arange(n), np.flatnonzero(begins[:n])[1:]):
+            assert tokens[piece][1:].tolist() == targets[piece][:-1].tolist()
+            if tokens[piece][0] == end and targets[piece][-1] == end:
+                found.append(tokenizer.decode(targets[piece][:-1].tolist()))
+    documents = decoded(folder, "train")
+    assert sorted(found) == sorted(d for d in documents if len(tokenizer.encode(d).ids) < 64)
+    assert len(found) > 0.98 * len(documents)
+    valid = samples.n_targets(np.arange(samples.n_samples), None)
+    assert valid == int((drawn.targets != IGNORE).sum()) == len(stream_of(folder, "train")) - 1, "something was dropped"
+    assert valid / drawn.targets.size > 0.98, "more padding than it takes"
+
+
+def test_positions_begin_again_with_each_document(folders: dict[str, Path]) -> None:
+    end = read_meta(folders["lines"]).end_token
+    for packing in ("concat", "best_fit"):
+        samples = Samples(folders["lines"], "train", 64, packing)
+        for micro in Loader(samples, 3, 0, 1, seed=2, document_mask=True).batch(0, 9).micro_batches:
+            assert micro.positions is not None
+            for row, positions in zip(micro.tokens.tolist(), micro.positions.tolist(), strict=True):
+                assert positions[0] == 0
+                for i in range(1, 64):
+                    if packing == "concat" or positions[i]:
+                        assert positions[i] == (0 if row[i] == end and packing == "concat" else positions[i - 1] + 1)
+
+
+# --- ahead ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Asked:
+    """A loader that notes what it is asked for, and in which thread."""
+
+    calls: list[tuple[int, int, str]]
+    fails_at: int = -1
+
+    def batch(self, first: int, size: int) -> Batch:
+        self.calls.append((first, size, threading.current_thread().name))
+        if first == self.fails_at:
+            raise DataError(f"sample {first} can't be read")
+        return Batch([], first)
+
+
+def test_the_next_batch_is_prefetched() -> None:
+    asked = Asked([])
+    ahead = PrefetchingLoader(asked, CPU)  # type: ignore[arg-type]
+    assert [ahead.batch(first, 4).global_tokens for first in (8, 12, 16)] == [8, 12, 16]
+    assert ahead.batch(100, 4).global_tokens == 100, "somebody jumped"
+    assert ahead.batch(104, 8).global_tokens == 104, "batches became larger"
+    ahead.close()
+    assert [call[:2] for call in asked.calls if call[0] <= 20] == [(8, 4), (12, 4), (16, 4), (20, 4)]
+    assert all(name.startswith("batches") for _, _, name in asked.calls)
+
+
+def test_an_error_of_the_thread_is_raised_in_the_loop() -> None:
+    ahead = PrefetchingLoader(Asked([], fails_at=12), CPU)  # type: ignore[arg-type]
+    ahead.batch(8, 4)
+    with pytest.raises(DataError, match="sample 12 can't be read"):
+        ahead.batch(12, 4)
+    ahead.close()
+
+
+def test_a_shard_that_is_cut_while_training_is_an_error(folders: dict[str, Path], tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(folders["tar"], tmp_path / "tar")
+    samples = Samples(tmp_path / "tar", "train", 32)
+    with (tmp_path / "tar/train-00000.bin").open("r+b") as stream:
+        stream.truncate(1000)
+    ahead = PrefetchingLoader(Loader(samples, 4, 0, 1, seed=0), CPU)
+    with pytest.raises(
+        DataError, match=r"train-00000\.bin ends before token .*: it was truncated after the run started"
+    ):
+        ahead.batch(0, 4)
+    ahead.close()
+
+
+def test_runs_of_all_kinds_count_their_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Packed documents, masked, on one process; without padding, tokens would be steps x sequences x seq_len."""
+    more = {"data__packing": "best_fit", "data__document_mask": True, "model__family": "llama", "train__steps": 5}
+    succeeded(ranks(1, *tiny(folders["lines"], tmp_path, run__name="packed", **more)))
+    samples = Samples(folders["lines"], "train", 32, "best_fit")
+    logged = [r for r in records(tmp_path / "packed") if "loss" in r]
+    assert logged[-1]["tokens"] == samples.n_targets(np.arange(30), 0) < 30 * 32
+    assert len(losses(tmp_path / "packed")) == 5

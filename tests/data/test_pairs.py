@@ -1,0 +1,335 @@
+"""Pairs: from csv, jsonl and parquet to the rows of an encoder-decoder or a decoder; bad pairs; the default pairs."""
+
+import csv
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.data.test_data import stream_of
+from tests.helpers import ranks, records, succeeded, tiny
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
+from torchtitan_lite.data import pairs as pairs_module
+from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.data.documents import document_ends
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.pairs import PairSamples
+from torchtitan_lite.data.prepare import corpus
+from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.token_files import read_meta
+from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.training.sampling import Prompts
+
+ROWS = [(f'the {i}-th text, "quoted",\nof {"many words " * (i % 9)}', f"text {i}") for i in range(300)]
+KEYS = ["--source-key", "text", "--target-key", "headline", "--tokenizer", "bytes"]
+BOTH = "both"  # a family with encoder and decoder
+
+
+@pytest.fixture(autouse=True)
+def _family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, BOTH, replace(FAMILIES["llama"], encoder_decoder=True))
+
+
+def config_of(path: Path, family: str = BOTH, *, seq_len: int = 64, target_len: int = 10, **values: Any) -> Config:
+    data = DataConfig(path=str(path), objective="pairs", target_len=target_len, **values)
+    model = ModelConfig().model_copy(update={"family": family})  # the schema accepts only registered families
+    return Config(data=data, train=TrainConfig(seq_len=seq_len)).model_copy(update={"model": model})
+
+
+def written(suffix: str, folder: Path) -> Path:
+    file = folder / f"pairs{suffix}"
+    if suffix == ".csv":
+        with file.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.writer(stream)
+            writer.writerows([("id", "headline", "text"), *((i, t, s) for i, (s, t) in enumerate(ROWS))])
+    elif suffix == ".jsonl":
+        file.write_text("".join(json.dumps({"text": s, "headline": t}) + "\n" for s, t in ROWS))
+    else:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        sources, targets = zip(*ROWS, strict=True)
+        parquet.write_table(pyarrow.table({"headline": list(targets), "text": list(sources)}), file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pairs")
+    assert main([str(written(".jsonl", folder)), *KEYS, "--val-fraction", "0.2", "--out", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+def decoded(folder: Path, split: str) -> list[tuple[str, str]]:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = [1, *document_ends(folder, read_meta(folder), split).tolist()]
+    stream = stream_of(folder, split)
+    texts = [tokenizer.decode(stream[a : b - 1]) for a, b in itertools.pairwise(ends)]
+    return list(zip(texts[::2], texts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_every_pair_is_stored_once_and_together(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = written(suffix, tmp_path), tmp_path / "out"
+    prefix = "summarize: "
+    assert main([str(file), *KEYS, "--source-prefix", prefix, "--val-fraction", "0.2", "--out", str(out)]) == 0
+    train, val = decoded(out, "train"), decoded(out, "val")
+    assert sorted(train + val) == sorted((prefix + source, target) for source, target in ROWS)
+    assert 20 < len(val) < 110
+    assert json.loads((out / "pairs.json").read_bytes()) == {
+        "source_key": "text",
+        "target_key": "headline",
+        "source_prefix": prefix,
+    }
+    assert main(["--verify", str(out)]) == 0
+    again = [str(file), *KEYS, "--val-fraction", "0.2", "--out", str(out)]
+    assert main(again) == 2, "another prefix is other data"
+    assert "was made from other text or options" in capsys.readouterr().err
+
+
+def test_rows_of_an_encoder_decoder(prepared: Path) -> None:
+    samples = PairSamples(prepared, "train", config_of(prepared))
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    found = decoded(prepared, "train")
+    rows = samples.draw(np.arange(samples.n_samples), None)
+    assert rows.tokens.shape == (len(found), 64)
+    assert rows.targets.shape == (len(found), 10)
+    for row, (source, target) in enumerate(found):
+        wanted = [*tokenizer.encode(source).ids[:63], 1]
+        assert rows.tokens[row].tolist() == wanted + [0] * (64 - len(wanted))
+        wanted = [*tokenizer.encode(target).ids[:9], 1]
+        assert rows.targets[row].tolist() == wanted + [IGNORE] * (10 - len(wanted))
+    assert samples.n_targets(np.arange(samples.n_samples), None) == (rows.targets != IGNORE).sum()
+    long = sum(len(source.encode()) > 63 for source, _ in found)
+    assert samples.notes[0].startswith(f"{len(found):,} pairs; {long:,} sources cut to 64 tokens and 0 targets")
+
+
+def test_rows_of_a_decoder_have_a_loss_on_the_target_only(prepared: Path) -> None:
+    config = config_of(prepared, "llama")
+    assert config.input_len == config.target_len == 74
+    samples = PairSamples(prepared, "train", config)
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    rows = samples.draw(np.arange(samples.n_samples), None)
+    assert rows.tokens.shape == rows.targets.shape == (samples.n_samples, 74)
+    for row, (source, target) in enumerate(decoded(prepared, "train")):
+        first, then = tokenizer.encode(source).ids[:63], [*tokenizer.encode(target).ids[:9], 1]
+        together = [1, *first, 1, *then]
+        assert rows.tokens[row, : len(together) - 1].tolist() == together[:-1]
+        known = rows.targets[row] != IGNORE
+        assert rows.targets[row][known].tolist() == then
+        assert np.flatnonzero(known)[0] == len(first) + 1, "the end mark after the source predicts the first token"
+    assert samples.n_targets(np.arange(samples.n_samples), None) == (rows.targets != IGNORE).sum()
+
+
+def test_blind_sources_are_empty(prepared: Path) -> None:
+    rows = PairSamples(prepared, "train", config_of(prepared, blind_source=True)).draw(np.arange(5), None)
+    assert rows.tokens[:, 0].tolist() == [1] * 5
+    assert not rows.tokens[:, 1:].any()
+    seen = PairSamples(prepared, "train", config_of(prepared)).draw(np.arange(5), None)
+    assert rows.targets.tolist() == seen.targets.tolist()
+
+
+def test_an_epoch_has_every_pair_once_in_blocks_of_similar_length(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs_module, "WINDOW", 100)
+    monkeypatch.setattr(pairs_module, "BLOCK", 10)
+    samples = PairSamples(prepared, "train", config_of(prepared, seq_len=256))
+    n = samples.n_samples
+    assert n > 200
+    epochs = [samples.indices(np.arange(first, first + n), 3) for first in (0, n, 2 * n)]
+    assert all(sorted(epoch.tolist()) == list(range(n)) for epoch in epochs)
+    assert epochs[0].tolist() != epochs[1].tolist()
+    # one sample at a time is the same
+    assert [int(samples.indices(np.array([i]), 3)[0]) for i in range(n + 5)] == [*epochs[0].tolist(), *epochs[1][:5]]
+    spreads = [np.ptp(samples.lengths(epochs[0][i : i + 10])[:, 0]) for i in range(0, 100, 10)]
+    assert np.mean(spreads) < 15, "of lengths from 25 to 125"
+    firsts = [int(samples.lengths(epochs[0][i : i + 1])[0, 0]) for i in range(0, 100, 10)]
+    assert firsts != sorted(firsts), "the blocks are in random order"
+    val = PairSamples(prepared, "val", config_of(prepared))
+    assert np.ptp(val.lengths(val.indices(np.arange(10), 0), cut=False)[:, 0]) > 30, "validation is not sorted"
+
+
+def test_a_batch_is_the_same_in_every_layout_but_for_padding(prepared: Path) -> None:
+    config = config_of(prepared, target_len=32, seq_len=200)
+    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
+    one = samples.sources[0].draw(np.arange(7, 17), 3)
+    for world_size, micro_batch in ((1, 10), (2, 3), (3, 2), (4, 1)):
+        found = [Loader(samples, micro_batch, rank, world_size, 3).batch(7, 10) for rank in range(world_size)]
+        micros = [micro for parts in zip(*(b.micro_batches for b in found), strict=True) for micro in parts]
+        rows = [
+            (tokens[tokens != 0].tolist(), targets[targets != IGNORE].tolist())
+            for micro in micros
+            for tokens, targets in zip(micro.tokens, micro.targets, strict=True)
+        ]
+        assert rows[:10] == [
+            (tokens[tokens != 0].tolist(), targets[targets != IGNORE].tolist())
+            for tokens, targets in zip(one.tokens, one.targets, strict=True)
+        ]
+        assert rows[10:] == [([], [])] * (len(rows) - 10)
+        assert {b.global_tokens for b in found} == {int((one.targets != IGNORE).sum())}
+        widths = {micro.tokens.shape[1] for micro in micros}
+        assert all(width % 8 == 0 and width < 200 for width in widths)
+
+
+def test_a_pair_is_a_body_without_its_docstring_and_the_first_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(
+        'x = 1\n\x0c\ndef f(x):\n    """Add one. More."""\n    @cache\n    def g(): ...\n    return x + 1\n'
+    )
+    assert corpus._functions_of(file) == [("@cache\ndef g(): ...\nreturn x + 1", "Add one.")]
+
+
+def test_columns_that_do_not_fit_the_header_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unquoted comma would make a piece of the source the target."""
+    file, out = tmp_path / "pairs.csv", str(tmp_path / "out")
+    keys = ["--source-key", "text", "--target-key", "headline", "--tokenizer", "bytes", "--out", out]
+    rows = "".join(f"source {i},target {i}\n" for i in range(40))
+    file.write_text(f"text,headline\nHello, world,Title one\n{rows}")
+    assert main([str(file), *keys]) == 2
+    assert "has 3 columns, its header has 2" in capsys.readouterr().err
+    assert main([str(file), *keys, "--on-error", "skip"]) == 0
+    assert "a row that is too long" in "".join(capsys.readouterr())
+    shutil.rmtree(out)
+    file.write_text("text,text,headline\na,b,c\n")
+    assert main([str(file), *keys]) == 2
+    assert 'has 2 columns "text"; which one holds the text is ambiguous' in capsys.readouterr().err
+
+    # of one text, the rest would be lost, or be that of another column
+    file.write_text(f"text,headline\nHello, world,Title one\n{rows}")
+    for key in ("text", "headline"):
+        assert main([str(file), "--text-key", key, "--tokenizer", "bytes", "--out", out]) == 2
+        assert "line 2: has 3 columns, its header has 2" in capsys.readouterr().err
+
+
+@pytest.mark.extended
+def test_the_default_pairs_are_functions_and_their_docstrings(tmp_path: Path) -> None:
+    config = DataConfig(objective="pairs", target_len=32, cache_dir=str(tmp_path))
+    said: list[str] = []
+    data = prepare_all(config, TokenizerConfig(path="bytes"), said.append)
+    assert any("functions of Python's standard library" in line for line in said)
+    found = decoded(data.folder, "train") + decoded(data.folder, "val")
+    assert len(found) > 3000
+    assert len(dict(found)) == len(found), "a body occurs once"
+    (file,) = tmp_path.glob("functions-*.jsonl")
+    before = file.stat().st_mtime_ns
+    assert prepare_all(config, TokenizerConfig(path="bytes"), said.append).folder == data.folder
+    assert file.stat().st_mtime_ns == before
+
+
+BAD = [
+    ("a.csv", "text,other\na,b\n", 'no column "headline": its columns are text, other; --source-key and --target-key'),
+    ("a.csv", "text,headline\na,b\nc\n", "line 3: has 1 columns, so no headline"),
+    ("a.csv", "text,headline\na,b\nc,\n", 'line 3: "headline" should be text, but is ""'),
+    ("a.csv", b"text,headline\na,b\n\xff,d\n", "line 3: byte 0xff is not utf-8"),
+    (
+        "a.jsonl",
+        '{"text": "a", "headline": "b"}\n{"text": "a"}\n',
+        'line 2: no "headline": its keys are text; --source',
+    ),
+    ("a.jsonl", '{"text": "", "headline": "b"}\n', 'line 1: "text" should be text, but is ""'),
+    ("a.jsonl", '{"text": "a", "headline": " \\n "}\n', 'line 1: "headline" should be text, but is " \\n "'),
+    ("a.csv", 'text,headline\n" ",b\n', 'line 2: "text" should be text, but is " "'),
+    ("a.jsonl", '{"text": "a", "headline": null}\n', 'line 1: "headline" should be text, but is null'),
+    ("a.jsonl", b'{"text": "\xff", "headline": "b"}\n', "line 1: not JSON"),
+    ("a.jsonl", "[1]\n", 'line 1: no "text": it is not an object'),
+    ("a.txt", "text", "has no columns; pairs are read from .jsonl, .csv and .parquet"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "expected"), BAD)
+def test_a_bad_pair_is_refused_with_its_place_or_skipped_and_counted(
+    name: str, content: str | bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps({"text": s, "headline": t}) + "\n" for s, t in ROWS[:50]))
+    command = [str(tmp_path / name), str(tmp_path / "good.jsonl"), *KEYS, "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert expected in capsys.readouterr().err
+    assert main([*command, "--on-error", "skip"]) == 0
+    assert sum(read_meta(tmp_path / "out").skipped.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--source-key", "a"], "pairs need both --source-key and --target-key"),
+        (["--source-prefix", "x"], "pairs need both --source-key and --target-key"),
+        (["--source-key", "a", "--target-key", "a"], "are both 'a'"),
+        (["--source-key", "a", "--target-key", "b", "--text-key", "c"], "--text-key is for texts"),
+    ],
+)
+def test_wrong_keys_are_refused(
+    arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(written(".csv", tmp_path)), *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_other_data_is_refused(prepared: Path, text: Path, tmp_path: Path) -> None:
+    causal = Config(data=DataConfig(path=str(prepared)))
+    with pytest.raises(DataError, match='holds pairs; use data.objective = "pairs"'):
+        open_samples(prepare_all(causal.data, TokenizerConfig(), print), "train", causal)
+    assert main([str(text), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
+    with pytest.raises(DataError, match=r'holds texts, but data.objective = "pairs" needs sources with targets'):
+        PairSamples(tmp_path / "out", "train", config_of(tmp_path / "out"))
+    with pytest.raises(
+        DataError, match=r"needs prepared pairs, and .* is not: run python -m torchtitan_lite.data.prep"
+    ):
+        prepare_all(config_of(text).data, TokenizerConfig(), print)
+    file = written(".csv", tmp_path)
+    plain = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    plain.save(str(tmp_path / "plain.json"))
+    arguments = [str(file), *KEYS[:4], "--tokenizer", str(tmp_path / "plain.json"), "--out", str(tmp_path / "decoders")]
+    assert main(arguments) == 0
+    with pytest.raises(DataError, match=r"the tokenizer has no <pad> with id 0"):
+        PairSamples(tmp_path / "decoders", "train", config_of(tmp_path / "decoders"))
+    PairSamples(tmp_path / "decoders", "train", config_of(tmp_path / "decoders", "llama"))
+
+
+@pytest.mark.extended
+def test_a_decoder_learns_from_pairs_and_resumes(prepared: Path, tmp_path: Path) -> None:
+    """Bit for bit on two ranks, and with the same batches on one."""
+    values = {
+        "data__objective": "pairs",
+        "data__target_len": 10,
+        "train__seq_len": 48,
+        "model__max_seq_len": 64,
+        "optim__schedule": "constant",
+    }
+    through = tiny(prepared, tmp_path, run__name="through", train__steps=6, **values)
+    said = succeeded(ranks(2, *through))
+    assert "of at most 58 tokens and 58 targets" in said
+    assert "sources cut to 48 tokens and 0 targets cut to 10 tokens" in said
+    for steps in (3, 6):
+        succeeded(ranks(2, *tiny(prepared, tmp_path, run__name="twice", train__steps=steps, **values)))
+    succeeded(ranks(1, *tiny(prepared, tmp_path, run__name="alone", train__steps=6, **values)))
+    found = {name: [r for r in records(tmp_path / name) if "loss" in r] for name in ("through", "twice", "alone")}
+    assert [r["loss"] for r in found["through"]] == [r["loss"] for r in found["twice"]]
+    assert [r["tokens"] for r in found["through"]] == [r["tokens"] for r in found["alone"]]
+    for one, other in zip(found["through"], found["alone"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert found["through"][-1]["loss"] < found["through"][0]["loss"] - 0.1
+
+
+def test_prompts_of_an_encoder_decoder_begin_as_sources_did(tmp_path: Path) -> None:
+    file, out = written(".csv", tmp_path), tmp_path / "out"
+    assert main([str(file), *KEYS, "--source-prefix", "summarize: ", "--val-fraction", "0.2", "--out", str(out)]) == 0
+    config, data = config_of(out), prepare_all(DataConfig(path=str(out)), TokenizerConfig(), print)
+    asked = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["to be", "summarize: to be"])})
+    prompts = Prompts.of(asked, data)
+    assert prompts.texts == ["to be", "summarize: to be"]
+    assert [prompts.tokenizer.decode(ids[:-1]) for ids in prompts.ids] == ["summarize: to be"] * 2  # as generate
+    limit = config.model.max_seq_len
+    long = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["x" * (limit - 5)])})
+    with pytest.raises(ConfigError, match=f"with prefix 'summarize: ' is longer than {limit} tokens"):
+        Prompts.of(long, data)

@@ -1,0 +1,477 @@
+"""The command that prepares a data set: formats, errors, and kills."""
+
+import csv
+import gzip
+import io
+import json
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from tokenizers import Tokenizer
+
+from tests.data.test_data import decoded
+from tests.helpers import HANGS_S, ROOT
+from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data.dataset import prepare
+from torchtitan_lite.data.prepare import plan, readers, writer
+from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.prepare.corpus import Corpus
+from torchtitan_lite.data.prepare.summary import verify
+from torchtitan_lite.data.token_files import read_meta
+from torchtitan_lite.errors import DataError
+
+TEXTS = [f'document {i}: "quoted", two\nlines, h\u00e4\u00df \u4e2d \U0001f600\n' for i in range(400)]
+
+
+def as_jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def as_csv(texts: list[str]) -> bytes:
+    stream = io.StringIO(newline="")
+    csv.writer(stream).writerows([("id", "text"), *enumerate(texts)])
+    return stream.getvalue().encode()
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    """The texts in the format that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=100)
+        return path
+    content = as_csv(texts) if ".csv" in path.suffixes else as_jsonl(texts)
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    path.write_bytes(zstandard.compress(content) if path.suffix == ".zst" else content)
+    return path
+
+
+def succeeds(*arguments: object) -> None:
+    assert main(list(map(str, arguments))) == 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+# --- formats ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv", "a.csv.gz"])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
+def test_every_format_gives_the_same_documents(name: str, workers: int, tmp_path: Path) -> None:
+    source = write(tmp_path / "in" / name, TEXTS)
+    succeeds(source, "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", workers)
+    train, val = decoded(tmp_path / "out", "train"), decoded(tmp_path / "out", "val")
+    assert sorted(train + val) == sorted(TEXTS)
+    assert [text for text in TEXTS if text in set(train)] == train, "not in the order of the file"
+    meta = read_meta(tmp_path / "out")
+    assert (meta.documents, meta.val_documents) == (400, len(val))
+    assert meta.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert meta.vocab_size == 257
+    assert not verify(tmp_path / "out")
+
+
+def test_several_frames_of_zstandard_are_read(tmp_path: Path) -> None:
+    half = zstandard.compress(as_jsonl(TEXTS[:200])) + zstandard.compress(as_jsonl(TEXTS[200:]))
+    (tmp_path / "a.jsonl.zst").write_bytes(half)
+    succeeds(tmp_path / "a.jsonl.zst", "--out", tmp_path / "out", "--tokenizer", "bytes")
+    assert read_meta(tmp_path / "out").documents == 400
+
+
+def test_folders_and_globs_are_read_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "in/deep/a.jsonl", TEXTS[:100])
+    write(tmp_path / "in/b.jsonl.gz", TEXTS[100:200])
+    write(tmp_path / "more-1.csv", TEXTS[200:300])
+    write(tmp_path / "more-2.parquet", TEXTS[300:])
+    (tmp_path / "in/readme.md").write_text("no text of ours")
+    out = tmp_path / "data" / "mine"
+    succeeds(tmp_path / "in", tmp_path / "more-*", "--out", out, "--train-tokenizer", 300)
+    said = capsys.readouterr().out
+    assert read_meta(out).documents == 400
+    assert "vocabulary 300" in said
+    assert said.count("document ") >= 3
+    assert "bytes/token" in said
+    assert [path.name for path in out.parent.iterdir()] == ["mine"], "something was left beside it"
+    succeeds("--verify", out)
+    assert "complete and undamaged" in capsys.readouterr().out
+
+
+@pytest.mark.extended
+def test_blocks_of_text_files_are_at_most_64_kib(tmp_path: Path) -> None:
+    text = "".join(f"line {i} of a long text\n" for i in range(100_000))
+    (tmp_path / "a.txt").write_text(text)
+    succeeds(tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bytes")
+    documents = decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "val")
+    assert sum(map(len, documents)) == len(text)
+    assert all(60_000 < len(d) <= 65_536 and d.endswith("\n") for d in documents if not text.endswith(d))
+
+
+def test_shards_hold_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    succeeds(source, "--out", tmp_path / "whole", "--tokenizer", "bytes")
+    monkeypatch.setattr(plan.Options, "__init__", _with_shards_of(1000, plan.Options.__init__))
+    succeeds(source, "--out", tmp_path / "cut", "--tokenizer", "bytes")
+    assert (tmp_path / "cut/train-00005.bin").is_file()
+    for split in ("train", "val"):
+        joined = b"".join(file.read_bytes() for file in sorted((tmp_path / "cut").glob(f"{split}-*.bin")))
+        assert joined == (tmp_path / f"whole/{split}-00000.bin").read_bytes()
+        assert decoded(tmp_path / "cut", split) == decoded(tmp_path / "whole", split)
+    assert not verify(tmp_path / "cut")
+
+
+def _with_shards_of(n: int, init: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, *args, **more: init(self, *args, **(more | {"shard_tokens": n}))
+
+
+def test_a_text_cannot_end_its_own_document(tmp_path: Path) -> None:
+    texts = [f"{text} <|endoftext|> and on" for text in TEXTS]
+    succeeds(write(tmp_path / "a.jsonl", texts), "--out", tmp_path / "out", "--train-tokenizer", 300)
+    meta = read_meta(tmp_path / "out")
+    tokens = np.concatenate([np.fromfile(tmp_path / f"out/{s}-00000.bin", np.uint16) for s in ("train", "val")])
+    assert int((tokens == meta.end_token).sum()) == meta.documents + 2
+    assert not verify(tmp_path / "out")
+
+
+@pytest.mark.extended
+def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    from torchtitan_lite.data.prepare.split import byte_level
+
+    tokenizer = byte_level()
+    tokenizer.add_tokens([f"word{i}" for i in range(70_000)])
+    tokenizer.save(str(tmp_path / "large.json"))
+    source = write(tmp_path / "a.jsonl", [f"{text} word69999" for text in TEXTS])
+    succeeds(source, "--out", tmp_path / "out", "--tokenizer", tmp_path / "large.json")
+    tokens = np.fromfile(tmp_path / "out/train-00000.bin", np.uint32)
+    assert tokens.max() > 2**16
+    assert len(tokens) == read_meta(tmp_path / "out").train_tokens
+
+
+def test_documents_stay_in_their_split_when_data_is_added(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one.jsonl", TEXTS[:200]), write(tmp_path / "two.jsonl", TEXTS[200:])
+    succeeds(one, "--out", tmp_path / "first", "--tokenizer", "bytes", "--val-fraction", 0.2)
+    succeeds(two, one, "--out", tmp_path / "second", "--tokenizer", "bytes", "--val-fraction", 0.2)
+    first, second = (set(decoded(tmp_path / name, "val")) for name in ("first", "second"))
+    assert first == second & set(TEXTS[:200])
+    assert 20 < len(first) < 60
+
+
+def test_a_tokenizer_learns_nothing_from_validation(tmp_path: Path) -> None:
+    texts = [f"{i} zebrafish quagga okapi" for i in range(200)]
+    source = write(tmp_path / "a.jsonl", texts)
+    succeeds(source, "--out", tmp_path / "all", "--train-tokenizer", 290)
+    succeeds(source, "--out", tmp_path / "few", "--tokenizer", "bytes", "--val-fraction", 0.5)
+    held_out = set(decoded(tmp_path / "few", "val"))
+    changed = [t.replace("zebrafish", "wildebeest") if t in held_out else t for t in texts]
+    assert changed != texts
+    succeeds(source, "--out", tmp_path / "half", "--train-tokenizer", 290, "--val-fraction", 0.5)
+    learned = Tokenizer.from_file(str(tmp_path / "half/tokenizer.json")).get_vocab()
+    only_training = write(tmp_path / "b.jsonl", [t for t in texts if t not in held_out])
+    succeeds(only_training, "--out", tmp_path / "only", "--train-tokenizer", 290, "--val-fraction", 1e-9)
+    assert set(learned) == set(Tokenizer.from_file(str(tmp_path / "only/tokenizer.json")).get_vocab())
+
+
+def test_a_tokenizer_that_drops_characters_is_refused_and_one_that_marks_them_counts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import models, pre_tokenizers
+
+    source = write(tmp_path / "a.jsonl", ["known words", "known \u4e2d words"] * 50)
+    vocabulary = {letter: i for i, letter in enumerate(" knowrds")} | {"</s>": 20, "<unk>": 21}
+    for unknown, code in ((None, 2), ("<unk>", 0)):
+        tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+        tokenizer.save(str(tmp_path / "given.json"))
+        command = [str(source), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "given.json")]
+        assert main(command) == code
+    said = capsys.readouterr()
+    assert "silently drops unknown characters" in said.err
+    assert read_meta(tmp_path / "out").unknown_tokens == 50
+    assert "unknown             50  tokens" in said.out
+
+
+# --- text that can't be used ------------------------------------------------------------------------------------
+
+GOOD = b'{"text": "good"}\n'
+BAD: dict[str, tuple[str, bytes, str]] = {
+    "not UTF-8": ("a.txt", b"good\n" * 3 + b"gr\xfc\n", r"a\.txt: line 4: byte 0xfc is not utf-8"),
+    "broken JSON": ("a.jsonl", GOOD + b'{"text": "cut\n' + GOOD, r"a\.jsonl: line 2: not JSON"),
+    "JSON not UTF-8": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', r"a\.jsonl: line 2: not JSON: .*can't decode"),
+    "nested JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl: line 2: not JSON"),
+    "missing key": ("a.jsonl", GOOD + b'{"body": "x"}\n', r'a\.jsonl: line 2: no "text": its keys are body'),
+    "null": ("a.jsonl", GOOD * 4 + b'{"text": null}\n', r'a\.jsonl: line 5: "text" should be text, but is null'),
+    "empty text": ("a.jsonl", b'{"text": ""}\n', r'a\.jsonl: line 1: "text" should be text, but is ""'),
+    "empty file": ("a.txt", b"", r"a\.txt: is empty"),
+    "long line": ("a.txt", b"ok\n" * 3 + b"x" * 300_000, r"a\.txt: line 4: is longer than 100,000 bytes"),
+    "long JSON": ("a.jsonl", GOOD + b'{"text": "' + b"x" * 300_000 + b'"}\n', r"line 2: is longer than 100,000 bytes"),
+    "truncated gzip": ("a.jsonl.gz", gzip.compress(GOOD * 500)[:-12], r"a\.jsonl\.gz: can't be read.*end"),
+    "damaged gzip": ("a.jsonl.gz", gzip.compress(GOOD)[:12] + b"garbage!" * 9, r"a\.jsonl\.gz: can't be read"),
+    "truncated zstd": ("a.jsonl.zst", zstandard.compress(GOOD * 500)[:-6], r"a\.jsonl\.zst: can't be read.*truncated"),
+    "no zstd": ("a.jsonl.zst", b"plain text", r"a\.jsonl\.zst: can't be read"),
+    "truncated parquet": ("a.parquet", b"PAR1" + b"\0" * 100, r"a\.parquet: can't be read as parquet"),
+    "csv without the column": ("a.csv", b"id,body\n1,x\n", r'a\.csv: no column "text": its columns are id, body'),
+    "short row": ("a.csv", b"id,text\n1,good\n2\n", r"a\.csv: line 3: has 1 columns"),
+    "empty cell": ("a.csv", b"id,text\n1,good\n2,\n", r"a\.csv: line 3: the text is empty"),
+    "open quote": ("a.csv", b'id,text\n1,good\n2,"never\nclosed', r"a\.csv: line 3: not CSV: unexpected end"),
+    "csv not UTF-8": ("a.csv", b"id,text\n1,good\n2,gr\xfc\n", r"a\.csv: line 3: byte 0xfc is not utf-8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_or_skipped_and_listed(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, content, expected = BAD[case]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(content)
+    write(tmp_path / "in/good.jsonl", TEXTS)
+    command = [tmp_path / "in", "--out", tmp_path / "out", "--tokenizer", "bytes", "--max-document-bytes", 100_000]
+    assert main(list(map(str, command))) == 2
+    error = capsys.readouterr().err
+    assert re.search(expected, error), error
+    assert "--on-error skip" in error
+    assert not (tmp_path / "out").exists()
+    succeeds(*command, "--on-error", "skip")
+    meta = read_meta(tmp_path / "out")
+    assert sum(meta.skipped.values()) == len(meta.skipped_first) == 1
+    assert re.search(expected, meta.skipped_first[0])
+    assert len((tmp_path / "out/skipped.log").read_text().splitlines()) == 1
+    assert "skipped              1" in capsys.readouterr().out
+    documents = decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "val")
+    assert set(TEXTS) <= set(documents)
+    assert set(documents) - set(TEXTS) <= {"good", "ok\nok\nok\n"}
+    assert not verify(tmp_path / "out")
+
+
+def test_parquet_nulls_and_numbers_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": [*TEXTS, None], "n": [1] * 401}), tmp_path / "a.parquet")
+    command = [str(tmp_path / "a.parquet"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main(command) == 2
+    assert 'row 401: "text" is null' in capsys.readouterr().err
+    assert main([*command, "--text-key", "n"]) == 2
+    assert 'column "n" has type int64; it should be string' in capsys.readouterr().err
+
+
+def test_a_cut_off_gzip_still_counts_what_came_before(tmp_path: Path) -> None:
+    texts = [f"{random.Random(i).randbytes(500).hex()}\n" for i in range(1000)]
+    whole = gzip.compress(as_jsonl(texts))
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    succeeds(tmp_path / "a.jsonl.gz", "--out", tmp_path / "out", "--tokenizer", "bytes", "--on-error", "skip")
+    documents = decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "val")
+    assert 100 < len(documents) < 600
+    assert set(documents) <= set(texts), "a line that was cut was used"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
+@pytest.mark.extended
+def test_a_line_without_end_takes_no_memory(name: str, tmp_path: Path) -> None:
+    """The file is a hole: it has the size, and no bytes on the disk."""
+    with (tmp_path / name).open("wb") as stream:
+        stream.truncate(1 << 28)
+    tracemalloc.start()
+    problems = [p for chunk in readers.chunks(Corpus((tmp_path / name,)), 1 << 20) for p in chunk.problems]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(problems) == 1
+    assert "line 1" in str(problems[0])
+    assert "is longer than 1,048,576 bytes" in problems[0].detail
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "zstandard"])
+def test_a_missing_package_names_the_extra(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / ("a.parquet" if package == "pyarrow" else "a.jsonl.zst"), TEXTS)
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf"need the package {package}, .*pip install 'torchtitan_lite\[data\]'"):
+        prepare(DataConfig(path=str(tmp_path)), TokenizerConfig(vocab_size=257), print)
+
+
+def test_invalid_options_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(write(tmp_path / "a.jsonl", TEXTS))
+    out = ["--out", str(tmp_path / "out")]
+    for arguments, expected in (
+        ([source], "needs text and an output folder"),
+        ([*out, source, "--tokenizer", "bytes", "--train-tokenizer", "300"], "leave one of the two out"),
+        ([*out, source, "--train-tokenizer", "20"], "should be at least 257"),
+        ([*out, source, "--val-fraction", "1.5"], "should be between 0 and 1"),
+        ([*out, str(tmp_path / "nothing")], "no text at"),
+        ([*out, source, "--tokenizer", str(tmp_path / "no.json")], "can't be read as a tokenizer.json"),
+    ):
+        assert main(arguments) == 2
+        assert expected in capsys.readouterr().err
+
+
+# --- made once, and whole ---------------------------------------------------------------------------------------
+
+
+def test_an_existing_data_set_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    command = [str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main(command) == 0
+    before = contents(tmp_path / "out")
+    assert main(command) == 0
+    write(source, TEXTS[:300])
+    assert main(command) == 2
+    assert "exists, and was made from other text or options; choose another --out" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_file_above_the_limit_is_named_with_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        assert main([str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) != 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert re.search(rf"too large: the limit of this process is 5,000 bytes \(ulimit -f\): '{tmp_path}/\S+'", said), (
+        said
+    )
+
+
+def test_foreign_folders_are_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/thesis.txt").write_text("mine")
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    assert main([str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    assert "out.partial contains thesis.txt, which is not part of a preparation" in capsys.readouterr().err
+    assert (tmp_path / "out.partial/thesis.txt").read_text() == "mine"
+
+
+def test_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    honest = writer.Writer.add
+
+    def change(self: writer.Writer, *args: Any) -> None:
+        honest(self, *args)
+        source.write_bytes(source.read_bytes() + as_jsonl(["more"]))
+
+    monkeypatch.setattr(writer.Writer, "add", change)
+    command = [str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main(command) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "val.idx", "tokenizer.json"])
+@pytest.mark.extended
+def test_verify_finds_one_flipped_bit(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS * 20)
+    succeeds(source, "--out", tmp_path / "out", "--tokenizer", "bytes")
+    file = tmp_path / "out" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1  # of the large file no spot: those are looked at without --verify
+    file.write_bytes(content)
+    assert main(["--verify", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "damaged" in error
+    assert (f"{name}: its SHA-256 is not" if "train" in name else f"{name} has changed") in error
+
+
+def test_other_tokens_of_the_same_size_are_noticed_at_once(tmp_path: Path) -> None:
+    succeeds(write(tmp_path / "a.jsonl", TEXTS), "--out", tmp_path / "out", "--tokenizer", "bytes")
+    file = tmp_path / "out/train-00000.bin"
+    file.write_bytes(file.read_bytes()[::-1])
+    with pytest.raises(DataError, match=r"train-00000\.bin has changed since it was made"):
+        read_meta(tmp_path / "out")
+
+
+def test_a_killed_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan_lite.data.prepare import worker
+
+    source = write(tmp_path / "a.jsonl", TEXTS * 50)
+    command = ["--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]
+    succeeds(source, "--out", tmp_path / "straight", "--tokenizer", "bytes")
+    honest = worker.Worker.encode
+
+    def killed_at_the_second(self: worker.Worker, chunk: readers.Chunk) -> worker.Result:
+        if chunk.number == 1:
+            self._process.kill()
+            self._process.wait()
+        return honest(self, chunk)
+
+    monkeypatch.setattr(worker.Worker, "encode", killed_at_the_second)
+    monkeypatch.setattr(writer, "COMMIT_EVERY_S", 0.0)
+    assert main(list(map(str, [source, *command]))) == 1
+    assert json.loads((tmp_path / "out.partial/progress.json").read_text())["chunk"] == 1
+    monkeypatch.setattr(worker.Worker, "encode", honest)
+    succeeds(source, *command)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+KILLED = """
+import sys
+from torchtitan_lite.data.prepare import __main__ as command, plan, writer
+writer.COMMIT_EVERY_S = 0.0
+plan.CHUNK_BYTES = 16 * 1024
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+def killed_and_restarted(tmp_path: Path, kills: int, seed: int) -> None:
+    """Kill the command at random moments until it has been killed so often; then let it end, and compare."""
+    chance = random.Random(seed)
+    texts = [f"{text} {chance.random()}" * 20 for text in TEXTS]
+    write(tmp_path / "in/a.jsonl", texts)
+    write(tmp_path / "in/b.jsonl.zst", texts[::-1])
+    with (tmp_path / "in/b.jsonl.zst").open("ab") as stream:
+        stream.write(zstandard.compress(b"no json\n" + GOOD))
+
+    def command(out: str) -> list[str]:
+        options = ["--train-tokenizer", "600", "--workers", "2", "--on-error", "skip"]
+        return [sys.executable, "-c", KILLED, str(tmp_path / "in"), "--out", str(tmp_path / out), *options]
+
+    def start(out: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command(out), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    began = time.monotonic()
+    assert start("straight").wait(HANGS_S) == 0
+    whole_s = time.monotonic() - began
+    killed = restarts = 0
+    while killed < kills:
+        process = start("out")
+        try:
+            process.wait(chance.uniform(0.2, 1.0) * whole_s)
+            assert process.returncode == 0
+            assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+            shutil.rmtree(tmp_path / "out")
+            restarts += 1
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            killed += 1
+            if (tmp_path / "out").exists():  # it was on its way out
+                assert not verify(tmp_path / "out")
+    if not (tmp_path / "out").exists():
+        assert start("out").wait(HANGS_S) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+    assert read_meta(tmp_path / "out").skipped == {"not JSON": 1}
+    assert not verify(tmp_path / "out")
+    print(f"{killed} kills, {restarts} ends in between, {whole_s:.1f} s undisturbed")
+
+
+@pytest.mark.extended
+def test_a_killed_run_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    killed_and_restarted(tmp_path, kills=3, seed=0)
+
+
+@pytest.mark.slow
+def test_twenty_kills_do_not_change_the_result(tmp_path: Path) -> None:
+    killed_and_restarted(tmp_path, kills=20, seed=1)

@@ -1,0 +1,371 @@
+"""Stale or damaged prepared data is noticed: changed text, cut or overwritten files, foreign folders."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.test_data import decoded, make
+from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
+from torchtitan_lite.config.paths import is_prepared
+from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data import packing, token_files
+from torchtitan_lite.data.dataset import prepare
+from torchtitan_lite.data.prepare import content, corpus, plan, worker, writer
+from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.prepare.summary import verify
+from torchtitan_lite.data.samples import Samples
+from torchtitan_lite.data.token_files import read_meta
+from torchtitan_lite.errors import DataError
+
+QUIET = ["--tokenizer", "bytes"]
+
+
+# --- other text of the same name, size and time -----------------------------------------------------------------
+
+
+def replaced(file: Path, old: bytes, new: bytes) -> None:
+    """Other text, which the size and the time of change do not show."""
+    info, before = file.stat(), file.read_bytes()
+    assert old in before
+    file.write_bytes(before.replace(old, new))
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (info.st_size, info.st_mtime_ns)
+
+
+@pytest.mark.parametrize("in_full", [True, False])
+def test_other_text_of_the_same_size_and_time_is_noticed(
+    in_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_full:
+        monkeypatch.setattr(content, "HASHED_BYTES", 1)
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "b.txt"):
+        lines = [f"{name}, line {i}: an apple fell from the tree\n" for i in range(400)]
+        (tmp_path / "in" / name).write_text("".join(lines))
+    first = make(tmp_path / "in", tmp_path / "cache", 257)
+    replaced(tmp_path / "in/b.txt", b"apple", b"peach")
+    second = make(tmp_path / "in", tmp_path / "cache", 257)
+    assert second != first
+    assert "peach" in "".join(decoded(second, "train"))
+    assert read_meta(second).tokens_sha256 != read_meta(first).tokens_sha256
+    replaced(tmp_path / "in/b.txt", b"peach", b"apple")
+    assert make(tmp_path / "in", tmp_path / "cache", 257) == first, "the first text is back"
+    shutil.copytree(tmp_path / "in", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "in")
+    shutil.copytree(tmp_path / "copy", tmp_path / "in")  # other inodes, the same text
+    assert make(tmp_path / "in", tmp_path / "cache", 257) == first
+
+
+def test_a_cache_of_before_is_found_and_nothing_is_read_twice(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(text, tmp_path)
+    for record in tmp_path.glob("*.content.json"):
+        record.unlink()  # as the version before had it
+    assert make(text, tmp_path) == folder
+    monkeypatch.setattr(content, "_hashes", None)
+    assert make(text, tmp_path) == folder
+    for record in tmp_path.glob("*.content.json"):
+        record.write_text("{")
+    monkeypatch.undo()
+    assert make(text, tmp_path) == folder
+
+
+def test_text_replaced_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("an apple fell from the tree\n" * 400)
+    honest = writer.Writer.add
+
+    def change(self: writer.Writer, *args: Any) -> None:
+        honest(self, *args)
+        if b"apple" in (tmp_path / "a.txt").read_bytes():
+            replaced(tmp_path / "a.txt", b"apple", b"peach")
+
+    monkeypatch.setattr(writer.Writer, "add", change)
+    with pytest.raises(DataError, match="the text was changed while it was being read"):
+        make(tmp_path / "a.txt", tmp_path / "cache", 257)
+    assert "peach" in "".join(decoded(make(tmp_path / "a.txt", tmp_path / "cache", 257), "train"))
+
+
+def test_a_part_of_other_text_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = interrupted(tmp_path, monkeypatch)
+    replaced(source, b"document 39", b"DOCUMENT 39")
+    replaced(source, b"document 0:", b"DOCUMENT 0:")
+    succeeds(source, "--out", tmp_path / "out", *QUIET)
+    texts = decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "val")
+    assert sum(text.startswith("DOCUMENT 0:") for text in texts) == 1
+    assert not any(text.startswith("document 0:") for text in texts)
+
+
+def test_a_damaged_plan_is_made_again(text: Path, tmp_path: Path) -> None:
+    folder = make(text, tmp_path)
+    for kept in tmp_path.glob("*.plan.json"):
+        kept.write_text(kept.read_text()[:100])
+    assert make(text, tmp_path) == folder
+
+
+# --- what a kill left -------------------------------------------------------------------------------------------
+
+
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: bytes = b"", *more: str) -> Path:
+    """A preparation that ends after two chunks."""
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 4096)
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(bad + as_jsonl(TEXTS))
+    honest = writer.Writer.add
+
+    def killed(self: writer.Writer, chunk: Any, *args: Any) -> None:
+        if chunk.number == 2:
+            raise worker.WorkerError("killed")
+        honest(self, chunk, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "COMMIT_EVERY_S", 0.0)
+        patch.setattr(writer.Writer, "add", killed)
+        assert main([str(source), "--out", str(tmp_path / "out"), *QUIET, *more]) == 1
+    assert json.loads((tmp_path / "out.partial/progress.json").read_text())["chunk"] == 2
+    return source
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "val-00000.bin", "train.idx", "val.idx"])
+@pytest.mark.parametrize("keep", [0.5, None])
+@pytest.mark.extended
+def test_a_part_that_was_cut_is_made_again(
+    name: str, keep: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = interrupted(tmp_path, monkeypatch)
+    file = tmp_path / "out.partial" / name
+    if keep is None:
+        file.unlink()
+    else:
+        os.truncate(file, int(file.stat().st_size * keep))
+    succeeds(source, "--out", tmp_path / "out", *QUIET)
+    assert f"{name} has been truncated: starting over" in capsys.readouterr().err
+    succeeds(source, "--out", tmp_path / "straight", *QUIET)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"plan": 3}', b"[" * 100_000, b"\xff"])
+@pytest.mark.extended
+def test_damaged_progress_is_discarded(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = interrupted(tmp_path, monkeypatch)
+    (tmp_path / "out.partial/progress.json").write_bytes(damage)
+    succeeds(source, "--out", tmp_path / "out", *QUIET)
+    assert not verify(tmp_path / "out")
+
+
+@pytest.mark.extended
+def test_overwritten_tokens_of_a_part_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = interrupted(tmp_path, monkeypatch)
+    with (tmp_path / "out.partial/train-00000.bin").open("r+b") as stream:
+        stream.write(b"\0" * 1000)
+    assert main([str(source), "--out", str(tmp_path / "out"), *QUIET]) == 2
+    assert "the files differ from what was written: train: " in capsys.readouterr().err
+    succeeds(source, "--out", tmp_path / "out", *QUIET)
+    assert not verify(tmp_path / "out")
+
+
+def test_what_was_skipped_before_a_kill_stops_a_command_that_does_not_skip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skip = "--on-error", "skip"
+    source = interrupted(tmp_path, monkeypatch, b"no json\n", *skip)
+    command = [str(source), "--out", str(tmp_path / "out"), *QUIET]
+    for _ in range(2):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "a.jsonl: line 1: not JSON" in error
+        assert "with --on-error skip" in error
+    assert main([*command, *skip]) == 0
+    assert read_meta(tmp_path / "out").skipped == {"not JSON": 1}
+    assert main(command) == 2, "what is whole has it left out as well"
+    assert main([*command, *skip]) == 0
+
+
+# --- the index of packed documents ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("lines")
+    write(base / "a.jsonl", TEXTS)
+    succeeds(base / "a.jsonl", "--out", base / "out", *QUIET)
+    return base / "out"
+
+
+@pytest.fixture
+def packed(lines: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A prepared folder, and its index for sequences of 128."""
+    shutil.copytree(lines, tmp_path / "out", ignore=shutil.ignore_patterns("packed*"))
+    Samples(tmp_path / "out", "train", 128, "best_fit")
+    (index,) = (path for path in (tmp_path / "out").glob("packed-128-*") if path.is_dir())
+    return tmp_path / "out", index
+
+
+@pytest.mark.parametrize("name", packing.NAMES)
+def test_an_overwritten_index_is_found(name: str, packed: tuple[Path, Path]) -> None:
+    folder, index = packed
+    before = contents(index)
+    numbers = np.fromfile(index / name, np.int64).reshape(-1, 2)
+    at = len(numbers) // 2
+    numbers[[at - 1, at]] = numbers[[at, at - 1]]
+    numbers.tofile(index / name)
+    for split in ("train", "val"):
+        with pytest.raises(DataError, match=rf"packed-128-.*damaged \({name} has changed since it was made\); delete"):
+            Samples(folder, split, 128, "best_fit")
+    shutil.rmtree(index)
+    Samples(folder, "train", 128, "best_fit")
+    assert contents(index) == before
+
+
+def test_a_cut_or_missing_index_is_found(packed: tuple[Path, Path]) -> None:
+    folder, index = packed
+    os.truncate(index / "train.rows", 160)
+    with pytest.raises(DataError, match=r"train\.rows has 160 bytes instead of"):
+        Samples(folder, "train", 128, "best_fit")
+    (index / "train.rows").unlink()
+    with pytest.raises(DataError, match=r"train\.rows is missing"):
+        Samples(folder, "train", 128, "best_fit")
+
+
+def test_an_index_of_before_gets_its_hashes(packed: tuple[Path, Path]) -> None:
+    """One that a version without hashes made is compared with what it should be, and kept."""
+    folder, index = packed
+    before = contents(index)
+    (index / packing.HASHES).unlink()
+    packing._checked.clear()
+    Samples(folder, "train", 128, "best_fit")
+    after = contents(index)
+    assert {name: after[name] for name in packing.NAMES} == {name: before[name] for name in packing.NAMES}
+    hashes, made = json.loads(after[packing.HASHES]), json.loads(before[packing.HASHES])
+    assert [hashes[name]["sha256"] for name in packing.NAMES] == [made[name]["sha256"] for name in packing.NAMES]
+    (index / packing.HASHES).unlink()
+    packing._checked.clear()
+    numbers = np.fromfile(index / "train.pieces", np.int64)
+    numbers[-2:] = numbers[:2]
+    numbers.tofile(index / "train.pieces")
+    with pytest.raises(DataError, match=r"train\.pieces has changed"):
+        Samples(folder, "train", 128, "best_fit")
+
+
+def test_an_index_is_not_made_from_ends_that_changed(lines: Path, tmp_path: Path) -> None:
+    shutil.copytree(lines, tmp_path / "out", ignore=shutil.ignore_patterns("packed*"))
+    found, file = read_meta(tmp_path / "out"), tmp_path / "out/train.idx"
+    ends = np.fromfile(file, np.int64)
+    ends[5] += 1
+    ends.tofile(file)
+    with pytest.raises(DataError, match=r"train\.idx has changed since it was made"):
+        packing.pack(tmp_path / "out", found, 64, print)
+
+
+# --- folders that are not ours ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [b'{"title": "my text"}', b"[1, 2]", b"no json", b"\xff\xfe", b"[" * 200_000, b"", b'{"format_version": 2}'],
+)
+def test_a_foreign_meta_json_is_not_touched(theirs: bytes, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("an apple fell from the tree\n" * 400)
+    (tmp_path / "in/meta.json").write_bytes(theirs)
+    assert not is_prepared(tmp_path / "in")
+    folder = prepare(
+        DataConfig(path=str(tmp_path / "in"), cache_dir=str(tmp_path / "cache")), TokenizerConfig(vocab_size=257), print
+    )
+    assert read_meta(folder).text_bytes == 28 * 400
+    assert corpus.find(str(tmp_path / "in")).files == (tmp_path / "in/a.txt",)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff", b"[" * 200_000, b'{"format_version": 1}'])
+def test_ours_that_is_damaged_is_still_ours(damage: bytes, lines: Path, tmp_path: Path) -> None:
+    shutil.copytree(lines, tmp_path / "out")
+    (tmp_path / "out/meta.json").write_bytes(damage)
+    assert is_prepared(tmp_path / "out")
+    with pytest.raises(DataError, match=r"damaged \(.*; delete this folder, and prepare it again"):
+        read_meta(tmp_path / "out")
+    (tmp_path / "out/notes.txt").write_text("mine")
+    for use in (lambda: read_meta(tmp_path / "out"), lambda: verify(tmp_path / "out")):
+        with pytest.raises(DataError) as caught:
+            use()
+        assert "delete" not in str(caught.value)
+        assert "keep this one, which also holds notes.txt" in str(caught.value)
+    (tmp_path / "out/notes.txt").unlink()
+    (tmp_path / "out/packed-8-0123abcd").mkdir()
+    (tmp_path / "out/packed-8-0123abcd/mine.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"keep this one, which also holds packed-8-0123abcd/mine\.txt"):
+        read_meta(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/packed-8-0123abcd")
+    (tmp_path / "out/meta.json").unlink()
+    with pytest.raises(DataError, match="looks like a prepared folder, but its meta.json is missing"):
+        corpus.find(str(tmp_path / "out"))
+
+
+def test_verify_does_not_advise_to_delete_what_is_not_ours(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(lines, tmp_path / "out")
+    (tmp_path / "out/thesis.txt").write_text("mine")
+    content_ = json.loads((tmp_path / "out/meta.json").read_text())
+    content_["tokens_sha256"] = "0" * 64
+    (tmp_path / "out/meta.json").write_text(json.dumps(content_))
+    assert main(["--verify", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "tokens_sha256 is not that of the token files" in error
+    assert "delete" not in error
+
+
+@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "val.idx"])
+def test_a_foreign_folder_named_partial_is_not_touched(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / name).write_text("mine")
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    assert main([str(source), "--out", str(tmp_path / "out"), *QUIET]) == 2
+    assert f"out.partial contains {name}, which is not part of a preparation" in capsys.readouterr().err
+    assert (tmp_path / "out.partial" / name).read_text() == "mine"
+
+
+WRONG: dict[str, Any] = {
+    "documents": "many",
+    "val_documents": 10**6,
+    "train_tokens": -1,
+    "val_tokens": 2**61,
+    "vocab_size": 0,
+    "end_token": 10**6,
+    "shard_tokens": 0,
+    "files": [],
+    "skipped": 3,
+    "tokens_sha256": None,
+    "unknown_tokens": True,
+    "more": 1,
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_invalid_values_of_meta_json_are_errors(key: str, lines: Path, tmp_path: Path) -> None:
+    shutil.copytree(lines, tmp_path / "out")
+    content_ = json.loads((tmp_path / "out/meta.json").read_text()) | {key: WRONG[key]}
+    (tmp_path / "out/meta.json").write_text(json.dumps(content_))
+    with pytest.raises(DataError, match=r"the prepared data is damaged \(.*meta\.json"):
+        read_meta(tmp_path / "out")
+
+
+def test_a_prepared_folder_that_can_not_be_read_is_not_called_damaged(
+    lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> str:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(token_files, "spots", fails)
+    with pytest.raises(DataError, match=r"can't be read: Input/output error") as caught:
+        read_meta(lines)
+    assert "damaged" not in str(caught.value)
+    assert "delete" not in str(caught.value)

@@ -1,0 +1,578 @@
+"""Observes the effect of each knob: the number and order of collectives, dtypes, bytes.
+
+Each effect is called on all ranks of a process group, by knob_worker.py, with a function that builds a training
+from [fsdp] keys and the like, on top of a three-layer model.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed.parallelize import groups_of
+from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.errors import ConfigError, NonFiniteError
+from torchtitan_lite.training.session import Session
+
+Build = Callable[..., Session]
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+GROUPS = ["tok_embeddings", *LAYERS, "norm, output"]
+ACCUMULATION = 3  # micro-batches of a step on 2 ranks; 2 on 4 ranks
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened on this rank."""
+
+    what: str  # "gather", "reduce", "all-reduce", "forward", "backward", "batch"
+    group: str = ""
+    ranks: int = 0
+    dtype: torch.dtype | None = None
+
+
+# the names in torch 2.13, and before
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Written:
+    """A collective of one group, written down."""
+
+    def __init__(self, group: str, events: list[Event]) -> None:
+        self.group, self.events = group, events
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Written):
+    """FSDP's all-gather (`set_custom_all_gather`)."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.events.append(Event("gather", self.group, group.size(), input_tensor.dtype))
+        return all_gather(output_tensor, input_tensor, group, async_op)
+
+
+class _Reduce(_Written):
+    """FSDP's reduce-scatter (`set_custom_reduce_scatter`)."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.events.append(Event("reduce", self.group, group.size(), input_tensor.dtype))
+        return reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+
+
+@contextmanager
+def recorded(t: Session) -> Iterator[list[Event]]:
+    """What happens in here, in order."""
+    events: list[Event] = []
+    handles = []
+
+    def computes(name: str) -> Callable[..., None]:
+        def after(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda _grad: events.append(Event("backward", name)))
+
+        return after
+
+    def begins(name: str) -> Callable[..., None]:
+        return lambda *_: events.append(Event("forward", name))
+
+    for group in groups_of(t.model, t.config.fsdp):
+        state = group.modules[0]
+        assert isinstance(state, FSDPModule)
+        state.set_custom_all_gather(_Gather(group.name, events))  # type: ignore[arg-type]
+        state.set_custom_reduce_scatter(_Reduce(group.name, events))  # type: ignore[arg-type]
+        # FSDP's own hooks are called before these: what a forward waits for is written down before it
+        handles.append(group.modules[0].register_forward_pre_hook(begins(group.name)))
+        handles.append(group.modules[-1].register_forward_hook(computes(group.name)))
+    honest = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, **kwargs: Any) -> Any:
+        if group := kwargs.get("group"):  # of FSDP; the loss is summed over the default group
+            events.append(Event("all-reduce", "", group.size(), tensor.dtype))
+        return honest(tensor, **kwargs)
+
+    batch = Loader.batch
+    dist.all_reduce = all_reduce  # type: ignore[assignment]
+    Loader.batch = lambda self, *args: (events.append(Event("batch")), batch(self, *args))[1]  # type: ignore[method-assign,func-returns-value]
+    try:
+        yield events
+    finally:
+        dist.all_reduce = honest
+        Loader.batch = batch  # type: ignore[method-assign]
+        for handle in handles:
+            handle.remove()
+
+
+def counted(t: Session, what: str) -> Counter[str]:
+    """How often each group does something in one step."""
+    with recorded(t) as events:
+        train.train_step(t, 1)
+    return Counter(event.group for event in events if event.what == what)
+
+
+def per_micro_batch(layers: int, head: int) -> dict[str, int]:
+    """The embeddings are never gathered for backward."""
+    once = {"tok_embeddings": 1, "norm, output": head}
+    return {name: ACCUMULATION * once.get(name, layers) for name in GROUPS}
+
+
+# --- how much is gathered ---------------------------------------------------------------------------------------
+
+
+def reshard_after_forward_gathers_twice_or_once(build: Build) -> None:
+    assert counted(build(), "gather") == per_micro_batch(2, 1)
+    assert counted(build(fsdp__reshard_after_forward=True), "gather") == per_micro_batch(2, 2)
+    assert counted(build(fsdp__reshard_after_forward=False), "gather") == per_micro_batch(1, 1)
+    assert counted(build(fsdp__sharding_strategy="SHARD_GRAD_OP"), "gather") == per_micro_batch(1, 1)
+
+
+def several_blocks_are_gathered_and_reduced_as_one_group(build: Build) -> None:
+    merged = build(fsdp__blocks_per_group=2, fsdp__reshard_after_forward=True)
+    layers = {"layers.0, layers.1": 2, "layers.2": 2}
+    expected = {"tok_embeddings": 1, **layers, "norm, output": 2}
+    assert counted(merged, "gather") == {name: ACCUMULATION * n for name, n in expected.items()}
+    assert counted(merged, "reduce") == dict.fromkeys(expected, ACCUMULATION)
+
+
+def reshard_after_backward_keeps_what_was_gathered_until_the_step_ends(build: Build) -> None:
+    kept = build(fsdp__reshard_after_backward=False, fsdp__reshard_after_forward=False)
+    assert counted(kept, "gather") == dict.fromkeys(GROUPS, 1)
+    assert all(isinstance(p, DTensor) for p in kept.model.parameters()), "stale parameters stay behind"
+    assert counted(kept, "gather") == dict.fromkeys(GROUPS, 1), "the next step has to gather the updated ones"
+
+
+def reshard_to_some_ranks_gathers_over_them_in_backward(build: Build) -> None:
+    t = build(fsdp__reshard_after_forward=2)
+    with recorded(t) as events:
+        train.train_step(t, 1)
+    for layer in LAYERS:
+        sizes = [event.ranks for event in events if event.what == "gather" and event.group == layer]
+        assert sizes == [4, 2] * 2, sizes
+    assert sum(event.what == "gather" and event.group == GROUPS[-1] for event in events) == 2, "the head stays whole"
+
+
+# --- the mesh ---------------------------------------------------------------------------------------------------
+
+
+def copies_of_shards_reduce_within_and_then_between(build: Build) -> None:
+    t = build(fsdp__dp_replicate=2)
+    assert all(p.placements == (Replicate(), Shard(0)) for p in t.model.parameters() if isinstance(p, DTensor))
+    with recorded(t) as events:
+        train.train_step(t, 1)
+    n = 2 * len(GROUPS)  # 2 micro-batches
+    assert [e.ranks for e in events if e.what == "reduce"] == [2] * n
+    assert [e.ranks for e in events if e.what == "all-reduce"] == [2] * n
+    assert {e.ranks for e in events if e.what == "gather"} == {2}
+
+
+def all_reduce_last_reduces_between_copies_once_a_step(build: Build) -> None:
+    t = build(fsdp__dp_replicate=2, fsdp__grad_sync="all_reduce_last")
+    with recorded(t) as events:
+        train.train_step(t, 1)
+    assert sum(e.what == "reduce" for e in events) == 2 * len(GROUPS)
+    assert sum(e.what == "all-reduce" for e in events) == len(GROUPS)
+    t = build(fsdp__dp_replicate=2, fsdp__grad_sync="last")
+    with recorded(t) as events:
+        train.train_step(t, 1)
+    assert sum(e.what == "reduce" for e in events) == sum(e.what == "all-reduce" for e in events) == len(GROUPS)
+
+
+def without_shards_every_rank_holds_everything(build: Build) -> None:
+    for keys in ({"fsdp__dp_shard": 1}, {"fsdp__sharding_strategy": "NO_SHARD"}):
+        t = build(**keys)
+        assert all(local_rows(p)[0].shape == p.shape for p in t.model.parameters())
+        with recorded(t) as events:
+            train.train_step(t, 1)
+        assert not [e for e in events if e.what == "gather"], "nothing to gather"
+        assert {e.ranks for e in events if e.what == "all-reduce"} == {4}
+
+
+# --- accumulation -----------------------------------------------------------------------------------------------
+
+
+def gradients_are_summed_with_every_micro_batch_or_the_last(build: Build) -> None:
+    assert counted(build(), "reduce") == dict.fromkeys(GROUPS, ACCUMULATION)
+    last = build(fsdp__grad_sync="last")
+    assert counted(last, "reduce") == dict.fromkeys(GROUPS, 1)
+    assert counted(last, "reduce") == dict.fromkeys(GROUPS, 1), "in the next step too"
+    assert all(p.grad is None for p in last.model.parameters())
+
+
+# --- prefetching ------------------------------------------------------------------------------------------------
+
+
+def all_gathers_are_issued_as_far_ahead_as_promised(build: Build) -> None:
+    for depth in (0, 1, 2, 3):
+        explicit = {
+            "fsdp__explicit_prefetching": True,
+            "fsdp__forward_prefetch": depth,
+            "fsdp__backward_prefetch": depth,
+        }
+        # one micro-batch, and everything is gathered again in backward
+        t = build(**(explicit if depth else {}), fsdp__reshard_after_forward=True, train__global_batch_size=2)
+        with recorded(t) as events:
+            train.train_step(t, 1)
+        kinds = [(e.what, e.group) for e in events if e.what in ("gather", "forward", "backward")]
+        end = kinds.index(("forward", GROUPS[-1])) + 1
+        forward, backward = kinds[:end], kinds[end:]
+        assert [g for what, g in forward if what == "gather"] == GROUPS
+        again = GROUPS[:0:-1]  # but for the embeddings
+        assert [g for what, g in backward if what == "gather"] == again
+        for i, name in enumerate(GROUPS):
+            before = forward[: forward.index(("forward", name))]
+            gathered = sum(what == "gather" for what, _ in before)
+            assert gathered == min(i + 1 + depth, len(GROUPS)), (depth, name, forward)
+        for i, name in enumerate(GROUPS[::-1]):
+            before = backward[: backward.index(("backward", name))]
+            gathered = sum(what == "gather" for what, _ in before)
+            ahead = depth or 1  # without lists FSDP gathers one group ahead in backward
+            assert gathered == min(i + 1 + ahead, len(again)), (depth, name, backward)
+
+
+def the_first_all_gather_is_issued_before_the_batch_is_fetched(build: Build) -> None:
+    for explicit in (False, True):
+        t = build(fsdp__explicit_prefetching=explicit)
+        with recorded(t) as events:
+            train.train_step(t, 1)
+        batch = events.index(Event("batch"))
+        before = [event.group for event in events[:batch] if event.what == "gather"]
+        assert before == (["tok_embeddings"] if explicit else []), before
+
+
+def on_the_cpu_explicit_all_gathers_run_beside_the_computation(build: Build) -> None:
+    """In a trace: gloo's own thread is at it after the call that issued it has returned."""
+    for explicit in (False, True):
+        t = build(fsdp__explicit_prefetching=explicit, speed__shared_memory=False)
+        train.train_step(t, 1)
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            train.train_step(t, 2)
+        spans = [(e.name, e.time_range.start, e.time_range.end) for e in trace.events()]
+        calls = [(start, end) for name, start, end in spans if name.startswith("FSDP::all_gather (")]
+        transfers = [(start, end) for name, start, end in spans if name == "gloo:all_gather"]
+        assert len(calls) == len(transfers) > 0
+        beside = sum(not any(start <= begun and done <= end for start, end in calls) for begun, done in transfers)
+        assert (beside > 0) == explicit, (explicit, beside, len(transfers))
+
+
+# --- precision --------------------------------------------------------------------------------------------------
+
+
+def dtypes_of(t: Session) -> tuple[dict[str, tuple[torch.dtype, ...]], list[Event]]:
+    """Of each group's first module inside forward: a weight, the first input, other inputs, the output; and events."""
+    seen: dict[str, tuple[torch.dtype, ...]] = {}
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen[name] = next(module.parameters()).dtype, *(arg.dtype for arg in args)
+
+        return hook
+
+    def after(name: str) -> Callable[..., None]:
+        return lambda _module, _args, output: seen.update({name: (*seen[name], output.dtype)})
+
+    looked_at = ("tok_embeddings", *LAYERS, "norm", "output", "layers.0.feed_forward.w1", "layers.1.feed_forward.w1")
+    handles = []
+    for name in looked_at:
+        module = t.model.get_submodule(name)
+        handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+    with recorded(t) as events:
+        train.train_step(t, 1)
+    for handle in handles:
+        handle.remove()
+    assert all(p.dtype == torch.float32 for p in t.model.parameters())
+    moments = [value for state in t.optimizer.state.values() for value in state.values()]
+    assert all(value.dtype == torch.float32 for value in moments)
+    return seen, events
+
+
+def computation_communication_and_sums_have_their_dtypes(build: Build) -> None:
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for param, reduce in ((bf16, fp32), (bf16, bf16), (fp32, bf16), (fp16, fp16), (fp32, fp32)):
+        names = {"fsdp__param_dtype": str(param)[6:], "fsdp__reduce_dtype": str(reduce)[6:]}
+        seen, events = dtypes_of(build(**names))
+        assert seen["layers.1.feed_forward.w1"] == (param, param, param)
+        assert seen["layers.1"] == (param, param, fp32, fp32, param), "rotary tables stay float32"
+        assert seen["output"] == (param, param, torch.int64, fp32), "targets in, and the loss stays float32"
+        assert {e.dtype for e in events if e.what == "gather"} == {param}
+        assert {e.dtype for e in events if e.what == "reduce"} == {reduce}
+
+
+def the_first_layer_can_stay_in_float32(build: Build) -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    override = {"match": "layers.0.*", "param_dtype": "float32"}
+    seen, events = dtypes_of(build(fsdp__param_dtype="bfloat16", fsdp__precision_overrides=[override]))
+    assert seen["tok_embeddings"] == (bf16, torch.int64, bf16)
+    assert seen["layers.0"] == (fp32, fp32, fp32, fp32, fp32)
+    assert seen["layers.0.feed_forward.w1"] == (fp32, fp32, fp32)
+    assert seen["layers.1"] == (bf16, bf16, fp32, fp32, bf16)
+    assert {e.group for e in events if e.what == "gather" and e.dtype == fp32} == {"layers.0"}
+
+
+def what_groups_hand_on_can_stay_in_float32(build: Build) -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    t = build(fsdp__param_dtype="bfloat16", fsdp__output_dtype="float32")
+    inside = []
+    t.model.get_submodule("layers.1.feed_forward").register_forward_hook(lambda _m, _i, o: inside.append(o.dtype))
+    seen, _ = dtypes_of(t)
+    assert set(inside) == {bf16}
+    assert seen["layers.1"] == (bf16, bf16, fp32, fp32, fp32)
+    assert seen["output"] == (bf16, bf16, torch.int64, fp32)
+    plain = build(fsdp__param_dtype="bfloat16", fsdp__output_dtype="float32", speed__chunked_loss=False)
+    assert dtypes_of(plain)[0]["output"] == (bf16, bf16, fp32), "logits"
+    narrow = build(fsdp__output_dtype="bfloat16")
+    assert dtypes_of(narrow)[0]["output"][-1] == fp32, "a loss is not rounded"
+
+
+def cast_forward_inputs_casts_the_rotary_tables_as_well(build: Build) -> None:
+    bf16 = torch.bfloat16
+    seen, _ = dtypes_of(build(fsdp__param_dtype="bfloat16", fsdp__cast_forward_inputs=True))
+    assert seen["layers.1"] == (bf16,) * 5
+
+
+def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
+    for match, expected in (
+        ("layers.0.attention.*", "but group 'layers.0' is gathered and cast together"),
+        ("output.*", "but group 'norm, output' is gathered"),
+        ("layer.0.*", "matches no parameter: did you mean"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            build(fsdp__precision_overrides=[{"match": match, "param_dtype": "bfloat16"}])
+    with pytest.raises(ConfigError, match="earlier patterns match all of its parameters"):
+        build(fsdp__precision_overrides=[{"match": m, "param_dtype": "bfloat16"} for m in ("*", "layers.0.*")])
+    ordered = [
+        {"match": "layers.0.*", "reduce_dtype": "bfloat16"},
+        {"match": "*", "param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    ]
+    seen, events = dtypes_of(build(fsdp__precision_overrides=ordered))
+    assert seen["layers.0"][0] == torch.float32, "the first that matches counts"
+    assert {e.group for e in events if e.what == "reduce" and e.dtype == torch.bfloat16} == {"layers.0"}
+    both = [{"match": match, "param_dtype": "bfloat16"} for match in ("norm.*", "output.*")]
+    seen, _ = dtypes_of(build(fsdp__precision_overrides=both))
+    assert seen["output"] == (torch.bfloat16, torch.bfloat16, torch.int64, torch.float32)
+    assert seen["layers.2"][0] == torch.float32
+
+
+# --- float16 ----------------------------------------------------------------------------------------------------
+
+
+def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> None:
+    t = build(**{"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 2.0**40, "grad_scaler__min_scale": 2.0**38})
+    before = [local_rows(p)[0].clone() for p in t.model.parameters()]
+    for step in (1, 2):
+        loss, norm = train.train_step(t, step)
+        t.guard.check()
+        assert loss.isfinite()
+        assert not norm.isfinite()
+        assert t.scaler.skipped_steps == step
+        assert t.scaler.scale.item() == 2.0 ** (40 - step)
+        assert all(a.equal(local_rows(b)[0]) for a, b in zip(before, t.model.parameters(), strict=True))
+    train.train_step(t, 3)
+    with pytest.raises(NonFiniteError, match="step 3: gradients still overflow float16 with a loss scale of 1.37"):
+        t.guard.check()
+
+
+def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Build) -> None:
+    t = build(fsdp__param_dtype="float16", grad_scaler__growth_interval=2, grad_scaler__init_scale=1024.0)
+    scales = []
+    for step in range(1, 6):
+        train.train_step(t, step)
+        t.guard.check()
+        scales.append(t.scaler.scale.item())
+    assert scales == [1024, 2048, 2048, 4096, 4096]
+    assert t.scaler.state_dict() == {"scale": 4096.0, "good_steps": 1, "skipped_steps": 0}
+    again = type(t.scaler)(t.config.grad_scaler, True, torch.device("cpu"), t.scaler.state_dict())
+    again.update(torch.tensor(False))
+    assert again.state_dict() == {"scale": 8192.0, "good_steps": 0, "skipped_steps": 0}
+    late = type(t.scaler)(t.config.grad_scaler, True, torch.device("cpu"), {"scale": 2.0, "good_steps": 900})
+    late.update(torch.tensor(False))
+    assert late.state_dict()["scale"] == 4.0, "a count beyond the interval, which was longer before"
+    for keys in (
+        {"fsdp__output_dtype": "float16"},
+        {"fsdp__reduce_dtype": "float16"},
+        {"fsdp__precision_overrides": [{"match": "layers.1.*", "param_dtype": "float16"}]},
+    ):
+        assert build(**keys).scaler.enabled, keys
+
+
+def a_loss_that_is_not_finite_stops_a_float16_run(build: Build) -> None:
+    t = build(fsdp__param_dtype="float16")
+    with torch.no_grad():
+        local_rows(t.model.get_parameter("norm.weight"))[0].fill_(torch.inf)
+    train.train_step(t, 1)
+    with pytest.raises(NonFiniteError, match="step 1: the loss is not finite on rank 0, 1"):
+        t.guard.check()
+
+
+def small_gradients_survive_float16_because_the_loss_is_scaled(build: Build) -> None:
+    """A loss of a millionth of its size: without a scale nearly every gradient would be zero."""
+    t = build(fsdp__param_dtype="float16", fsdp__reduce_dtype="float16", optim__max_norm=1e9)
+    honest = t.model.forward
+    t.model.forward = lambda *args: honest(*args) * 1e-6  # type: ignore[method-assign]
+    kept = {}
+    for scale in (1.0, 65536.0):
+        t.scaler.scale.fill_(scale)
+        batch = t.loader.batch(0, 2).micro_batches[0]
+        t.scaler.scaled(t.model(batch.tokens, batch.targets)).backward()
+        grads = [local_rows(p.grad)[0] for p in t.model.parameters() if p.grad is not None]
+        kept[scale] = sum(int((g != 0).sum()) for g in grads)
+        t.optimizer.zero_grad()
+    assert kept[65536.0] > 2 * kept[1.0], kept
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------
+
+
+class _Silu(TorchDispatchMode):
+    """Counts one operator of a block's forward."""
+
+    n = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += function is torch.ops.aten.silu.default
+        return function(*args, **(kwargs or {}))
+
+
+def blocks_are_checkpointed_and_compiled_as_configured(build: Build) -> None:
+    for mode, every, expected in (("none", 1, 3), ("full", 1, 6), ("selective", 1, 6), ("full", 2, 5)):
+        t = build(**{"activation_checkpointing__mode": mode, "activation_checkpointing__every": every})
+        batch = t.loader.batch(0, 2).micro_batches[0]
+        with _Silu() as silu:  # type: ignore[no-untyped-call]
+            t.model(batch.tokens, batch.targets).backward()
+        assert silu.n == expected, (mode, every, silu.n)
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        t = build(**{"compile__enabled": True, "compile__backend": "eager"} if compiled else {})
+        train.train_step(t, 1)
+        assert counters["stats"]["unique_graphs"] == int(compiled)
+
+
+def many_kinds_of_blocks_can_be_compiled_and_validated(build: Build) -> None:
+    overrides = [{"match": f"layers.{i}.*", "param_dtype": d} for i, d in ((0, "bfloat16"), (1, "float16"))]
+    torch._dynamo.reset()
+    t = build(
+        **{"compile__enabled": True, "compile__backend": "eager", "fsdp__precision_overrides": overrides},
+        optim__freeze=["tok_embeddings.*", "layers.0.*"],
+    )
+    train.train_step(t, 1)
+    batch = t.loader.batch(0, 2).micro_batches[0]
+    with torch.no_grad():
+        t.model.eval()(batch.tokens, batch.targets)
+    assert torch._dynamo.config.recompile_limit >= 12
+
+
+# --- parameters -------------------------------------------------------------------------------------------------
+
+
+def tied_ends_are_one_group_and_gathered_once(build: Build) -> None:
+    t = build(model__tie_embeddings=True)
+    counts = counted(t, "gather")
+    assert counts["tok_embeddings, norm, output"] == ACCUMULATION
+    assert all(counts[layer] == 2 * ACCUMULATION for layer in LAYERS)
+    assert t.model.tok_embeddings.weight is t.model.output.weight
+    t = build(model__tie_embeddings=True, fsdp__explicit_prefetching=True, fsdp__forward_prefetch=1)
+    with recorded(t) as events:
+        train.train_step(t, 1)
+    order = [event.group for event in events if event.what == "gather"]
+    assert order[:4] == ["tok_embeddings, norm, output", *LAYERS], order
+
+
+def frozen_parameters_have_no_gradient_and_no_state(build: Build) -> None:
+    t = build(optim__freeze=["layers.1.*", "tok_embeddings.*"])
+    assert counted(t, "reduce") == {name: ACCUMULATION for name in GROUPS if name not in ("layers.1", "tok_embeddings")}
+    with_state = {name for name, p in t.model.named_parameters() if t.optimizer.state.get(p)}
+    assert with_state == {name for name, p in t.model.named_parameters() if p.requires_grad}
+    for patterns, expected in ((["layer.*"], "matches no parameter"), (["*"], "leaves no parameter to train")):
+        with pytest.raises(ConfigError, match=expected):
+            build(optim__freeze=patterns)
+
+
+def muon_exchanges_each_shape_twice_a_step(build: Build) -> None:
+    """In the dtype of its products, whatever the number of micro-batches and the dtype of the computation."""
+    for keys, dtype in (
+        ({}, torch.float32),
+        ({"fsdp__param_dtype": "bfloat16"}, torch.float32),
+        ({"optim__muon_dtype": "bfloat16"}, torch.bfloat16),
+    ):
+        t = build(optim__name="muon", **keys)
+        with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+            train.train_step(t, 1)
+        sent = [call.args[0].dtype for call in exchange.call_args_list]
+        assert sent == [dtype] * 2 * 4, "the shapes are 36 x 36, 12 x 36, 50 x 36 and 36 x 50"
+        kept = {name: {key for key in t.optimizer.state[p] if key != "step"} for name, p in t.model.named_parameters()}
+        matrices = {name for name, keys in kept.items() if keys == {"momentum_buffer"}}
+        assert matrices == {n for n, p in t.model.named_parameters() if p.ndim == 2 and n.startswith("layers.")}
+        assert all(keys == {"exp_avg", "exp_avg_sq"} for name, keys in kept.items() if name not in matrices)
+
+
+def the_model_is_wrapped_as_the_tutorial_says(build: Build) -> None:
+    """The checks of PyTorch's FSDP2 example: inspect_model and inspect_mixed_precision."""
+    t = build(fsdp__param_dtype="bfloat16")
+    assert isinstance(t.model, FSDPModule)
+    assert str(t.model).startswith("FSDPLlama(")
+    for parameter in t.model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.placements == (Shard(0),)
+        assert parameter.dtype == torch.float32
+    for layer in t.model.layers:
+        assert isinstance(layer, FSDPModule)
+        layer.unshard()
+        assert all(type(p) is nn.Parameter and p.dtype == torch.bfloat16 for p in layer.parameters())
+        layer.reshard()
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in layer.parameters())
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A case, and how many ranks it needs."""
+
+    ranks: int
+    run: Callable[[Build], None]
+
+
+_ON_4 = (
+    reshard_to_some_ranks_gathers_over_them_in_backward,
+    copies_of_shards_reduce_within_and_then_between,
+    all_reduce_last_reduces_between_copies_once_a_step,
+    without_shards_every_rank_holds_everything,
+)
+_ON_2 = (
+    reshard_after_forward_gathers_twice_or_once,
+    several_blocks_are_gathered_and_reduced_as_one_group,
+    reshard_after_backward_keeps_what_was_gathered_until_the_step_ends,
+    gradients_are_summed_with_every_micro_batch_or_the_last,
+    all_gathers_are_issued_as_far_ahead_as_promised,
+    the_first_all_gather_is_issued_before_the_batch_is_fetched,
+    on_the_cpu_explicit_all_gathers_run_beside_the_computation,
+    computation_communication_and_sums_have_their_dtypes,
+    the_first_layer_can_stay_in_float32,
+    what_groups_hand_on_can_stay_in_float32,
+    cast_forward_inputs_casts_the_rotary_tables_as_well,
+    an_override_has_to_match_a_group_as_a_whole,
+    an_overflow_is_a_counted_skip_and_too_many_stop_the_run,
+    the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint,
+    a_loss_that_is_not_finite_stops_a_float16_run,
+    small_gradients_survive_float16_because_the_loss_is_scaled,
+    tied_ends_are_one_group_and_gathered_once,
+    frozen_parameters_have_no_gradient_and_no_state,
+    muon_exchanges_each_shape_twice_a_step,
+    the_model_is_wrapped_as_the_tutorial_says,
+    blocks_are_checkpointed_and_compiled_as_configured,
+    many_kinds_of_blocks_can_be_compiled_and_validated,
+)
+EFFECTS = {run.__name__: Effect(ranks, run) for ranks, runs in ((2, _ON_2), (4, _ON_4)) for run in runs}

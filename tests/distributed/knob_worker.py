@@ -1,0 +1,115 @@
+"""Runs the rows of knob_table.py and the cases of knob_effects.py that belong to this world size, in one process group.
+
+    torchrun --nproc-per-node 2 tests/distributed/knob_worker.py RESULTS [ROWS AND EFFECTS]
+    torchrun --nproc-per-node 1 tests/distributed/knob_worker.py RESULTS cuda
+
+The real train_step runs; only the text is made up. RESULTS gets losses, norms and hashes of each row, and "passed" or a
+traceback for each effect, as JSON.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+import train
+from benchmarks.bare_session import bare_session
+from tests.distributed import knob_effects
+from tests.distributed.knob_table import CASES, ON_CUDA, STEPS, VOCABULARY, FixedSamples
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config, RunConfig
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed import parallelize
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.models import attention
+from torchtitan_lite.models import loss as head
+from torchtitan_lite.training.session import Session
+
+
+def training(config: Config, world: World) -> Session:
+    """What train.run builds, without files."""
+    layout = derive(config, world.world_size)
+    widen = parallelize.widens(config, world)
+    model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device), widen=widen)
+    materialise(model, world.device, seed=7, offload=config.fsdp.cpu_offload)
+    samples = FixedSamples(config.train.seq_len)
+    loader = Loader(samples, config.train.micro_batch_size, world.rank, world.world_size, seed=None)
+    return bare_session(config, world, model, loader)
+
+
+def digest(parameter: torch.Tensor) -> str:
+    """Of the whole parameter."""
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return hashlib.sha256(whole.detach().cpu().numpy().tobytes()).hexdigest()
+
+
+def measure(t: Session) -> dict[str, Any]:
+    """Losses and norms of some steps, names, and the frozen parameters before and after."""
+    frozen = {name: p for name, p in t.model.named_parameters() if not p.requires_grad}
+    before = {name: digest(p) for name, p in frozen.items()}
+    losses, norms = [], []
+    for step in range(1, STEPS + 1):
+        loss, norm = train.train_step(t, step)
+        t.guard.check()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return {
+        "losses": losses,
+        "norms": norms,
+        "names": list(t.model.state_dict()),
+        "frozen": [before, {name: digest(p) for name, p in frozen.items()}],
+        "skipped": t.scaler.skipped_steps,
+        "devices": sorted({local_rows(p)[0].device.type for p in (*t.model.parameters(), *_state(t))}),
+    }
+
+
+def _state(t: Session) -> list[torch.Tensor]:
+    return [value for state in t.optimizer.state.values() for key, value in state.items() if key != "step"]
+
+
+def main(argv: Sequence[str]) -> int:
+    results: dict[str, Any] = {}
+    file = Path(argv[0])
+    device: Literal["cpu", "cuda"] = "cuda" if argv[1:] == ["cuda"] else "cpu"
+    wanted = set(argv[1:]) or {*CASES, *knob_effects.EFFECTS}  # all
+    # a micro-batch of 16 tokens, in several pieces, the last ones not full
+    attention.BLOCK, head.CHUNK = dict.fromkeys((2, 4, 8), 6), {"cpu": 7, "cuda": 7}
+    with process_group(RunConfig(device=device, threads=1)) as world:
+        rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size and name in wanted}
+        for name, case in (ON_CUDA if device == "cuda" else rows).items():
+            results[name] = measure(training(case.config(device), world))
+            if world.rank == 0:
+                file.write_text(json.dumps(results))
+        for name, effect in knob_effects.EFFECTS.items():
+            if effect.ranks != world.world_size or name not in wanted:
+                continue
+            try:
+                effect.run(lambda **more: training(_config(world, more), world))
+                results[name] = "passed"
+            except Exception:
+                # the others may wait in a collective: this ends the run, and the tests of later effects fail with it
+                print(f"{name} failed on rank {world.rank}:\n{traceback.format_exc()}", file=sys.stderr)
+                exit_process(1)
+            dist.barrier()
+            if world.rank == 0:
+                file.write_text(json.dumps(results))
+    return 0
+
+
+def _config(world: World, more: dict[str, Any]) -> Config:
+    base = dataclasses.replace(CASES["llama"], ranks=world.world_size)
+    values = {key.replace("__", "."): value for key, value in more.items()}
+    return dataclasses.replace(base, set=values).config()
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))

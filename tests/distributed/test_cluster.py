@@ -1,0 +1,280 @@
+"""Two machines, simulated by two torchruns, and the Slurm script with stand-ins for its commands."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import free_port
+from tests.helpers import HANGS_S, ROOT, losses, ranks, records, succeeded, tiny
+from tests.tools.elastic_machines import until
+from torchtitan_lite.checkpointing import storage
+
+DOC = (ROOT / "docs/cluster.md").read_text()
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def agents(*commands: list[str], fault: str = "") -> list[subprocess.Popen[str]]:
+    """A torchrun for each command, which meet on a free port."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(commands)), "--nproc-per-node", "1"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x", "--local-addr", "127.0.0.1"]
+    launcher += ["--max-restarts", "2"] if fault else []
+    program = "tests/faults/worker.py" if fault else "train.py"
+    env = os.environ | ENV | {"FAULT": fault, "FAULT_SECONDS": "5"}
+    return [
+        subprocess.Popen(
+            [*launcher, program, *command],
+            cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for command in commands
+    ]  # fmt: skip
+
+
+@pytest.mark.extended  # the restart below compares the numbers, too
+def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
+    """The same numbers as on one machine, and a checkpoint of both."""
+    more = {"train__steps": 6, "checkpoint__state_dict": "sharded"}
+    command = tiny(text, tmp_path, run__name="two", **more)
+    both = agents(command, command)
+    said = [agent.communicate(timeout=HANGS_S) for agent in both]
+    assert [agent.returncode for agent in both] == [0, 0], said
+    assert sum("done    6 steps" in out for out, _ in said) == 1, "one speaks"
+    succeeded(ranks(2, *tiny(text, tmp_path, run__name="one", **more)))
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    assert storage.verify(storage.step_folder(tmp_path / "two/checkpoints", 6)) == []
+    about = json.loads((tmp_path / "two/run.json").read_text())
+    assert (about["status"], about["world_size"], about["mesh"]["dp_shard"]) == ("complete", 2, 2)
+    assert len(about["machines"]) == 1
+    assert "--run.name=two" in about["argv"]
+
+
+@pytest.mark.extended
+def test_a_rank_killed_on_one_machine_restarts_both(text: Path, tmp_path: Path) -> None:
+    """torchrun counts a restart only on the machine whose rank died; the ranks still rendezvous.
+
+    Rank 0 is slow, so that its torchrun learns of the restart before its rank fails without the other.
+    """
+    more = {"train__steps": 6, "checkpoint__every": 2, "checkpoint__resume": "never"}
+    command = tiny(text, tmp_path, run__name="two", **more)
+    both = agents(command, command, fault="kill:1:5:batch,slow:0:5:batch")
+    said = [agent.communicate(timeout=HANGS_S) for agent in both]
+    assert [agent.returncode for agent in both] == [0, 0], said
+    output = "".join(out for out, _ in said)
+    assert output.count("FAULT kill fired on rank 1") == 1, output
+    assert "resumed after step 4" in output
+    succeeded(ranks(2, *tiny(text, tmp_path, run__name="one", **more)))
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    about = json.loads((tmp_path / "two/run.json").read_text())
+    assert (about["status"], about["world_size"], about["mesh"]["dp_shard"]) == ("complete", 2, 2)
+
+
+def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", train__steps=6)
+    port = str(free_port())
+
+    def machine(rank: int) -> subprocess.CompletedProcess[str]:
+        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        other = ["--optim.lr=0.5"] if rank == 1 else []
+        return ranks(1, *command, *other, env=there | {"RANK": str(rank), "LOCAL_RANK": "0"})
+
+    with ThreadPoolExecutor(2) as both:
+        results = list(both.map(machine, (0, 1)))
+    assert all(result.returncode for result in results)
+    said = [result.stderr for result in results]
+    host = os.uname().nodename
+    assert any(f"optim.lr: 0.004 on rank 0 ({host}); 0.5 on rank 1 ({host})" in errors for errors in said) or any(
+        f"optim.lr: 0.5 on rank 0 ({host}); 0.004 on rank 1 ({host})" in errors for errors in said
+    ), said
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment in which srun and scontrol are stand-ins: srun runs its command here, scontrol writes down."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, content in {
+        "srun": 'while [[ "$1" == --* ]]; do shift; done; echo $$ > "$SRUN_PID"; exec "$@"',
+        "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi',
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{content}\n")
+        (programs / name).chmod(stat.S_IRWXU)
+    return os.environ | ENV | {
+        "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable, "NPROC": "1",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "PORT": str(free_port()),
+        "REQUEUED": str(tmp_path / "requeued"), "SRUN_PID": str(tmp_path / "pid"),
+    }  # fmt: skip
+
+
+@pytest.mark.extended
+def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
+    slurm: dict[str, str], text: Path, tmp_path: Path
+) -> None:
+    long = {"train__steps": 2000, "optim__schedule": "constant"}
+    long["checkpoint__resume"] = "never"  # which is carried out once
+    command = ["bash", "scripts/slurm.sbatch", *tiny(text, tmp_path, run__name="run", **long)]
+    job = subprocess.Popen(
+        command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )  # fmt: skip
+    assert job.stdout is not None
+    for line in job.stdout:
+        if line.startswith("step"):
+            break
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGUSR1)  # what Slurm does to the processes of srun
+    output, _ = job.communicate(timeout=HANGS_S)
+    assert f"the run in {tmp_path / 'run'} is: preempted" in output
+    assert job.returncode == 0, output
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    # and what the queue starts then goes on, to the end
+    left = json.loads((tmp_path / "run/run.json").read_text())["step"]
+    end = [f"--train.steps={left + 2}"]
+    result = subprocess.run([*command, *end], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=HANGS_S)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"resumed after step {left}" in result.stdout
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert records(tmp_path / "run")[-1]["step"] == left + 2
+    bad = subprocess.run(
+        [*command, "--train.step=3"], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=HANGS_S
+    )
+    assert bad.returncode == 2
+    assert "the nearest known one is train.steps" in bad.stderr
+
+
+PLAYED = """#!/usr/bin/env python3
+# plays $PYTHON: the check of the config, a launch that may write a status, and everything else by the real one
+import json, os, sys
+if "--check-config" in sys.argv:
+    print("the configuration is fine; its run is in", os.environ["RUN"])
+elif "torch.distributed.run" in sys.argv:
+    assert os.environ["TORCHTITAN_LITE_ATTEMPT"].startswith(os.environ["SLURM_JOB_ID"] + ".")
+    if status := os.environ.get("STATUS"):
+        run = {"status": status, "attempt": os.environ["TORCHTITAN_LITE_ATTEMPT"]}
+        json.dump(run, open(os.environ["RUN"] + "/run.json", "w"))
+    sys.exit(int(os.environ["CODE"]))
+else:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize(("before", "status", "code", "expected", "requeued"), [
+    # a status that an earlier attempt has left: this one has died before it could write its own
+    ("preempted", "", 1, 1, False),
+    ("complete", "", 1, 1, False),
+    ("complete", "", 2, 2, False),
+    # this attempt's
+    ("complete", "failed", 1, 1, False),
+    ("preempted", "starting", 137, 137, False),
+    ("failed", "preempted", 1, 0, True),
+    ("failed", "complete", 1, 0, False),
+])  # fmt: skip
+@pytest.mark.extended
+def test_the_slurm_script_uses_only_the_status_of_this_attempt(
+    before: str, status: str, code: int, expected: int, requeued: bool, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    python = tmp_path / "bin/played-python"
+    python.write_text(PLAYED)
+    python.chmod(stat.S_IRWXU)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"status": before, "attempt": "7.0.1"}))
+    played = {"PYTHON": str(python), "RUN": str(run), "STATUS": status, "CODE": str(code)}
+    result = subprocess.run(
+        ["bash", "scripts/slurm.sbatch", "--run.name=run"],
+        cwd=ROOT, env=slurm | played, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == expected, result.stdout + result.stderr
+    assert f"is: {status or 'unknown'} (exit code {code})" in result.stdout
+    assert (tmp_path / "requeued").exists() == requeued
+
+
+JOINED = """#!/usr/bin/env python3
+import os, sys
+if "--check-config" in sys.argv:
+    print("the configuration is fine; its run is in here")
+else:
+    print("COMMAND", *sys.argv[1:])
+    sys.exit(int(os.environ["CODE"]))
+"""
+
+
+@pytest.mark.parametrize(("code", "expected", "requeued"), [(75, 0, True), (0, 0, False), (1, 1, False)])
+@pytest.mark.extended
+def test_the_slurm_script_joins_a_coordinator(
+    code: int, expected: int, requeued: bool, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """A machine that left on a signal is requeued, whatever the status of the run: others continue it."""
+    python = tmp_path / "bin/played-python"
+    python.write_text(JOINED)
+    python.chmod(stat.S_IRWXU)
+    played = {
+        "PYTHON": str(python),
+        "CODE": str(code),
+        "COORDINATOR": "login1:29400",
+        "SECRET_FILE": "a b.key",
+        "NPROC": "8",
+    }
+    result = subprocess.run(
+        ["bash", "scripts/slurm.sbatch", "--run.name=run"],
+        cwd=ROOT, env=slurm | played, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == expected, result.stdout + result.stderr
+    command = "-m torchtitan_lite.tools.elastic join --secret-file a b.key --nproc-per-node 8 login1:29400 train.py"
+    assert f"COMMAND {command} --run.name=run\n" in result.stdout
+    assert (tmp_path / "requeued").exists() == requeued
+
+
+@pytest.mark.extended
+def test_torchrun_loses_a_machine_and_gets_one_back(text: Path, tmp_path: Path) -> None:
+    """The commands of docs/cluster.md for torchrun."""
+    store, launch = re.findall(r"^(python -c .*|TORCH_DISABLE\S* torchrun .*)$", DOC, re.M)
+    port = str(free_port())
+    options = tiny(text, tmp_path, train__steps=100_000, optim__schedule="constant", checkpoint__every=2)
+    run, log = tmp_path / "mine", tmp_path / "mine/train.log"
+    replaced = launch.replace("torchrun", f"{sys.executable} -m torch.distributed.run --local-addr 127.0.0.1")
+    replaced = replaced.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("node0:29400", f"127.0.0.1:{port}")
+    command = f"exec env {replaced} {shlex.join(options)}"
+    processes: list[subprocess.Popen[bytes]] = []
+    killed: list[subprocess.Popen[bytes]] = []
+
+    def started(line: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / "said.txt").open("ab") as out:
+            processes.append(subprocess.Popen(["sh", "-c", line], cwd=ROOT, env=ENV, stdout=out, stderr=out))
+        return processes[-1]
+
+    def trains(world: str, after: int = 0) -> bool:
+        ended = [process.poll() for process in processes if process not in killed]
+        assert not any(code is not None for code in ended), (tmp_path / "said.txt").read_text()[-3000:]
+        text = log.read_text() if log.exists() else ""
+        size, _, rest = text.rpartition("  cpu  world ")[2].partition(" = ")
+        return size == world and "\nstep " in rest and text.count("  cpu  world ") > after
+
+    try:
+        started("exec " + store.replace("python", sys.executable, 1).replace("29400", port))
+        until(lambda: not socket.socket().connect_ex(("127.0.0.1", int(port))), "the store")
+        first = started(command)
+        until(lambda: trains("1"), "one machine")
+        second = started(command)
+        until(lambda: trains("2"), "two machines")
+        killed.append(first)
+        first.kill()
+        until(lambda: trains("1", 2), "the second alone")
+        second.send_signal(signal.SIGTERM)
+        second.wait(HANGS_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(HANGS_S)
+    about = json.loads((run / "run.json").read_text())
+    assert about["status"] == "preempted", (tmp_path / "said.txt").read_text()[-3000:]
+    assert [record["step"] for record in records(run) if "loss" in record] == list(range(1, about["step"] + 1))

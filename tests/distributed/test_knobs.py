@@ -1,0 +1,160 @@
+"""Compares every row of knob_table.py with an unsharded reference, and checks every effect of knob_effects.py.
+
+Two launches, on 2 and on 4 ranks, run them all.
+"""
+
+import fnmatch
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.knob_effects import EFFECTS
+from tests.distributed.knob_table import CASES, EXTENDED, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
+from tests.helpers import ranks
+from torchtitan_lite.config.presets import missing_for_inductor
+from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.models import build
+from torchtitan_lite.optim import optimizer as optim
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[dict[str, Any], str]]:
+    """What the ranks measured, by world size, and what they said: of the rows and effects whose tests are to run."""
+    tests = (item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path)
+    wanted = {str(test.callspec.params["name"]) for test in tests if hasattr(test, "callspec")}
+    wanted -= NEEDS_COMPILER
+    wanted |= {CASES[name].same_as for name in wanted if name in CASES} - {""}
+    found = {}
+    for n in (2, 4):
+        file = tmp_path_factory.mktemp("knobs") / "results.json"
+        file.write_text("{}")
+        said = ranks(n, str(file), *sorted(wanted), entry="tests.distributed.knob_worker").stderr
+        found[n] = json.loads(file.read_text()), said
+    return found
+
+
+# rows that inductor compiles, on a machine where it can't
+NEEDS_COMPILER = {"compile"} if missing_for_inductor("cpu", 0) else set()
+
+
+def muon_update(momentum: Tensor, gradient: Tensor, config: OptimConfig) -> Tensor:
+    """Jordan's algorithm by singular values, with the size of AdamW's updates. Changes the momentum; all in float64."""
+    share = config.muon_momentum
+    momentum.mul_(share).add_((1 - share) * gradient)
+    u, s, v = torch.linalg.svd(share * momentum + (1 - share) * gradient, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return 0.2 * max(gradient.shape) ** 0.5 * (u * s) @ v
+
+
+@functools.cache
+def _reference(
+    base: str, shape: tuple[tuple[str, bool], ...], patterns: tuple[str, ...], optimizer_name: str
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of one whole model in float32, on the whole batch at once."""
+    config = Case(2, dict(shape) | {"optim.name": optimizer_name}, base=base).config()
+    with torch.device("meta"):
+        model = build(config.model, VOCABULARY)
+    materialise(model, torch.device("cpu"), seed=7)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    by_muon = {n: p for n, p in trained.items() if optimizer_name == "muon" and p.ndim > 1 and n.startswith("layers.")}
+    momenta = {name: torch.zeros_like(p).double() for name, p in by_muon.items()}
+    decayed = [p for name, p in trained.items() if p.ndim > 1 and name not in by_muon]
+    others = [p for p in trained.values() if p.ndim == 1]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=config.optim.betas, weight_decay=config.optim.weight_decay)
+    samples = FixedSamples(config.train.seq_len)
+    curve = []
+    for step in range(1, STEPS + 1):
+        rows = torch.stack([samples[i] for i in range((step - 1) * 6, step * 6)])
+        loss = model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rate = optim.learning_rate(config.optim, step, config.train.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in by_muon.items():
+                assert p.grad is not None
+                update = muon_update(momenta[name], p.grad.double(), config.optim)
+                p.sub_((rate * (update + config.optim.weight_decay * p)).float())
+        model.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def reference(case: Case) -> list[tuple[float, float]]:
+    """Of the row's model and frozen parameters."""
+    shape = tuple((key, value) for key, value in case.set.items() if key.startswith("model."))
+    return _reference(case.base, shape, tuple(case.set.get("optim.freeze", ())), case.set.get("optim.name", "adamw"))
+
+
+def test_there_are_at_most_60_rows() -> None:
+    assert len(CASES) <= 60
+
+
+# compiles every kind of block
+MARKS = {"many_kinds_of_blocks_can_be_compiled_and_validated": [pytest.mark.extended]}
+ROWS = [pytest.param(name, marks=[pytest.mark.extended] if name in EXTENDED else []) for name in CASES]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_row_computes_the_losses_of_the_reference(
+    name: str, results: dict[int, tuple[dict[str, Any], str]]
+) -> None:
+    case = CASES[name]
+    measured, said = results[case.ranks]
+    if name in NEEDS_COMPILER:
+        pytest.skip("there is no C++ compiler here")
+    assert name in measured, said
+    found = measured[name]
+    curve = list(zip(found["losses"], found["norms"], strict=True))
+    assert len(curve) == STEPS
+    assert found["skipped"] == 0
+    if case.reference:
+        loss_tolerance, norm_tolerance = TOLERANCE[case.dtype]
+        for (loss, norm), (expected_loss, expected_norm) in zip(curve, reference(case), strict=True):
+            assert loss == pytest.approx(expected_loss, rel=loss_tolerance), curve
+            assert norm == pytest.approx(expected_norm, rel=norm_tolerance), curve
+        rounded = any(
+            norm != pytest.approx(n, rel=1e-5) for norm, (_, n) in zip(found["norms"], reference(case), strict=True)
+        )
+        assert rounded == (case.dtype != "float32"), "a coarser dtype shows, and no other"
+    if case.same_as:
+        other = measured[case.same_as]
+        assert curve == list(zip(other["losses"], other["norms"], strict=True)), "not bit for bit"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_names_stay_as_they_are_and_frozen_tensors_too(
+    name: str, results: dict[int, tuple[dict[str, Any], str]]
+) -> None:
+    case = CASES[name]
+    if name in NEEDS_COMPILER:
+        pytest.skip("there is no C++ compiler here")
+    found = results[case.ranks][0][name]
+    config = case.config()
+    with torch.device("meta"):
+        model = build(config.model, VOCABULARY)
+    assert found["names"] == list(model.state_dict())
+    before, after = found["frozen"]
+    assert before == after
+    frozen = [n for n, _ in model.named_parameters() if any(fnmatch.fnmatchcase(n, p) for p in config.optim.freeze)]
+    assert list(before) == frozen
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, [])) for n in EFFECTS])
+def test_each_knob_has_its_effect(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
+    measured, said = results[EFFECTS[name].ranks]
+    assert measured.get(name) == "passed", said

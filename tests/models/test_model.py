@@ -1,0 +1,146 @@
+"""The model by itself: no processes, no shards."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.models.published import PARAMETERS
+from torchtitan_lite.config.families import FAMILIES as REGISTRY
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.distributed import initialize
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models.llama import rotary_tables, rotate
+from torchtitan_lite.models.loss import IGNORE, bits_per_byte
+
+SMALL = ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=2, max_seq_len=16)
+LLAMA = ModelConfig(family="llama", dim=32, n_heads=4, n_kv_heads=2, hidden_dim=48, n_layers=2, max_seq_len=16)
+BOTH = pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt", "llama"])
+
+
+def make(config: ModelConfig = SMALL, seed: int = 0) -> Transformer:
+    with torch.device("meta"):
+        model = build(config, 97)
+    initialize.materialise(model, torch.device("cpu"), seed)
+    return model
+
+
+@BOTH
+def test_a_token_sees_only_those_before_it(config: ModelConfig) -> None:
+    model = make(config)
+    tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 97
+    one, other = model(tokens), model(changed)
+    assert one.shape == (2, 16, 97)
+    assert one[:, :9].equal(other[:, :9])
+    assert not one[:, 9:].equal(other[:, 9:])
+
+
+@BOTH
+def test_loss_is_the_sum_over_valid_targets(config: ModelConfig) -> None:
+    model = make(config)
+    tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(1))
+    targets[1, 3:] = IGNORE
+    picked = F.log_softmax(model(tokens), -1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    expected = -picked[targets != IGNORE].sum()
+    torch.testing.assert_close(model(tokens, targets), expected)
+
+
+@BOTH
+def test_a_masked_sequence_contributes_nothing(config: ModelConfig) -> None:
+    model = make(config)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    loss = model(tokens, torch.full((1, 16), IGNORE))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_dropout_is_active_in_training_only() -> None:
+    model = make(SMALL.model_copy(update={"dropout": 0.5}))
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    assert not model(tokens).equal(model(tokens))
+    model.eval()
+    assert model(tokens).equal(model(tokens))
+
+
+def test_initial_values_have_the_documented_distribution() -> None:
+    model = make(ModelConfig(family="gpt", dim=128, n_heads=2, n_layers=8, max_seq_len=512))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == (1 if "norm.weight" in name else 0)).all(), name
+        else:
+            residual = name.endswith(("wo.weight", "w2.weight"))
+            assert parameter.std().item() == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.03), name
+            assert abs(parameter.mean().item()) < 0.001, name
+    rows = model.get_parameter("layers.0.attention.wq.weight")
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows), "rows are copies of each other"
+
+
+@BOTH
+def test_loss_at_the_start_is_that_of_guessing(config: ModelConfig) -> None:
+    tokens = torch.randint(97, (4, 16), generator=torch.Generator().manual_seed(0))
+    assert make(config)(tokens, tokens).item() / tokens.numel() == pytest.approx(math.log(97), rel=0.02)
+
+
+def test_splitmix64_gives_the_published_numbers() -> None:
+    """The first outputs of the reference implementation for the seed 1234567."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    bits = initialize.splitmix64(1234567, torch.arange(4))
+    assert [int(b) % 2**64 for b in bits] == expected
+
+
+def test_initial_values_never_change() -> None:
+    """A run is reproducible by a later version only if these numbers stay."""
+    first = make(seed=3).output.weight.flatten()[:3].tolist()
+    assert first == [0.00024976918939501047, -0.040128130465745926, 0.03604385629296303]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, known in REGISTRY.items() for name in known.named_sizes()]
+)
+def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None:
+    vocabulary, expected = PARAMETERS.get((family, name), (97, 0))
+    values = (
+        {"family": family}
+        | dict(REGISTRY[family].named_sizes()[name])
+        | ({"tie_embeddings": True} if family == "gpt" else {})
+    )
+    with torch.device("meta"):
+        model = build(ModelConfig.model_validate(values), vocabulary)
+    count = sum(p.numel() for p in model.parameters())
+    scale = 1e9 if name.endswith("B") else 1e6
+    if expected:
+        assert count == expected
+        if "-" not in name:  # the publisher's own names of T5 are rough
+            assert count / scale == pytest.approx(float(name[:-1]), rel=0.25 if name == "1B" else 0.08)
+    else:  # named after the matrices of the layers
+        matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
+        assert matrices / scale == pytest.approx(float(name[:-1]), rel=0.25)
+
+
+def test_rotary_positions_are_relative() -> None:
+    """The product of a rotated query and key depends on their distance only."""
+    cos, sin = rotary_tables(LLAMA)
+    q, k = torch.randn(2, 1, 16, 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    q, k = q[:, :1].expand(-1, 16, -1, -1), k[:, :1].expand(-1, 16, -1, -1)
+    products = torch.einsum("bihe,bjhe->ij", rotate(q, cos, sin), rotate(k, cos, sin))
+    for distance in range(5):
+        diagonal = products.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert not products[0].allclose(products[0, :1].expand(16))
+
+
+def test_a_constant_matrix_is_found() -> None:
+    model = make()
+    with torch.no_grad():
+        model.get_parameter("layers.1.feed_forward.w2.weight").fill_(0.5)
+    with pytest.raises(RuntimeError, match=r"layers\.1\.feed_forward\.w2\.weight is constant"):
+        initialize.require_initialised(model)
+
+
+def test_bits_per_byte_of_a_known_loss() -> None:
+    assert bits_per_byte(math.log(2) * 80, 10) == pytest.approx(8)

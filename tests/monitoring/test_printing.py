@@ -1,0 +1,169 @@
+"""Failures to print or log do not end a run: full disks, closed streams, other encodings, odd files."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import losses, ranks, succeeded, tensors, tiny
+from tests.training.test_faults import saved_steps, status
+from torchtitan_lite import terminal
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import LogConfig
+from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.monitoring.resumed import without_later
+from torchtitan_lite.monitoring.trackers import Trackers
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+SHORT = {"run__name": "run", "train__steps": 4, "eval__every": 2, "checkpoint__every": 2, "sample__every": 2}
+SAMPLES = ['--sample.prompts=["caf\u00e9 \u2603"]', "--sample.max_tokens=2"]
+
+
+def with_stdout(
+    out: str, *arguments: str, encoding: str = "utf-8", entry: str = "train"
+) -> subprocess.CompletedProcess[str]:
+    env = {"STREAM_OUT": out, "STREAM_ENCODING": encoding, "STREAM_ENTRY": entry}
+    return ranks(1, *arguments, entry="tests.monitoring.streams", env=env)
+
+
+@pytest.mark.parametrize("out", [pytest.param("/dev/full", marks=needs_full), "closed", "broken"])
+@pytest.mark.extended
+def test_a_run_without_a_usable_stdout_ends_well(out: str, text: Path, tmp_path: Path) -> None:
+    result = with_stdout(out, *tiny(text, tmp_path, **SHORT), *SAMPLES)
+    succeeded(result)
+    run = tmp_path / "run"
+    assert saved_steps(run) == [2, 4]
+    assert status(run)["status"] == "complete"
+    assert "step    4/4" in (run / "train.log").read_text()
+    if out != "closed":
+        assert result.stderr.count("training continues") == 1
+    assert "Traceback" not in result.stderr
+
+
+@needs_full
+@pytest.mark.extended
+def test_a_run_whose_logs_are_on_a_full_disk_ends_well(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("train.log", "metrics.jsonl", "samples.jsonl"):
+        (run / name).symlink_to(FULL)
+    result = with_stdout("/dev/full", *tiny(text, tmp_path, **SHORT), *SAMPLES)
+    succeeded(result)
+    assert saved_steps(run) == [2, 4]
+    for name in ("stdout", "train.log", "metrics.jsonl", "samples.jsonl"):
+        assert sum(f"{name} can't be written: " in line for line in result.stderr.splitlines()) == 1, name
+
+
+def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "said"
+    succeeded(with_stdout(str(out), *tiny(text, tmp_path, **SHORT), *SAMPLES, encoding="ascii"))
+    assert 'sample  step 2  "caf\\xe9 \\u2603" -> ' in out.read_text("ascii")
+    assert 'sample  step 2  "caf\u00e9 \u2603" -> ' in (tmp_path / "run/train.log").read_text("utf-8")
+    out.unlink()
+    arguments = [str(tmp_path / "run"), "--prompt=caf\u00e9 \u2603", "--max-tokens=2"]
+    succeeded(with_stdout(str(out), *arguments, encoding="ascii", entry="torchtitan_lite.generate"))
+    assert out.read_text("ascii").startswith("caf\\xe9 \\u2603")
+    full = with_stdout("/dev/full", *arguments, entry="torchtitan_lite.generate")
+    assert full.returncode == 1
+    assert "generate: stdout can't be written: No space left on device" in full.stderr
+    assert "Traceback" not in full.stderr
+
+
+@pytest.mark.extended
+def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> None:
+    result = ranks(1, *tiny(text, tmp_path, **SHORT), *SAMPLES, fault="raise:0:2:sample")
+    assert result.returncode != 0
+    assert saved_steps(tmp_path / "run") == [2]
+    assert "resumed after step 2" in succeeded(ranks(1, *tiny(text, tmp_path, **SHORT), *SAMPLES))
+    succeeded(ranks(1, *tiny(text, tmp_path, **{**SHORT, "run__name": "straight"}), *SAMPLES))
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    ends = [tensors(tmp_path / name / "checkpoints/step-00000004") for name in ("run", "straight")]
+    assert all(ends[0][name].equal(tensor) for name, tensor in ends[1].items())
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+class Broken(io.TextIOWrapper):
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8")
+
+    def write(self, _: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("broken", ["stdout", "both", "closed"])
+def test_a_log_never_raises(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stderr", Broken() if broken == "both" else errors)
+    out = Broken()
+    if broken == "closed":
+        out.close()
+    monkeypatch.setattr(sys, "stdout", out)
+    log = Log(tmp_path, speaks=True)
+    for _ in range(3):
+        log.info("a line \u2603 \udc80")
+        log.record({"step": 1, "odd": object()})
+    assert (tmp_path / "train.log").read_text("utf-8") == "a line \u2603 \\udc80\n" * 3
+    if broken != "both":
+        errors.flush()
+        said = errors.buffer.getvalue().decode()
+        assert said.count("stdout can't be written") == 1
+        assert said.count("metrics.jsonl can't be written") == 1
+
+
+def test_a_line_after_a_torn_one_begins_anew(tmp_path: Path) -> None:
+    """The disk was full in the middle of a line, and has room again."""
+    log = Log(tmp_path, speaks=True)
+    log.record({"step": 1})
+    file = tmp_path / "metrics.jsonl"
+    kept = file.read_bytes()
+    file.unlink()
+    file.mkdir()  # as good as a full disk
+    log.record({"step": 2})
+    file.rmdir()
+    file.write_bytes(kept + b'{"step": 2, "ti')
+    log.record({"step": 3})
+    log.record({"step": 4})
+    lines = file.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in (lines[0], *lines[2:])] == [1, 3, 4]
+
+
+def test_damaged_records_are_cut(tmp_path: Path) -> None:
+    """Whatever is in the file: the records up to the step stay, byte for byte, and nothing is raised."""
+    good = [b'{"step": 1, "time": 1.5}\n', b'{"step": 3, "text": "caf\\u00e9 \\u2028 \\u000b"}\n']
+    odd = [
+        b"\xff\xfe not utf-8\n", b"\n", b"[]\n", b"{}\n", b'{"step": "x"}\n', b'{"step": null}\n',
+        b'{"step": ' + b"9" * 400 + b"}\n", b'{"step": ' + b"9" * 5000 + b"}\n", b"[" * 100_000 + b"\n",
+        b'{"step": NaN}\n', b'{"step": 4}\n', b"\0" * 100 + b"\n", b'{"step": 2}',
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_bytes(good[0] + b"".join(odd[:6]) + good[1] + b"".join(odd[6:]))
+    (tmp_path / "samples.jsonl").mkdir()
+    assert without_later(tmp_path, 3) == {"metrics.jsonl": b"".join(good)}
+
+
+def test_a_tracker_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def fail(*_: Any) -> None:
+        raise SystemExit("no licence")
+
+    monkeypatch.setattr("torchtitan_lite.monitoring.trackers.print_error", said.append)
+    monkeypatch.setattr("torchtitan_lite.monitoring.trackers._tensorboard", lambda *_: (fail, fail))
+    trackers = Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
+    for _ in range(2):
+        trackers.record({"step": 1, "loss": 10**400})
+    trackers.close()
+    assert len(said) == 1
+    assert "log.trackers: tensorboard failed" in said[0]
+
+
+def test_a_complaint_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        terminal.print_error_once("disk 7 is full")
+    assert capfd.readouterr().err == "disk 7 is full\n"

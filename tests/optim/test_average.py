@@ -1,0 +1,240 @@
+"""optim.ema_decay: the average is that of its formula on any mesh, in any checkpoint, and changes nothing else."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.checkpointing.reload_worker import MESHES
+from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
+from tests.optim.average_worker import DECAY, FROZEN, OPTIMIZERS, TIED, after
+from tests.optim.test_muon import WAYS
+from torchtitan_lite.config.schema import Config, OptimConfig
+from torchtitan_lite.huggingface import weights as hf
+from torchtitan_lite.optim.average import averaged
+from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.tools.report import runs as report_runs
+from torchtitan_lite.tools.simulate import OPTIMIZER, simulate
+
+WAY = [pytest.param(way, marks=[] if way == "sharded, dcp" else [pytest.mark.extended]) for way in WAYS]
+EMA = {"optim__ema_decay": DECAY}
+
+
+def test_the_recurrence_is_the_mean_with_falling_shares() -> None:
+    values = list(torch.randn(6, dtype=torch.float64))
+    mean = values[0]
+    for step, value in enumerate(values, start=1):
+        mean = after(mean, value, step)
+        shares = [DECAY ** (step - i) for i in range(1, step + 1)]
+        expected = sum(share * v for share, v in zip(shares, values[:step], strict=True)) / sum(shares)
+        assert mean.item() == pytest.approx(float(expected))
+
+
+def state_bytes(folder: Path, mesh: str) -> dict[str, int]:
+    """Bytes of optimizer state on rank 0, by optimizer; the workers compare each step with the formula."""
+    out = folder / "bytes.json"
+    succeeded(ranks(MESHES[mesh][0], str(out), mesh, entry="tests.optim.average_worker"))
+    found: dict[str, int] = json.loads(out.read_text())
+    assert found.keys() == OPTIMIZERS.keys()
+    return found
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.extended] if m in "24" else []) for m in MESHES])
+def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str, tmp_path: Path) -> None:
+    """With uneven and empty shards, copies, tied and frozen parameters, every optimizer, and a withheld update."""
+    assert state_bytes(tmp_path, mesh)
+
+
+@pytest.mark.extended
+def test_plan_counts_its_memory(tmp_path: Path) -> None:
+    measured = state_bytes(tmp_path, "2")
+    for label in ("adamw", "muon"):
+        values = {"freeze": [FROZEN], "ema_decay": DECAY, "lr": 0.01} | OPTIMIZERS[label]
+        model = TIED.model_dump() | {"size": "1M"}
+        config = Config.model_validate({"model": model, "optim": values, "train": {"seq_len": 8}})
+        assert simulate(config, 2, 517, on_gpu=False).peaks["start"][OPTIMIZER] == measured[label]
+
+
+def trained(weight: Tensor, decay: float, withheld: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A layer after a first step, which may be withheld."""
+    model = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    with torch.no_grad():
+        model.weight.copy_(weight)
+    optimizer: Any = build_optimizer(model, OptimConfig(ema_decay=decay, lr=0.1))
+    model.weight.grad = torch.full_like(weight, torch.nan if withheld else 1.0)
+    optimizer.found_inf = torch.tensor(float(withheld))
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_first_step_that_is_withheld_leaves_the_initial_weights() -> None:
+    weight = torch.tensor([[1.0, -0.0], [0.0, 3.0]])
+    model, optimizer = trained(weight, 0.9, withheld=True)
+    kept = optimizer.state[model.get_parameter("weight")]["ema"]
+    assert kept.equal(weight)
+    assert kept.signbit().equal(weight.signbit())
+
+
+@pytest.mark.parametrize("values", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_loop_of_ones_own_averages_also_after_its_state_was_loaded(values: dict[str, Any]) -> None:
+    """Through `ttl.build_optimizer` no FiniteGuard sets the number of the step."""
+
+    def built() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        model = nn.Linear(3, 4, bias=False)
+        config = OptimConfig.model_validate({"ema_decay": DECAY, "lr": 0.1} | values)
+        return model.get_parameter("weight"), build_optimizer(model, config)
+
+    weight, optimizer = built()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # it wraps the step
+    mean = weight.detach().clone()
+    gradients = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(0))
+    for step, gradient in enumerate(gradients, start=1):
+        if step == 4:
+            kept, saved = weight.detach().clone(), optimizer.state_dict()
+            weight, optimizer = built()
+            optimizer.load_state_dict(saved)
+            with torch.no_grad():
+                weight.copy_(kept)
+        weight.grad = gradient.clone()
+        optimizer.step()
+        mean = after(mean, weight.detach().clone(), step)
+        assert optimizer.state[weight]["ema"].equal(mean), step
+    assert not mean.equal(weight)
+
+
+def test_the_averages_replace_the_weights_for_a_while() -> None:
+    model, optimizer = trained(torch.ones(2, 2), 0.9, withheld=False)
+    parameter = model.get_parameter("weight")
+    average = optimizer.state[parameter]["ema"]
+    average.fill_(7.0)
+    before = parameter.detach().clone()
+
+    def fail() -> None:
+        with averaged(optimizer):
+            assert parameter.equal(torch.full((2, 2), 7.0))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert parameter.equal(before)
+    assert average.equal(torch.full((2, 2), 7.0))
+
+
+def averages(run: Path, step: int) -> dict[str, Tensor]:
+    return {n.removeprefix("ema."): t for n, t in tensors(checkpoint(run, step)).items() if n.startswith("ema.")}
+
+
+def follows(run: Path, start: int, end: int) -> None:
+    """Compare the averages in the checkpoints of a run with the formula."""
+    weights = [tensors(checkpoint(run, step)) for step in range(start, end + 1)]
+    for name, found in averages(run, end).items():
+        mean = averages(run, start).get(name, weights[0][name])
+        for step, later in enumerate(weights[1:], start=start + 1):
+            mean = after(mean, later[name], step)
+        assert found.equal(mean), name
+    assert averages(run, end)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", WAY)
+def test_a_resume_is_bitwise_and_changes_its_world_size(way: str, text: Path, tmp_path: Path) -> None:
+    more = EMA | {"train__steps": 4, "checkpoint__every": 1, "eval__every": 3}
+    command = tiny(text, tmp_path, run__name="run", **more, **WAYS[way])
+    run = tmp_path / "run"
+    said = succeeded(ranks(2, *command))
+    assert "eval    step 3  ema loss" in said
+    follows(run, 1, 4)
+    scores = {record["step"]: record for record in records(run) if "ema_val_loss" in record}
+    assert list(scores) == [3, 4]
+    raw = {record["step"]: record for record in records(run) if "val_loss" in record}
+    for step, record in scores.items():  # averages are closer to the initial weights
+        assert 0 < record["ema_val_loss"] - raw[step]["val_loss"] < 0.5
+        assert record["ema_val_bits_per_byte"] > raw[step]["val_bits_per_byte"]
+    straight = losses(run), tensors(checkpoint(run, 4))
+    for n in (2, 3):
+        for step in (3, 4):
+            shutil.rmtree(checkpoint(run, step))
+        assert "resumed after step 2" in succeeded(ranks(n, *command))
+        follows(run, 2, 4)
+        if n == 2:
+            assert losses(run) == straight[0]
+            assert all(tensor.equal(straight[1][name]) for name, tensor in tensors(checkpoint(run, 4)).items())
+    report = report_runs.read_run(run)
+    assert [record["step"] for record in report.averages] == [3, 4]
+
+
+@pytest.mark.extended
+def test_it_may_begin_or_end_with_a_load_in_all_ways_of_saving(tmp_path: Path) -> None:
+    succeeded(ranks(2, str(tmp_path), entry="tests.optim.average_load_worker"))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", ["sharded, dcp"])
+def test_a_resume_may_begin_or_end_it(way: str, text: Path, tmp_path: Path) -> None:
+    """It begins from the weights of the resume; training itself is not changed, bit for bit."""
+    more = {"train__steps": 4, "checkpoint__every": 1, "eval__every": 0} | WAYS[way]
+    plain = tiny(text, tmp_path, run__name="run", **more)
+    run = tmp_path / "run"
+    succeeded(ranks(2, *plain))
+    shutil.copytree(run, tmp_path / "plain")
+    assert not averages(run, 4)
+    for step in (3, 4):
+        shutil.rmtree(checkpoint(run, step))
+    refused = ranks(2, *plain, f"--optim.ema_decay={DECAY}")
+    assert refused.returncode
+    assert "optim.ema_decay" in refused.stderr
+    succeeded(ranks(2, *plain, f"--optim.ema_decay={DECAY}", "--resume-with-changes"))
+    follows(run, 2, 4)
+    shutil.rmtree(checkpoint(run, 4))
+    succeeded(ranks(2, *plain, "--resume-with-changes"))
+    found, expected = (tensors(checkpoint(where, 4)) for where in (run, tmp_path / "plain"))
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+    assert losses(run) == losses(tmp_path / "plain")
+
+
+def test_the_average_can_be_exported_and_used(text: Path, tmp_path: Path) -> None:
+    more = EMA | {"train__steps": 3, "eval__every": 0, "optim__freeze": '["pos_embeddings.*"]'}
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **more)))
+    run = tmp_path / "run"
+    expected = tensors(checkpoint(run, 3)) | averages(run, 3)
+    assert 0 < len(averages(run, 3)) < len(load_file(checkpoint(run, 3) / "model.safetensors"))
+    for folder in (
+        run,
+        Path(succeeded(python("convert", str(run), str(tmp_path / "c"), script="checkpoint.py")).split()[-1]),
+    ):
+        found = hf.whole_weights(checkpoint(run, 3) if folder == run else folder, ema=True)
+        assert all(found[name].equal(expected[name]) for name in found)
+        out = tmp_path / f"export {folder.name}"
+        succeeded(python("export", str(folder), str(out), "--ema", script="checkpoint.py"))
+        assert load_file(out / "model.safetensors")["transformer.wte.weight"].equal(expected["tok_embeddings.weight"])
+    succeeded(python(str(run), "--prompt=a", "--ema", "--max-tokens=2", script="-m torchtitan_lite.generate"))
+    refused = python(str(tmp_path / "export run"), "--ema", "--prompt=a", script="-m torchtitan_lite.generate")
+    assert refused.returncode == 2
+    assert "is a Hugging Face folder" in refused.stderr
+
+
+def test_a_checkpoint_without_averages_is_refused_by_ema(text: Path, tmp_path: Path) -> None:
+    more = {"train__steps": 1, "optim__warmup_steps": 0, "eval__every": 0}
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **more)))
+    refused = python("export", str(tmp_path / "run"), str(tmp_path / "out"), "--ema", script="checkpoint.py")
+    assert refused.returncode == 2
+    assert "holds no averages of the weights: it was saved with optim.ema_decay = 0" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.extended
+def test_it_can_be_scored(text: Path, tmp_path: Path) -> None:
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **EMA, train__steps=3, eval__every=0)))
+    found = []
+    for more in ([], ["--ema"]):
+        out = tmp_path / "scores.json"
+        arguments = str(tmp_path / "run"), "--documents=1", "--json", str(out), *more
+        succeeded(python(*arguments, script="-m torchtitan_lite.evaluate"))
+        found.append(json.loads(out.read_text())["models"][0]["texts"])
+    assert found[0] != found[1]

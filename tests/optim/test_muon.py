@@ -1,0 +1,227 @@
+"""Muon: the same update on any mesh, bit for bit; its formula; resumes."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.checkpointing.reload_worker import MESHES
+from tests.helpers import checkpoint, losses, ranks, succeeded, tensors, tiny
+from tests.optim.muon_worker import MODEL
+from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.schema import Config, ModelConfig, OptimConfig
+from torchtitan_lite.models import build
+from torchtitan_lite.optim import muon
+from torchtitan_lite.optim.optimizer import build_optimizer, parameter_groups
+from torchtitan_lite.tools import plan
+from torchtitan_lite.tools.estimate.muon import muon_step
+from torchtitan_lite.tools.estimate.work import Product
+from torchtitan_lite.tools.simulate import OPTIMIZER, simulate
+
+
+def stepped(folder: Path, mesh: str, skipped: str = "") -> dict[str, Tensor]:
+    """Whole parameters and momenta after the steps of muon_worker.py."""
+    out = folder / f"{mesh}{skipped}.safetensors"
+    more = [skipped] if skipped else []
+    succeeded(ranks(MESHES[mesh][0], str(out), mesh, *more, entry="tests.optim.muon_worker"))
+    return load_file(out)
+
+
+def planned_bytes(mesh: str) -> int:
+    """Bytes of the matrices that the busiest owner gets in a step, as `plan` counts them."""
+    n, copies = MESHES[mesh]
+    with torch.device("meta"):
+        model = build(MODEL, 517)
+    layout = Layout(copies, n // copies, 1, 0, 0)
+    _, sent = muon_step(model, OptimConfig(name="muon"), layout, on_gpu=False)
+    assert sent.total() == 2 * 4
+    return sum(n * collective.bytes for collective, n in sent.items()) // 2
+
+
+def state_bytes(mesh: str) -> int:
+    """Rank 0's optimizer state: one momentum of each matrix of a block, two moments and a count of the others."""
+    n, copies = MESHES[mesh]
+    with torch.device("meta"):
+        model = build(MODEL, 517)
+    total = 0
+    for name, p in model.named_parameters():
+        elements = -(-len(p) // (n // copies)) * p[0].numel()
+        total += 4 * elements if p.ndim == 2 and name.startswith("layers.") else 8 * elements + 4
+    return total
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mesh", ["1", "4", "2x2"])
+def test_plan_promises_one_momentum_for_each_matrix(mesh: str) -> None:
+    n, copies = MESHES[mesh]
+    values = {"model": MODEL.model_dump() | {"size": "1M"}, "fsdp": {"dp_replicate": copies}, "train": {"seq_len": 8}}
+    found = {}
+    for name in ("muon", "adamw"):
+        config = Config.model_validate(values | {"optim": {"name": name}})
+        found[name] = simulate(config, n, 517, on_gpu=False).peaks["start"][OPTIMIZER]
+    assert found["muon"] == state_bytes(mesh) < found["adamw"]
+
+
+def test_plan_counts_the_products_of_the_iteration() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(24, 40, bias=False), nn.Linear(24, 40, bias=False)])
+    work, sent = muon_step(model, OptimConfig(name="muon"), Layout(1, 1, 1, 0, 0), on_gpu=False)
+    with FlopCounterMode(display=False) as counter:
+        for layer in model.layers:
+            muon.newton_schulz(layer.get_parameter("weight").detach())
+    products = [(n, product) for product, n in work.items() if isinstance(product, Product)]
+    assert sum(n * 2 * p.m * p.n * p.k for n, p in products) == counter.get_total_flops()
+    assert not sent
+    assert muon_step(model, OptimConfig(name="adamw"), Layout(1, 1, 1, 0, 0), on_gpu=False) == (Counter(), Counter())
+
+
+@pytest.mark.extended
+def test_plan_prints_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("muon", "adamw"):
+        assert plan.main(["--world-size", "4", "--device", "h100", f"--optim.name={name}"]) == 0
+        assert ("all-to-all, muon" in capsys.readouterr().out) == (name == "muon")
+
+
+def test_updates_are_the_same_on_any_mesh_bit_for_bit(tmp_path: Path) -> None:
+    """1, 2, 3 and 4 ranks, and 2 copies of 2 shards, with uneven and empty shards."""
+    found = {mesh: stepped(tmp_path, mesh) for mesh in MESHES}
+    one = found.pop("1")
+    momenta = [name for name in one if name.startswith("momentum.")]
+    assert len(momenta) == 5 * 7, "the matrices of the blocks, and no other parameter"
+    assert int(one.pop("calls")) == 0
+    assert int(one["state"]) == state_bytes("1")
+    for mesh, other in found.items():
+        assert planned_bytes(mesh) == int(other["owned"].max()), "plan's figure"
+        assert state_bytes(mesh) == int(other["state"][0]), "measured"
+        # two exchanges for each shape and step: the shapes are 30x30, 10x30, 3x30 and 30x3
+        assert int(other.pop("calls")) == 2 * 4 * 3, mesh
+        weights = [name.replace("momentum.", "weight.") for name in momenta]  # AdamW's may differ in the last bit
+        assert {name for name in momenta + weights if not one[name].equal(other[name])} == set(), mesh
+
+
+def test_a_withheld_update_changes_nothing(tmp_path: Path) -> None:
+    """Not even with NaN in the gradients."""
+    without_last, all_but_one = stepped(tmp_path, "2", "3"), stepped(tmp_path, "1", "3")
+    assert all(value.isfinite().all() for value in without_last.values())
+    momenta = [name for name in without_last if name.startswith("momentum.")]
+    for name in momenta + [name.replace("momentum.", "weight.") for name in momenta]:
+        assert without_last[name].equal(all_but_one[name]), name
+    every = stepped(tmp_path, "2")
+    assert not any(every[name].equal(without_last[name]) for name in momenta)
+
+
+def reference(weight: Tensor, gradients: list[Tensor], config: OptimConfig, scale: float) -> Tensor:
+    """Jordan's algorithm in float64, with the polynomial applied to singular values."""
+    weight, momentum = weight.double(), torch.zeros_like(weight).double()
+    for gradient in gradients:
+        momentum = config.muon_momentum * momentum + (1 - config.muon_momentum) * gradient.double()
+        nesterov = config.muon_momentum * momentum + (1 - config.muon_momentum) * gradient.double()
+        u, s, v = torch.linalg.svd(nesterov, full_matrices=False)
+        s = s / nesterov.norm()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        weight = weight - config.lr * (scale * (u * s) @ v + config.weight_decay * weight)
+    return weight.float()
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)])
+@pytest.mark.parametrize("scale", ["adamw", "original"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-2)])
+def test_a_step_is_that_of_the_paper(shape: tuple[int, int], scale: str, dtype: str, tolerance: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(shape[1], shape[0])])
+    values = {"name": "muon", "lr": 0.02, "weight_decay": 0.1, "muon_scale": scale, "muon_dtype": dtype}
+    config = OptimConfig.model_validate(values)
+    optimizer = build_optimizer(model, config)
+    weight = model.get_parameter("layers.0.weight")
+    gradients = list(torch.randn(3, *shape))
+    size = 0.2 * max(shape) ** 0.5 if scale == "adamw" else max(1, shape[0] / shape[1]) ** 0.5
+    before = weight.detach().clone()
+    expected = reference(before, gradients, config, size)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    assert (weight - expected).norm() < tolerance * (expected - before).norm()
+    bias = model.get_parameter("layers.0.bias")
+    assert "momentum_buffer" not in optimizer.state[bias]
+
+
+def test_cautious_decay_only_shrinks_where_the_update_does() -> None:
+    torch.manual_seed(0)
+    moved = {}
+    for cautious, decay in ((False, 0.0), (True, 0.5), (False, 0.5)):
+        model = nn.Module()
+        model.layers = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+        weight = model.get_parameter("layers.0.weight")
+        with torch.no_grad():
+            weight.copy_(torch.linspace(-1, 1, 64).view(8, 8))
+        values = {"name": "muon", "lr": 0.1, "weight_decay": decay, "muon_cautious_decay": cautious}
+        optimizer = build_optimizer(model, OptimConfig.model_validate(values))
+        weight.grad = torch.eye(8) + torch.linspace(-1, 1, 64).view(8, 8).flip(0)
+        before = weight.detach().clone()
+        optimizer.step()
+        moved[cautious, decay] = weight.detach() - before
+    plain, decayed, always = moved.values()
+    shrinks = plain * before < 0
+    assert 0 < shrinks.sum() < 64
+    assert torch.where(shrinks, always, plain).equal(decayed)
+
+
+def test_large_matrices_are_exchanged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = [nn.Parameter(torch.zeros(4, 4)) for _ in range(5)] + [nn.Parameter(torch.zeros(2, 4))]
+    monkeypatch.setattr(muon, "OWNED_BYTES", 2 * 64)
+    assert [len(part) for part in muon.exchanges(matrices)] == [2, 2, 1, 1]
+    monkeypatch.setattr(muon, "OWNED_BYTES", 1)
+    assert [len(part) for part in muon.exchanges(matrices)] == [1] * 6
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "full, dtensor": {},
+    "full, dcp": {"checkpoint__api": "dcp"},
+    "sharded, dtensor": {"checkpoint__state_dict": "sharded"},
+    "sharded, dcp": {"checkpoint__state_dict": "sharded", "checkpoint__api": "dcp"},
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.extended] if way != "sharded, dcp" else []) for way in WAYS],
+)
+def test_resume_is_bitwise(way: str, text: Path, tmp_path: Path) -> None:
+    more = {"optim__name": "muon", "train__steps": 6, "checkpoint__every": 3, "eval__every": 0, **WAYS[way]}
+    command = tiny(text, tmp_path, run__name="run", **more)
+    succeeded(ranks(2, *command))
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    shutil.rmtree(checkpoint(tmp_path / "run", 6))
+    assert "resumed after step 3" in succeeded(ranks(2, *command))
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    ours, theirs = (tensors(checkpoint(tmp_path / name, 6)) for name in ("run", "straight"))
+    assert any(name.startswith("momentum_buffer.layers.") for name in theirs)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    shutil.rmtree(checkpoint(tmp_path / "run", 6))
+    assert "resumed after step 3" in succeeded(ranks(3, *command))
+    for step, (loss, _) in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(losses(tmp_path / "straight")[step][0], rel=1e-4)
+
+
+@pytest.mark.parametrize(("tied", "group", "expected"), [(False, 1.0, 3.0), (False, 0.5, 1.5), (True, 1.0, 1.0)])
+def test_embeddings_learn_faster_unless_they_are_tied(tied: bool, group: float, expected: float) -> None:
+    shape = {"family": "gpt", "dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 8, "tie_embeddings": tied}
+    model = build(ModelConfig.model_validate(shape), 64)
+    groups = [{"match": "tok_embeddings*", "lr_factor": group}]
+    factors = {
+        id(p): chosen["lr_factor"]
+        for chosen in parameter_groups(model, OptimConfig.model_validate({"name": "muon", "groups": groups}))
+        for p in chosen["params"]
+    }
+    assert factors.pop(id(model.tok_embeddings.weight)) == expected
+    assert set(factors.values()) == {1.0}
+    plain = parameter_groups(model, OptimConfig(name="adamw"))
+    assert {chosen["lr_factor"] for chosen in plain} == {1.0}

@@ -1,0 +1,107 @@
+"""optim.rms_scaling: its formula on any mesh, withheld updates, resumes, and what is refused."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.checkpointing.reload_worker import MESHES
+from tests.helpers import checkpoint, losses, python, ranks, succeeded, tensors, tiny
+from tests.optim.rms_worker import VALUES, gradient
+from tests.optim.test_muon import WAYS
+from torchtitan_lite.tools import plan
+
+
+def stepped(folder: Path, mesh: str, steps: int = 3, skipped: str = "") -> dict[str, Tensor]:
+    """Whole tensors after the steps of rms_worker.py."""
+    out = folder / f"{mesh}{steps}{skipped}.safetensors"
+    more = [skipped] if skipped else []
+    succeeded(ranks(MESHES[mesh][0], str(out), mesh, str(steps), *more, entry="tests.optim.rms_worker"))
+    return load_file(out)
+
+
+def reference(name: str, number: int, weight: Tensor, steps: int = 3) -> Tensor:
+    """nanoT5's AdamW, in float64: the update of AdamW at lr * max(0.001, RMS(p)), and decay at lr."""
+    special = name.startswith("layers.1.")
+    lr = VALUES["lr"] * (0.5 if special else 1.0)
+    decay = 0.3 if special else 0.1 if weight.ndim > 1 else 0.0
+    weight, beta1, beta2 = weight.double(), 0.9, 0.95
+    mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in range(1, steps + 1):
+        grad = gradient(step, number, weight.shape).double()
+        mean = beta1 * mean + (1 - beta1) * grad
+        square = beta2 * square + (1 - beta2) * grad.square()
+        scale = max(1e-3, float(weight.square().mean().sqrt()))
+        update = mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + VALUES["eps"])
+        weight = weight * (1 - lr * decay) - lr * scale * update
+    return weight
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[] if mesh in ("1", "2x2") else [pytest.mark.extended]) for mesh in MESHES]
+)
+def test_updates_are_those_of_the_formula_on_any_mesh(mesh: str, tmp_path: Path) -> None:
+    """With uneven and empty shards, and copies; with one small all-reduce a step."""
+    found = stepped(tmp_path, mesh)
+    names = [name.removeprefix("before.") for name in found if name.startswith("before.")]
+    model_order = found_order(names)
+    for name in names:
+        before = found[f"before.{name}"]
+        expected = reference(name, model_order[name], before)
+        moved = (expected - before).norm()
+        assert (found[f"weight.{name}"] - expected).norm() < 2e-6 * before.norm() + 1e-5 * moved, name
+    zero = found["weight.layers.0.attention.wq.weight"]
+    assert 0 < zero.abs().max() < 4 * 1e-3 * VALUES["lr"]
+    assert int(found["calls"]) == (0 if mesh == "1" else 3)
+
+
+def found_order(names: list[str]) -> dict[str, int]:
+    """The place of each parameter in the model."""
+    from tests.optim.muon_worker import MODEL
+    from torchtitan_lite.models import build
+
+    with torch.device("meta"):
+        return {name: i for i, (name, _) in enumerate(build(MODEL, 517).named_parameters())}
+
+
+def test_a_withheld_update_changes_nothing(tmp_path: Path) -> None:
+    """Not even with NaN in the gradients, nor the count of steps."""
+    two, withheld = stepped(tmp_path, "2", 2), stepped(tmp_path, "2", 3, "3")
+    assert set(two) == set(withheld)
+    assert not [name for name in two if name != "calls" and not two[name].equal(withheld[name])]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", WAYS)
+def test_resume_is_bitwise(way: str, text: Path, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"optim__rms_scaling": True, "optim__lr": 0.02, **WAYS[way]}
+    command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=3, eval__every=0, **more)
+    succeeded(ranks(2, *command))
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    shutil.rmtree(checkpoint(tmp_path / "run", 6))
+    assert "resumed after step 3" in succeeded(ranks(2, *command))
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    ours, theirs = (tensors(checkpoint(tmp_path / name, 6)) for name in ("run", "straight"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    shutil.rmtree(checkpoint(tmp_path / "run", 6))
+    assert "resumed after step 3" in succeeded(ranks(3, *command))
+    for step, (loss, _) in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(losses(tmp_path / "straight")[step][0], rel=1e-4)
+
+
+def test_a_plan_has_the_state_of_adamw(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for on in ("true", "false"):
+        assert plan.main(["--world-size=4", "--optim.name=adamw", f"--optim.rms_scaling={on}"]) == 0
+        said += [line for line in capsys.readouterr().out.splitlines() if "optimizer state" in line]
+    assert said[0] == said[1]
+
+
+def test_it_is_for_adamw() -> None:
+    result = python("--optim.name=muon", "--optim.rms_scaling=true", "--check-config")
+    assert result.returncode == 2
+    assert 'optim.rms_scaling = True has no effect without optim.name = "adamw"' in result.stderr

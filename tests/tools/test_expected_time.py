@@ -1,0 +1,151 @@
+"""The expected time of a step: its parts, the figures it prints, and docs/plan.md against published runs."""
+
+import re
+import statistics
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import published
+from tests.helpers import ROOT
+from tests.tools.memory_cases import VOCABULARY, config_of
+from torchtitan_lite.models import build
+from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
+from torchtitan_lite.tools import plan, simulate
+from torchtitan_lite.tools.estimate.step_time import SUSTAINED, Machine, micro_batch
+from torchtitan_lite.tools.estimate.work import Attention, Product, Traffic, Work
+
+MEDIAN, WORST = 0.10, 0.25
+H100 = Machine(DEVICES["h100"])
+
+
+def documented() -> dict[tuple[str, ...], tuple[float, float, float, bool]]:
+    """docs/plan.md: model, GPUs, batch and options -> published, expected, error, and whether it calibrates."""
+    found = {}
+    for line in (ROOT / "docs/plan.md").read_text().splitlines():
+        if line.startswith(("| Llama", "| MPT")):
+            *what, source, was, expected, error = (cell.strip() for cell in line.strip("|").split("|"))
+            figures = float(was.replace(",", "")), float(expected.replace(",", "")), float(error.strip("%+")) / 100
+            found[tuple(what)] = (*figures, "calibrates" in source)
+    return found
+
+
+def key(row: published.Row) -> tuple[str, ...]:
+    batch = f"{row.micro_batch} x {row.seq_len:,}"
+    return row.model, f"{row.gpus} x {row.machine}", batch, ", ".join(row.options)
+
+
+def test_the_documented_errors_are_within_the_limits() -> None:
+    rows = documented()
+    assert rows.keys() == {key(row) for row in published.ROWS}
+    errors = []
+    for row in published.ROWS:
+        was, expected, error, calibrates = rows[key(row)]
+        assert (was, calibrates) == (row.tokens_per_second, row.calibrates)
+        assert error == pytest.approx(expected / was - 1, abs=0.001)
+        errors += [] if calibrates else [abs(error)]
+    assert len(errors) >= 25
+    assert statistics.median(errors) <= MEDIAN
+    assert max(errors) <= WORST
+    held = [row for row in published.ROWS if not row.calibrates]
+    assert {128, 256} < {row.gpus for row in held}
+    assert any("70B" in row.model for row in held)
+
+
+SAMPLE = [row for row in published.ROWS if row.model == "MPT 1B" or (row.model == "Llama 3 8B" and row.gpus == 8)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(r, marks=pytest.mark.extended if r in SAMPLE else pytest.mark.slow) for r in published.ROWS],
+    ids=lambda row: " ".join(key(row)),
+)
+def test_the_documented_expectations_are_those_of_plan(row: published.Row) -> None:
+    found = published.compare(row)
+    assert found.expected == pytest.approx(documented()[key(row)][1], rel=0.02)
+    assert abs(found.error) <= WORST
+
+
+def test_published_figures_are_printed_as_the_documented_table() -> None:
+    compared = [published.Compared(row, int(documented()[key(row)][1])) for row in published.ROWS]
+    text = (ROOT / "docs/plan.md").read_text()
+    missing = [line for line in published.table(compared).splitlines() if line not in text]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def simulated() -> simulate.Simulated:
+    return simulate.simulate(config_of("llama, bfloat16, selective", 2), 2, VOCABULARY, on_gpu=True)
+
+
+def test_products_are_those_of_the_model(simulated: simulate.Simulated) -> None:
+    config = config_of("llama, bfloat16, selective", 2)
+    with torch.device("meta"):
+        model = build(config.model, VOCABULARY)
+    (work,) = simulated.work
+    flops = sum(2 * w.batch * w.m * w.n * w.k * n for w, n in work.items() if isinstance(w, Product))
+    tokens, m = config.train.micro_batch_size * config.train.seq_len, config.model
+    attention = 12 * m.n_layers * m.n_heads * m.dim_of_heads * config.train.seq_len
+    assert flops / tokens == pytest.approx(flops_per_token(model, config.train.seq_len) - attention, rel=0.01)
+    forward = [w for w in work if isinstance(w, Attention) and w.phase == "forward"]
+    assert [(w.heads, w.scores, w.products) for w in forward] == [(4 * 4, 256**2 / 2, 2)]
+    assert work[forward[0]] == config.model.n_layers
+
+
+def test_fused_kernels_move_fewer_bytes_than_eager_ones(simulated: simulate.Simulated) -> None:
+    (work,) = simulated.work
+    for phase in ("forward", "backward"):
+        fused, eager = work[Traffic(phase, fused=True)], work[Traffic(phase, fused=False)]
+        assert 0.1 * eager < fused < 0.9 * eager
+        assert work[Traffic(phase, True, kernels=True)] < work[Traffic(phase, False, kernels=True)]
+    update = simulated.optimizer[Traffic("optimizer", fused=False)]
+    parameters = simulated.peaks["start"][simulate.PARAMETERS]
+    assert 7 * parameters < update < 12 * parameters, "4 reads and 3 writes by AdamW, then clipping"
+
+
+def product(m: int, n: int, k: int) -> Counter[Work]:
+    return Counter({Product("forward", 1, m, n, k, 2): 1})
+
+
+def test_narrow_products_are_less_efficient() -> None:
+    rates = [m * 4096 * 4096 / H100.products_s(product(m, 4096, 4096), "forward") for m in (64, 1024, 16384)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.3 * rates[2]
+    assert 2 * rates[2] == pytest.approx(SUSTAINED["h100"] * 989e12, rel=0.15)
+    slower = Machine(DEVICES["h100"], power=0.5)
+    assert slower.rate(2) == pytest.approx(H100.rate(2) * 0.5 ** (1 / 3))
+
+
+def test_communication_costs_what_computation_cannot_hide() -> None:
+    work = product(16384, 16384, 16384)  # 15 ms
+    kinds = "all-gather, forward", "all-gather, backward", "reduce-scatter"
+
+    def exposed(seconds: float) -> float:
+        sent = dict.fromkeys(kinds, (seconds, 10))
+        return micro_batch(H100, work + product(1, 1, 1), sent, fused=False).exposed
+
+    assert exposed(0.0) == 0
+    assert 0.0001 < exposed(0.001) < 0.005, "the first all-gather, and a slowdown"
+    assert exposed(0.1) == pytest.approx(0.3, rel=0.1)
+
+
+@pytest.mark.extended
+def test_plan_prints_the_least_and_the_expected_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--world-size=8", "--device=h100", "--fsdp.param_dtype=bfloat16"]) == 0
+    out = capsys.readouterr().out
+    least = re.search(r"a step takes at least ([\d.]+) s", out)
+    expected = re.search(r"^expected a step takes ([\d.]+) s: products", out, re.M)
+    assert least
+    assert expected
+    assert float(least[1]) < float(expected[1])
+    assert plan.main(["--world-size=8", "--device=b200"]) == 0
+    assert "no published run on b200 was used" in capsys.readouterr().out
+
+
+def test_a_slower_device_is_expected_to_take_longer() -> None:
+    config = config_of("llama, bfloat16, selective", 8)
+    found = plan.make_plan(config, 8, DEVICES["h100"])
+    half = replace(DEVICES["h100"], bf16_flops=DEVICES["h100"].bf16_flops / 2, memory_bandwidth=1e12, intra_node=1e9)
+    assert found.expected(half).total > found.expected(DEVICES["h100"]).total

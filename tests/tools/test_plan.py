@@ -1,0 +1,332 @@
+"""Compares `plan`'s memory, communication and time with measurements and manual counts."""
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.helpers import ROOT, ranks, succeeded
+from tests.tools.memory_cases import CASES, EXTENDED, SLOW, VOCABULARY, config_of
+from torchtitan_lite.config import load
+from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.data.prepare import split
+from torchtitan_lite.distributed import initialize
+from torchtitan_lite.models import build
+from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, named
+from torchtitan_lite.tools import plan, simulate
+from torchtitan_lite.tools.estimate.step_time import link_s
+from torchtitan_lite.tools.simulate import Collective
+
+
+def mark_of(name: str) -> str:
+    return "slow" if name in SLOW else "extended" if name in EXTENDED else ""
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [getattr(pytest.mark, mark)] if (mark := mark_of(name)) else []
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict[str, int]]:
+    """Bytes by case, for a world size and those cases that are marked in the same way."""
+
+    @functools.cache
+    def measure(world_size: int, marked: str) -> dict[str, int]:
+        file = tmp_path_factory.mktemp("memory") / "found.json"
+        names = [name for name in CASES if mark_of(name) == marked]
+        succeeded(ranks(world_size, str(file), "cpu", *names, entry="tests.tools.plan_worker"))
+        return json.loads(file.read_text())
+
+    return measure
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=marks_of(n)) for n in CASES])
+def test_planned_memory_matches_measured_memory(
+    name: str, world_size: int, measured: Callable[[int, str], dict[str, int]]
+) -> None:
+    found = simulate.simulate(config_of(name, world_size), world_size, VOCABULARY, on_gpu=False)
+    assert sum(found.peak.values()) == pytest.approx(measured(world_size, mark_of(name))[name], rel=0.05)
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param("llama, full, every other of 6", marks=pytest.mark.extended), "tied, bfloat16, prefetching",
+])  # fmt: skip
+@pytest.mark.extended
+def test_extrapolation_matches_a_simulation_at_full_depth(name: str) -> None:
+    config = config_of(name, 4, **{"model.n_layers": 9, "train.global_batch_size": 32})
+    found = simulate.simulate(config, 4, VOCABULARY, on_gpu=False)
+    with simulate.fake_world(4):
+        whole = simulate._simulate(config, 4, VOCABULARY, [9], False)
+    assert found.peak == whole.peak
+    assert found.kept == whole.kept
+    assert found.collectives == whole.collectives
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_flops_match_those_counted_by_torch(family: str) -> None:
+    for tied in (False, True):
+        values = {"family": family, "dim": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 32, "tie_embeddings": tied}
+        with torch.device("meta"):
+            model = build(ModelConfig.model_validate(values), 97)
+        initialize.materialise(model, torch.device("cpu"), 0)
+        tokens = torch.zeros(2, 32, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, tokens).backward()
+        counts = counter.get_flop_counts()["Global"]
+        products = sum(n for operator, n in counts.items() if "attention" not in str(operator))
+        attention = 12 * 3 * 64 * 32
+        # vectors are parameters too: the formula counts them, and nothing multiplies with them
+        assert flops_per_token(model, 32) - attention == pytest.approx(products / 64, rel=0.02)
+
+
+def test_flops_of_llama_8b() -> None:
+    with torch.device("meta"):
+        config = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "hidden_dim": 14336}
+        model = build(ModelConfig.model_validate(config), 128256)
+    n, embedding = 8_030_261_248, 128256 * 4096
+    assert flops_per_token(model, 8192) == 6 * (n - embedding) + 12 * 32 * 32 * 128 * 8192
+
+
+@pytest.mark.extended
+def test_communication_follows_from_the_shards() -> None:
+    config = config_of("llama", 8, **{"train.global_batch_size": 3 * 8 * 4, "model.n_layers": 9})
+    found = plan.make_plan(config, 8, DEVICES["h100"])
+    assert found.layout.grad_accum_steps == 3
+    sent: dict[str, int] = {}
+    for collective, times in found.collectives.items():
+        assert collective.ranks == 8
+        sent[collective.kind] = sent.get(collective.kind, 0) + collective.bytes * times
+    everything = 4 * found.n_parameters
+    table = 4 * 4096 * 128  # tok_embeddings; the head is as large, and has the last norm
+    assert sent["all-gather, forward"] == 3 * everything
+    assert sent["all-gather, backward"] == 3 * (everything - 2 * table - 4 * 128)
+    assert sent["reduce-scatter"] == 3 * everything
+
+
+def test_link_times_follow_from_bytes_and_bandwidth() -> None:
+    h100 = DEVICES["h100"]
+
+    def layout(replicate: int, shard: int) -> Layout:
+        return Layout(replicate, shard, 1, 0, 1)
+
+    gathered = Collective("reduce-scatter", 8_000_000_000, 8)
+    assert link_s(gathered, h100, layout(1, 8), 8) == pytest.approx(7 / 450)
+    over_4_machines = Collective("reduce-scatter", 8_000_000_000, 32)
+    assert link_s(over_4_machines, h100, layout(1, 32), 32) == pytest.approx(8 * 31 / 32 / 450)
+    assert link_s(over_4_machines, DEVICES["a100"], layout(1, 32), 32) == pytest.approx(8 * 0.75 / 200)
+    summed = Collective("all-reduce", 1_000_000_000, 0)
+    assert link_s(summed, h100, layout(4, 8), 32) == pytest.approx(2 * 0.75 / 50)
+    assert link_s(summed, h100, layout(2, 4), 8) == pytest.approx(2 * 0.5 / 450)
+
+
+BIG = ["--config", str(ROOT / "configs/llama_70b.toml"), "--model.size=405B", "--train.micro_batch_size=1"]
+
+
+@pytest.mark.extended
+def test_405b_on_1024_ranks_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*BIG, "--world-size=1024", "--device=b200", "--activation_checkpointing.mode=full"]) == 0
+    out = capsys.readouterr().out
+    assert "405,853,388,800 parameters" in out
+    assert "fits: 179.0 GiB" in out
+    assert "1024 x b200 = dp_replicate 1 x dp_shard 1024" in out
+    assert "bound by computing" in out
+
+
+@pytest.mark.slow
+def test_advised_options_make_the_run_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [
+        "--train.seq_len=2048",
+        "--model.max_seq_len=2048",
+        "--train.micro_batch_size=4",
+        "--activation_checkpointing.mode=none",
+    ]
+    command = ["--config", str(ROOT / "configs/llama_8b.toml"), *small, "--world-size=16", "--device=rtx4090"]
+    assert plan.main(command) == 0
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT" in out
+    *not_yet, last = out.split("what to change\n")[1].splitlines()
+    assert not_yet
+    assert all("not yet" in line for line in not_yet)
+    assert "fits" in last
+    advised = last.split("fits")[1].split()
+    assert plan.main([*command, *advised]) == 0
+    again = capsys.readouterr().out
+    assert "DOES NOT FIT" not in again
+    assert last.split("GiB")[0].strip() in again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device=h1000"], "--device=h1000 is not known: a100, h100, h200"),
+        (["--device=mine", "--peak-tflops=100"], "--memory-gib=N"),
+        (["--world-size=0"], "--world-size=0 should be 1 or more"),
+        (["--world-size=1000000000000"], "at most 1,000,000"),
+        (["--mfu=nan"], "--mfu=nan should be above 0"),
+        (["--peak-tflops=1e308"], "--peak-tflops should be above 0 and finite"),
+        (["--per-node=0.5"], "--per-node=0.5 should be 1 or more"),
+        (["--tokenizer.path=nowhere.json"], "nowhere.json is not on this machine; --model.vocab_size=N"),
+        (["--peak-tflops=-1"], "--peak-tflops should be above 0"),
+        (["--train.stepps=1"], "train.steps"),
+        (["--world-size=6", "--fsdp.dp_shard=4"], "does not give the world size 6"),
+    ],
+)
+def test_invalid_options_are_errors_that_say_what_works(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_advice_is_more_ranks_than_a_plan_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "MOST_RANKS", 6)
+    figures = ["--peak-tflops=100", "--memory-gib=0.01", "--memory-gbs=99", "--intra-node-gbs=9", "--inter-node-gbs=1"]
+    assert plan.main(["--device=mine", *figures, "--world-size=2"]) == 0
+    out = capsys.readouterr().out
+    assert "--world-size=4" in out
+    assert "--world-size=8" not in out
+
+
+@pytest.mark.extended
+def test_figures_of_another_device_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = ["--peak-tflops=100", "--memory-gib=10", "--memory-gbs=1000", "--intra-node-gbs=10", "--inter-node-gbs=1"]
+    assert plan.main(["--device=mine", *figures, "--world-size=2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 x mine" in out
+    assert "10.0 GiB on the device" in out
+    assert plan.main(["--device=cpu", "--world-size=2"]) == 0
+    assert "time    unknown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        *(("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")),
+        *(("NVIDIA GH200 480GB", "gh200"), ("NVIDIA B200", "b200"), ("NVIDIA B300 SXM6 AC", "b300")),
+        *(("NVIDIA GB200", "gb200"), ("NVIDIA GB300", "gb300"), ("NVIDIA L40S", "l40s")),
+        *(("AMD Instinct MI300X", "mi300x"), ("AMD Instinct MI325X", "mi325x")),
+        *(("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 5090", "rtx5090")),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+        # in configs
+        *(("H100 80 GB", "h100"), ("A100 80 GB", "a100"), ("RTX 4090 24 GB", "rtx4090")),
+    ],
+)
+def test_devices_are_recognised_by_driver_names(reported: str, name: str) -> None:
+    assert named(reported) == DEVICES[name]
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        *("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA H800", "NVIDIA H20", "Tesla T4", "", "cpu"),
+        *("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM-64GB"),
+        *(
+            "NVIDIA RTX A1000",
+            "NVIDIA A10",
+            "NVIDIA A800-SXM4-80GB",
+            "NVIDIA L40",
+            "NVIDIA L4",
+            "NVIDIA GH200 144G HBM3e",
+        ),
+        *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA H200 MIG 7g.141gb"),
+        *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 D"),
+        *("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+        *("NVIDIA RTX 6000 Ada Generation", "AMD Instinct MI300A", "AMD Instinct MI300X VF", "AMD Instinct MI250X"),
+    ],
+)
+def test_variants_of_devices_are_not_recognised(reported: str) -> None:
+    assert named(reported) is None
+
+
+def test_figures_of_devices_are_plausible() -> None:
+    """Units slip easily: each is between the least and the most of what is sold."""
+    for device in DEVICES.values():
+        assert 1e14 < device.bf16_flops < 3e15
+        assert 1.5 < device.bf16_flops / device.fp32_flops < 35
+        assert 20 < device.memory_gib < 300
+        assert 0.5e12 < device.memory_bandwidth <= 8e12
+        assert 1e9 < device.inter_node <= device.intra_node < 1e12
+        assert device.per_node in (1, 8, 72)
+
+
+class CountedOperators(TorchDispatchMode):
+    n = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_work_of_a_plan_does_not_grow_with_the_world() -> None:
+    """With the default model and Muon: FSDP's chunks of each parameter, and the exchange of Muon."""
+
+    def operators(world_size: int) -> int:
+        with CountedOperators() as counted:  # type: ignore[no-untyped-call]
+            plan.make_plan(load.load(None, {}).config, world_size, DEVICES["h100"])
+        return counted.n
+
+    assert operators(2048) < 1.2 * operators(128)
+    assert operators(plan.MOST_RANKS) < 1.2 * operators(128)
+
+
+def test_no_process_group_remains_after_a_plan() -> None:
+    assert not torch.distributed.is_initialized()
+
+
+ELSEWHERE = ["--compile.enabled=true", '--log.trackers=["wandb","tensorboard"]', "--data.path=/cluster/text"]
+ELSEWHERE += ["--model.init_from=/cluster/run", "--checkpoint.resume=/cluster/other", "--fsdp.param_dtype=bfloat16"]
+
+
+@pytest.mark.parametrize("device", ["h100", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.extended
+def test_a_plan_is_the_same_on_every_machine(
+    device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No compiler, no triton, no trackers, no files of the run; other cores, kernels and launchers; GPUs or none."""
+    command = ["--world-size=16", f"--device={device}", "--fsdp.sharding_strategy=HYBRID_SHARD", *ELSEWHERE]
+    command = [c for c in command if device != "cpu" or "HYBRID" not in c]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert plan.main(command) == 0, capsys.readouterr().err
+    here = capsys.readouterr().out
+    assert "/cluster/text is not on this machine" in here
+    env = {"OMP_NUM_THREADS": "7", "ATEN_CPU_CAPABILITY": "default", "PATH": str(tmp_path), "CXX": "no-such-compiler"}
+    env |= {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"PYTHONPATH": str(ROOT), "ONEDNN_MAX_CPU_ISA": "SSE41", "HOME": str(tmp_path)}
+    hidden = "import sys; sys.modules.update(triton=None, wandb=None, tensorboard=None)"
+    code = f"{hidden}\nfrom torchtitan_lite import plan; sys.exit(plan.main(sys.argv[1:]))"
+    there = subprocess.run(
+        [sys.executable, "-c", code, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert there.stdout == here, there.stderr
+
+
+def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> None:
+    """That of the prepared folder or of the tokenizer; if neither is named, of the one that is trained."""
+
+    def found(key: str, value: object) -> tuple[int, str]:
+        return plan.vocabulary(load.load(None, {key: load.ConfigValue(value, "test")}, elsewhere=True).config)
+
+    split.byte_level().save(str(tmp_path / "tokenizer.json"))
+    assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")
+    (tmp_path / "x.txt").write_text("def")
+    assert found("data.path", str(tmp_path / "x.txt")) == (4096, "")
+    (tmp_path / "meta.json").write_text("{}")
+    (tmp_path / "train.idx").touch()  # the folder of a preparation, whatever its meta.json says
+    assert found("data.path", str(tmp_path)) == (257, "")
+    assert found("data.sources", {str(tmp_path): 1.0}) == (257, "")
+    entries, note = found("data.path", "/cluster/text")
+    assert entries == 4096
+    assert "give --model.vocab_size=N" in note

@@ -1,0 +1,175 @@
+"""The report of several runs: its place, table, changes by step, narrow screens, and the page of a live run."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.test_report import browse, figures_of, made, step, write_run
+from torchtitan_lite.tools.report import report
+
+pytest.importorskip("plotly")
+
+
+def sweep(tmp_path: Path) -> list[Path]:
+    """Three runs; the second has the lowest validation loss."""
+    runs = []
+    for name, losses in (("sweep-1e-3", (5.0, 4.0)), ("sweep-2e-3", (4.5, 3.5)), ("sweep-4e-3", (4.9, None))):
+        records = [step(10), step(20)]
+        for n, loss in zip((10, 20), losses, strict=True):
+            records.append({"step": n, "val_loss": loss, "val_loss_stderr": 0.05, "val_bits_per_byte": 2.0})
+        runs.append(write_run(tmp_path / "runs" / name, records))
+        config = f'[run]\nname = "{name}"\n[train]\nsteps = 20\n[optim]\nlr = {name.removeprefix("sweep-")}\n'
+        (runs[-1] / "config.toml").write_text(config)
+        (runs[-1] / "run.json").write_text('{"status": "complete"}')
+    return runs
+
+
+# --- one page -----------------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_several_runs_does_not_replace_that_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = sweep(tmp_path)
+    assert report.main([str(runs[0])]) == 0
+    own = (runs[0] / "report.html").read_bytes()
+    assert report.main([str(runs[0]), str(runs[1])]) == 0
+    assert (runs[0] / "report.html").read_bytes() == own
+    page = (tmp_path / "runs/report.html").read_text()
+    assert "<title>sweep-1e-3, sweep-2e-3</title>" in page
+    assert f"report  {tmp_path / 'runs/report.html'}" in capsys.readouterr().out
+
+
+def test_changes_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:
+    one, two, _ = sweep(tmp_path)
+    lines = [
+        {"step": 10, "changed": {"optim.lr": [0.004, 0.001], "log.every": [1, 2]}},
+        {"step": 12, "changed": {"log.every": [2, 3]}},
+        {"step": 15, "changed": {"optim.<b>": ["a", "</script>"], "optim.gone": [None, 1], "optim.bad": 3}},
+    ]
+    (one / "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 99, "cha')
+    page = made(tmp_path / "page.html", one)
+    figures = figures_of(page)
+    marks = [(mark["x"], mark["text"]) for mark in figures["Loss"]["marks"]]
+    assert marks == [(10, "lr"), (15, "&lt;b&gt;")]
+    assert "marks" not in figures["Where the time went"]
+    assert "<h2>Changed on a resume</h2>" in page
+    assert "<tr><td>10</td><th>optim.lr</th><td><code>0.004</code></td><td><code>0.001</code></td></tr>" in page
+    assert "<th>log.every</th>" in page
+    assert "</script></code>" not in page
+    assert "changes.jsonl: 1 damaged line skipped" in page
+    both = made(tmp_path / "both.html", two, one)
+    assert {mark["color"] for mark in figures_of(both)["Loss"]["marks"]} == {"#f58518"}, "the second run's"
+    assert "Changed on a resume of sweep-1e-3" in both
+
+
+@pytest.mark.extended
+def test_titles_and_legends_wrap_on_a_narrow_screen(tmp_path: Path) -> None:
+    """They were drawn into the figures, over the axes: six names, and a unit longer than the axis."""
+    runs = sweep(tmp_path)
+    (runs[0] / "changes.jsonl").write_text(json.dumps({"step": 12, "changed": {"optim.lr": [1, 2]}}) + "\n")
+    made(tmp_path / "page.html", *runs)
+    elements, console, _ = browse(tmp_path / "page.html", tmp_path, width=400)
+    assert not console
+    for drawn in ('class="gtitle"', 'class="ytitle"', 'class="legendtext"'):
+        assert drawn not in elements
+    assert elements.count("<figcaption>") == len(figures_of((tmp_path / "page.html").read_text()))
+    (loss,) = re.findall(r"<figcaption><b>Loss</b>.*?</figcaption>", elements)
+    assert loss.count("<button") == 6
+    assert "sweep-2e-3 validation" in loss
+    assert elements.count("annotation-text") >= 5, "the change, in each figure over steps"
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = sweep(tmp_path)
+    empty = tmp_path / "runs/sweep-8e-3"
+    empty.mkdir()
+    assert report.main([*map(str, (*runs, empty)), "--table"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert re.split(r"  +", head) == ["run", "step", "best val_loss", "at", "bits/byte", "status", "optim.lr"]
+    assert [row.split()[0] for row in rows] == ["sweep-2e-3", "sweep-1e-3", "sweep-4e-3", "note"]
+    assert re.split(r"  +", rows[0]) == ["sweep-2e-3", "20/20", "3.5000 +- 0.0500", "20", "2.000", "complete", "0.002"]
+    assert rows[2].split()[2] == "4.9000"
+    assert "sweep-8e-3 has no metrics.jsonl" in rows[3]
+    assert not list((tmp_path / "runs").rglob("report.html"))
+
+
+def test_the_table_of_one_run_and_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [step(1)])
+    assert report.main([str(run), "--table"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["run", "1/?", "-", "-", "-", "unknown"]
+    assert report.main([str(tmp_path / "none"), "--table"]) == 2
+    assert "none has no metrics.jsonl" in capsys.readouterr().err
+
+
+# --- a run in progress --------------------------------------------------------------------------------------------
+
+
+def set_status(run: Path, status: str) -> None:
+    (run / "run.json").write_text(json.dumps({"status": status}))
+
+
+def test_a_live_page_reloads_itself_until_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    pages: list[str] = []
+
+    def tick(seconds: float) -> None:
+        """What the run does while the report waits."""
+        assert seconds == 7
+        page = run / "report.html"
+        pages.append(page.read_text() if page.exists() else "")
+        if len(pages) == 1:
+            (run / "metrics.jsonl").write_text(json.dumps(step(1)) + "\n")
+            set_status(run, "running")
+        elif len(pages) == 2:
+            with (run / "metrics.jsonl").open("a") as stream:
+                stream.write(json.dumps(step(2)) + "\n")
+        else:
+            set_status(run, "complete")
+
+    monkeypatch.setattr(time, "sleep", tick)
+    assert report.main([str(run), "--live", "7"]) == 0
+    assert pages[0] == "", "no step yet"
+    assert "<meta http-equiv=refresh content=7>" in pages[1]
+    assert figures_of(pages[1])["Loss"]["traces"][0]["x"] == [1]
+    assert figures_of(pages[2])["Loss"]["traces"][0]["x"] == [1, 2]
+    last = (run / "report.html").read_text()
+    assert "http-equiv=refresh" not in last
+    assert "<b>complete</b>" in last
+    assert not list(run.glob(".report*"))
+    said = capsys.readouterr().out
+    assert "waiting " in said
+    assert "live    ended" in said
+
+
+@pytest.mark.parametrize(("argv", "code", "expected"), [
+    (["--live", "0"], 2, "--live=0 should be 1 second or more"),
+    (["--live", "5"], 2, "no metrics.jsonl"),
+])  # fmt: skip
+def test_a_live_page_of_nothing(
+    argv: list[str], code: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main([str(tmp_path / "nothing"), *argv]) == code
+    assert expected in capsys.readouterr().err
+
+
+def test_a_value_in_the_config_can_t_break_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = sweep(tmp_path)[:2]
+    hostile: Any = "a\\u001b[31m\\n" + "x" * 500
+    (runs[0] / "config.toml").write_text(f'[data]\npath = "{hostile}"\n')
+    assert report.main([*map(str, runs), "--table"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) < 250

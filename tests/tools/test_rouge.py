@@ -1,0 +1,247 @@
+"""The fine-tuning job of configs/t5_wikihow.toml from a CSV to ROUGE: samples with targets, prefix, figures, report."""
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT, checkpoint, python, ranks, records, succeeded, tiny
+from torchtitan_lite.config import load
+from torchtitan_lite.data.prepare.__main__ import main as prepare
+from torchtitan_lite.tools import generate
+from torchtitan_lite.tools.report import report
+from torchtitan_lite.tools.scoring import rouge
+
+WIKIHOW = ROOT / "configs/t5_wikihow.toml"
+SHRUNK = {
+    **{"model.size": "1M", "model.vocab_size": 0, "tokenizer.vocab_size": 400, "run.threads": 1, "run.device": "cpu"},
+    **{"train.micro_batch_size": 3, "train.global_batch_size": 6, "fsdp.param_dtype": "float32", "eval.samples": 5},
+    **{"optim.warmup_steps": 1, "log.every": 1, "sample.max_tokens": 6, "checkpoint.keep_latest": 1},
+}
+
+
+def wikihow(file: Path, n: int = 60) -> Path:
+    """A CSV with the columns of wikihowAll.csv."""
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(("headline", "title", "text"))
+        for i in range(n):
+            steps = f"Open door {i}. Then walk {i * 7919 % 101} steps, and {'slowly ' * (i % 5)}close it again."
+            writer.writerow((f"\nOpen door {i}.,\nWalk {i * 7919 % 101} steps.", f"How to use door {i}", steps))
+    return file
+
+
+def pairs(folder: Path, **more: str) -> Path:
+    """Prepared pairs with a prefix."""
+    out = folder / "pairs"
+    keys = ["--source-key", "text", "--target-key", "headline", "--source-prefix", more.get("prefix", "summarize: ")]
+    words = [str(wikihow(folder / "w.csv")), *keys, "--tokenizer", "bytes", "--val-fraction", "0.2"]
+    assert prepare([*words, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps on pairs, which samples."""
+    folder = tmp_path_factory.mktemp("rouge")
+    values: dict[str, Any] = {"model__family": "t5", "data__objective": "pairs", "data__target_len": 30}
+    values |= {"train__steps": 2, "sample__every": 1, "sample__max_tokens": 5, "sample__temperature": 0.0}
+    values |= {"model__max_seq_len": 200, "train__seq_len": 200, "optim__warmup_steps": 1}
+    succeeded(ranks(2, *tiny(pairs(folder), folder, run__name="run", **values)))
+    return folder / "run"
+
+
+def test_samples_are_held_out_sources_with_their_targets(run: Path) -> None:
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in samples] == [1, 1, 1, 2, 2, 2]
+    rows = {row["text"]: row["headline"] for row in csv.DictReader((run.parent / "w.csv").open(newline=""))}
+    trained = decoded_train(run.parent / "pairs")
+    for s in samples:
+        assert s["prompt"].startswith("summarize: Open door ")
+        assert rows[s["prompt"].removeprefix("summarize: ")] == s["reference"]
+        assert s["prompt"] not in trained
+    assert [s["prompt"] for s in samples[:3]] == [s["prompt"] for s in samples[3:]]
+    said = (run / "train.log").read_text()
+    assert re.search(r'^sample  step 2  "summarize: Open door .*" -> ".*"  \(target: "\\nOpen door', said, re.M)
+
+
+def decoded_train(folder: Path) -> list[str]:
+    from tests.data.test_pairs import decoded
+
+    return [source for source, _ in decoded(folder, "train")]
+
+
+def test_prompts_that_are_set_are_used(run: Path, tmp_path: Path) -> None:
+    values = {"model__family": "t5", "data__objective": "pairs", "data__target_len": 30, "sample__every": 1}
+    values |= {"train__steps": 1, "sample__max_tokens": 2, "optim__warmup_steps": 0, "eval__every": 0}
+    command = tiny(run.parent / "pairs", tmp_path, run__name="own", **values)
+    assert 'sample  step 1  "door" -> "' in succeeded(ranks(1, *command, '--sample.prompts=["door"]'))
+    assert "reference" not in (tmp_path / "own/samples.jsonl").read_text()
+
+
+def test_generate_adds_the_prefix_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for source in ("Open door 5.", "summarize: Open door 5."):
+        assert generate.main([str(run), "--source", source, "--temperature=0", "--max-tokens=9"]) == 0
+        found = capsys.readouterr()
+        assert "each source begins with 'summarize: ', as in training" in found.err
+        said.append((found.out, re.findall(r"(\d+) tokens of source", found.err)))
+    assert said[0] == said[1]
+    assert said[0][1] == [str(len("summarize: Open door 5.") + 1)]
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"source_prefix": 3}'])
+def test_an_older_run_has_no_prefix(content: str | None, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "pairs.json"
+    before = file.read_text()
+    try:
+        file.unlink()
+        if content is not None:
+            file.write_text(content)
+        assert generate.main([str(run), "--source", "Open", "--temperature=0", "--max-tokens=2"]) == 0
+        assert "5 tokens of source" in capsys.readouterr().err
+    finally:
+        file.write_text(before)
+
+
+def test_sentences_are_lines() -> None:
+    assert rouge.by_sentence("Go home. Is it late?  Yes!\n\nNo.,\n 3.5 m") == "Go home.\nIs it late?\nYes!\nNo.,\n3.5 m"
+
+
+def test_scores_are_those_of_the_definition() -> None:
+    """By hand: the stems of 4 of 5 words agree, and of the 4 pairs of words 3."""
+    found = rouge.scorer()("The cats sat down. It ran", "The cat sat down. It runs")
+    assert found["rouge1"] == pytest.approx(5 / 6)  # ran is no form of run to Porter's stemmer
+    assert found["rouge2"] == pytest.approx(4 / 5)
+    assert found["rougeLsum"] == pytest.approx(5 / 6)
+    # the order of sentences matters to ROUGE-L of the whole, and not to ROUGE-Lsum
+    assert rouge.scorer()("One two. Three four.", "Three four. One two.")["rougeLsum"] == pytest.approx(1.0)
+
+
+def test_rouge_of_a_run_reaches_the_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [str(run), "--samples=4", "--max-tokens=8"]
+    out = tmp_path / "answers.jsonl"
+    assert rouge.main([*command, f"--out={out}"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^step 2  rouge1 [\d.]+  rouge2 [\d.]+  rougeLsum [\d.]+  \(4 held-out pairs\)$", said, re.M)
+    assert said.count("reference  Open door ") == 3
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 4
+    assert all(set(row) == {"source", "reference", "text", "rouge1", "rouge2", "rougeLsum"} for row in rows)
+    assert rouge.main([*command, "--beams=2"]) == rouge.main(command) == 0
+    found = [json.loads(line) for line in (run / "rouge.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["beams"], r["samples"]) for r in found] == [(2, 2, 4), (2, 1, 4)], "the first was replaced"
+    assert found[1]["rouge1"] == pytest.approx(sum(row["rouge1"] for row in rows) / 4)
+    assert report.main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "ROUGE-1 / 2 / Lsum" in page
+    assert '"title": "ROUGE of answers to held-out pairs"' in page
+    assert re.search(r"<p>target: <code>\s*Open door \d+", page)
+
+
+def test_a_decoder_has_rouge_too(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"data__objective": "pairs", "data__target_len": 30, "train__seq_len": 90, "model__max_seq_len": 120}
+    values |= {"train__steps": 1, "sample__every": 1, "sample__max_tokens": 2, "optim__warmup_steps": 0}
+    succeeded(ranks(1, *tiny(run.parent / "pairs", tmp_path, run__name="llm", **values)))
+    (first, *_) = [json.loads(line) for line in (tmp_path / "llm/samples.jsonl").read_text().splitlines()]
+    assert first["reference"].startswith("\nOpen door")
+    assert rouge.main([str(tmp_path / "llm"), "--samples=2", "--max-tokens=3"]) == 0
+    assert "(2 held-out pairs)" in capsys.readouterr().out
+
+
+def test_mistakes_are_refused(run: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        ([str(run), "--samples=0"], "--samples=0 should be at least 1"),
+        ([str(run), "--beams=0"], "--beams=0 should be 1 to 1000"),
+        ([str(tmp_path)], "is not a run with a checkpoint"),
+    ):
+        assert rouge.main(words) == 2
+        assert expected in capsys.readouterr().err
+    values = {"train__steps": 1, "optim__warmup_steps": 0, "eval__every": 0}
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="causal", **values)))
+    assert rouge.main([str(tmp_path / "causal")]) == 2
+    assert 'was trained with data.objective = "causal"' in capsys.readouterr().err
+
+
+def test_without_rouge_score_the_extra_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "rouge_score"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_Missing(), *sys.meta_path])
+    assert rouge.main([str(run)]) == 2
+    assert 'pip install "torchtitan_lite[seq2seq]"' in capsys.readouterr().err
+
+
+class _Missing:
+    """Finds no rouge_score."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.split(".")[0] == "rouge_score":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values: dict[str, Any] = {"model__family": "t5", "data__objective": "pairs", "data__target_len": 30}
+    values |= {"train__steps": 1, "optim__warmup_steps": 0, "eval__every": 0, "tokenizer__path": "bytes"}
+    values |= {"data__source_key": "text", "data__target_key": "headline", "data__cache_dir": tmp_path / "cache"}
+    file = wikihow(tmp_path / "w.csv")
+    command = [o for o in tiny(file, tmp_path, run__name="run", **values) if "vocab_size" not in o and "bytes" not in o]
+    succeeded(ranks(1, *command, "--tokenizer.vocab_size=400"))
+    wikihow(file, 70)
+    assert rouge.main([str(tmp_path / "run")]) == 2
+    assert "has changed since it was trained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--data.source_key=text"], "both are needed"),
+        (["--data.source_key=text", "--data.target_key=text"], "are equal, but name two columns"),
+        (["--data.source_key=text", "--data.target_key=title", "--data.path="], "but data.path names no file to read"),
+        (["--data.source_key=body", "--data.target_key=title"], 'no column "body": its columns are headline, title'),
+        ([], "needs prepared pairs, and .* is not: .* or name its columns or keys with data.source_key"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(more: list[str], expected: str, tmp_path: Path) -> None:
+    values = {"model__family": "t5", "data__objective": "pairs", "data__target_len": 30}
+    values |= {"data__cache_dir": str(tmp_path / "cache")}
+    result = python(*tiny(wikihow(tmp_path / "w.csv"), tmp_path, **values), *more)
+    assert result.returncode == 2
+    assert re.search(expected, result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.extended
+def test_the_wikihow_job_runs_from_its_csv_to_rouge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = wikihow(tmp_path / "wikihowAll.csv")
+    values = SHRUNK | {"data.path": file, "data.cache_dir": tmp_path / "cache", "run.out_dir": tmp_path}
+    command = ["--config", str(WIKIHOW), *(f"--{key}={value}" for key, value in values.items())]
+    said = succeeded(ranks(2, *command))
+    run = tmp_path / "t5_wikihow"
+    found = re.search(r"3\.\d+ epochs in (\d+) steps", said)
+    assert found
+    last = int(found[1])
+    epoch = last // 3
+    assert [r["step"] for r in records(run) if "val_loss" in r] == [epoch, 2 * epoch, last]
+    assert [r["step"] for r in records(run) if "save_s" in r] == [epoch, 2 * epoch, last]
+    assert checkpoint(run, last).is_dir()
+    rates = {r["step"]: r["lr"] for r in records(run) if "lr" in r}
+    assert [rates[s] for s in (epoch, 2 * epoch, last)] == pytest.approx([3e-4, 3e-4 * 0.85, 3e-4 * 0.85**2])
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples} == {epoch, 2 * epoch, last}
+    assert all(s["prompt"].startswith("summarize: ") and "Open door" in s["reference"] for s in samples)
+    assert rouge.main([str(run), "--samples=2"]) == 0
+    assert "(2 held-out pairs)" in capsys.readouterr().out
+    assert "resumed after" in succeeded(ranks(2, *command, "--train.epochs=4"))
+
+
+def test_the_wikihow_job_has_the_values_of_its_kind() -> None:
+    config = load.load(WIKIHOW, {}).config
+    assert (config.train.seq_len, config.data.target_len, config.optim.step_gamma) == (512, 150, 0.85)
+    assert config.checkpoint.keep_best
+    assert {str(part.every) for part in (config.eval, config.sample, config.checkpoint)} == {"epoch"}

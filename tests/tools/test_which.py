@@ -1,0 +1,496 @@
+"""Which documents a step saw: held against what the loader gave, and against the lines of the original files."""
+
+import csv
+import gzip
+import io
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from tests.helpers import ranks, succeeded, tiny
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.toml import to_toml
+from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.prepare import plan, writer
+from torchtitan_lite.data.prepare.__main__ import main as prepare
+from torchtitan_lite.data.prepare.summary import verify
+from torchtitan_lite.data.token_files import TokenFiles, read_meta
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.tools.incidents.record import read_record
+from torchtitan_lite.tools.incidents.which import main as which
+
+MARKER = "MARKER-OF-A-POISONED-DOCUMENT"
+
+
+def text_of(i: int) -> str:
+    """The texts have one to 20 lines; three of them have the marker, where it is not shown by their beginning."""
+    lines = "".join(f"line {j} of document {i} is about {i * 7919 % 1009}\n" for j in range(1 + i * 13 % 20))
+    return lines + (f"{MARKER}\n" if i in (40, 90, 91) else "")
+
+
+TEXTS = [text_of(i) for i in range(150)]
+
+
+def write_jsonl(file: Path, texts: list[str]) -> Path:
+    # with an empty line after each text: documents and lines have other numbers
+    content = "".join(json.dumps({"text": text}) + "\n\n" for text in texts).encode()
+    file.write_bytes(gzip.compress(content) if file.suffix == ".gz" else content)
+    return file
+
+
+def prepared(source: Path, out: Path, *more: str) -> Path:
+    assert prepare([str(source), "--out", str(out), "--tokenizer", "bytes", *more]) == 0
+    return out
+
+
+def documents(folder: Path, split: str) -> Iterator[tuple[str, int, str]]:
+    """The file, the line or row, and the text of each document, read from the files by their format alone."""
+    files = json.loads((folder / "origins.json").read_bytes())["files"]
+    origins = np.fromfile(folder / f"{split}.origins", np.int64).tolist()
+    ends = np.fromfile(folder / f"{split}.idx", np.int64).tolist()
+    tokens = np.fromfile(folder / f"{split}-00000.bin", np.uint16)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for origin, begin, end in zip(origins, [1, *ends], ends, strict=False):
+        yield files[origin >> 36][0], origin & (1 << 36) - 1, tokenizer.decode(tokens[begin : end - 1].tolist())
+
+
+# --- preparation ------------------------------------------------------------------------------------------------
+
+
+def lines_of(file: Path) -> dict[int, str]:
+    """The text at each place of a file, by other code than that of the preparation."""
+    if file.suffix == ".parquet":
+        return dict(enumerate(pyarrow.parquet.read_table(file)["text"].to_pylist(), 1))
+    content = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).decode()
+    if ".csv" in file.suffixes:
+        reader, found = csv.reader(io.StringIO(content, newline="")), {}
+        before = 0
+        for row in reader:
+            found[before + 1] = row[-1]
+            before = reader.line_num
+        return found
+    lines = enumerate(content.split("\n"), 1)
+    return {number: json.loads(line)["text"] for number, line in lines if line}
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_every_document_knows_its_file_and_place(workers: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in/a.jsonl", TEXTS[:40])
+    write_jsonl(tmp_path / "in/b.jsonl.gz", TEXTS[40:80])
+    with (tmp_path / "in/c.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("id", "text"), *enumerate(TEXTS[80:110])])
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[110:]}), tmp_path / "in/d.parquet")
+    (tmp_path / "in/e.jsonl").write_text('{"text": "the only one"}\n{"text": broken\n{"text": "after a broken one"}\n')
+    out = prepared(tmp_path / "in", tmp_path / "out", "--workers", workers, "--val-fraction", "0.3", "--on-error=skip")
+    found = [one for split in ("train", "val") for one in documents(out, split)]
+    assert len(found) == 152
+    assert Counter(text for *_, text in found) == Counter([*TEXTS, "the only one", "after a broken one"])
+    places = {str(file): lines_of(file) for file in (tmp_path / "in").glob("[a-d].*")}
+    for file, place, text in found:
+        if not file.endswith("e.jsonl"):
+            assert places[file][place] == text
+    assert {(place, text) for file, place, text in found if file.endswith("e.jsonl")} == {
+        (1, "the only one"),
+        (3, "after a broken one"),
+    }
+    units = dict(json.loads((out / "origins.json").read_bytes())["files"])
+    assert {Path(file).name: unit for file, unit in units.items()} == {
+        **dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "e.jsonl"), "line"),
+        "d.parquet": "row",
+    }
+
+
+def test_blocks_of_a_text_know_their_first_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    lines = "".join(TEXTS).split("\n")
+    for _, place, text in documents(prepared(tmp_path / "a.txt", tmp_path / "out"), "train"):
+        assert "\n".join(lines[place - 1 :]).startswith(text)
+
+
+def test_pairs_share_a_place(tmp_path: Path) -> None:
+    pairs = tmp_path / "a.jsonl"
+    pairs.write_text("".join(json.dumps({"s": f"source {i}", "t": f"target {i}"}) + "\n" for i in range(50)))
+    found = list(documents(prepared(pairs, tmp_path / "out", "--source-key=s", "--target-key=t"), "train"))
+    for (_, one, source), (_, other, target) in zip(found[::2], found[1::2], strict=True):
+        assert (one, source) == (other, f"source {one - 1}")
+        assert target == f"target {other - 1}"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Prepare in.jsonl in chunks of 7 documents; it is stopped after some of them."""
+    monkeypatch.setattr(plan, "CHUNK_DOCUMENTS", 7)
+    monkeypatch.setattr(writer, "COMMIT_EVERY_S", 0.0)
+    write_jsonl(tmp_path / "in.jsonl", TEXTS)
+
+    def prepare_some(chunks: int) -> None:
+        honest, done = writer.Writer.add, 0
+
+        def add(self: writer.Writer, *arguments: Any) -> None:
+            nonlocal done
+            done += 1
+            if done > chunks:
+                self._origins[0].write(b"torn")  # not committed
+                self._origins[0].flush()
+                raise KeyboardInterrupt
+            honest(self, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer.Writer, "add", add)
+            assert prepare([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer=bytes"]) == 130
+
+    return prepare_some
+
+
+def test_origins_are_the_same_after_a_stop(tmp_path: Path, stopped: Callable[[int], None]) -> None:
+    stopped(5)
+    prepared(tmp_path / "in.jsonl", tmp_path / "out")
+    prepared(tmp_path / "in.jsonl", tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not verify(tmp_path / "out")
+
+
+def test_a_preparation_of_an_older_version_goes_to_its_end_without_origins(
+    tmp_path: Path, stopped: Callable[[int], None]
+) -> None:
+    stopped(5)
+    partial = tmp_path / "out.partial"
+    progress = json.loads((partial / "progress.json").read_bytes())
+    assert progress.pop("origins")
+    (partial / "progress.json").write_text(json.dumps(progress))
+    for split in ("train", "val"):
+        (partial / f"{split}.origins").unlink()
+    prepared(tmp_path / "in.jsonl", tmp_path / "out")
+    prepared(tmp_path / "in.jsonl", tmp_path / "whole")
+    with_origins = contents(tmp_path / "whole")
+    assert contents(tmp_path / "out").items() <= with_origins.items()
+    assert with_origins.keys() - contents(tmp_path / "out") == {"origins.json", "train.origins", "val.origins"}
+
+
+def test_training_does_not_read_origins_and_verify_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = prepared(write_jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out")
+    (out / "train.origins").write_bytes(b"\1" * (out / "train.origins").stat().st_size)
+    read_meta(out)
+    (wrong,) = verify(out)
+    assert "origins.json is damaged: train.origins has changed since it was made" in wrong
+    run = run_of(config_of(out), tmp_path)
+    assert which([str(run), "--step", "1"]) == 2
+    assert "train.origins has changed since it was made; training does not need it" in capsys.readouterr().err
+    for name in ("origins.json", "train.origins", "val.origins"):
+        (out / name).unlink()
+    assert not verify(out)
+
+
+# --- from steps to documents ------------------------------------------------------------------------------------
+
+
+def config_of(path: Path | dict[str, float], **values: Any) -> Config:
+    """A tiny run: steps of 6 samples, more than two epochs of them."""
+    tree: dict[str, dict[str, Any]] = {
+        "data": {"sources": path} if isinstance(path, dict) else {"path": str(path)},
+        "train": {"seq_len": 64, "steps": 500, "global_batch_size": 6},
+        "model": {"max_seq_len": 80},
+        "run": {"seed": 3},
+    }
+    for key, value in values.items():
+        section, name = key.split("__")
+        tree[section][name] = value
+    return Config.model_validate(tree)
+
+
+def run_of(config: Config, folder: Path, name: str = "run") -> Path:
+    run = folder / name
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(config))
+    return run
+
+
+def seen(run: Path, *arguments: str) -> dict[str, Any]:
+    out = run / "which.json"
+    assert which([str(run), *arguments, "--json", str(out)]) == 0
+    content: dict[str, Any] = json.loads(out.read_bytes())
+    return content
+
+
+def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The tokens and targets of a step as the loader gives them to these ranks, in the order of samples."""
+    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
+    first = sum(config.train.batch_size(before) for before in range(1, step))
+    size, rows = config.train.batch_size(step), {}
+    for rank in range(world_size):
+        batch = Loader(samples, 2, rank, world_size, config.run.seed).batch(first, size)
+        for i, micro in enumerate(batch.micro_batches):
+            for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
+                rows[i * 2 * world_size + rank * 2 + row] = both
+    return [rows[i][0] for i in range(size)], [rows[i][1] for i in range(size)]
+
+
+def read_parts(rows: list[dict[str, Any]], folder: Path) -> list[list[int]]:
+    """The tokens of each part, from the token files."""
+    stream = TokenFiles(folder, read_meta(folder), "train")
+    for row in rows:
+        begin, stop = row["stream"]
+        assert stop - begin == row["end"] - row["first"]
+        assert 0 <= row["first"] < row["end"] <= row["tokens"]
+    return [stream.read(*row["stream"]).tolist() for row in rows]
+
+
+def check_concat(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
+    together = [token for part in parts for token in part]
+    assert together in ([*tokens, targets[-1]], [*tokens[1:], targets[-1]])
+    assert len(together) > len(tokens) or tokens[0] == end
+
+
+def check_best_fit(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
+    at = 0
+    for part in parts:  # a piece from within a document is read with the token before it
+        predicted = part if targets[at : at + len(part)] == part else part[1:]
+        assert targets[at : at + len(predicted)] == predicted
+        at += len(predicted)
+    assert set(targets[at:]) <= {IGNORE}
+
+
+def check_spans(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
+    text = Counter(token for part in parts for token in part if token != end)
+    assert text == Counter(token for token in (*tokens, *targets) if 3 <= token < 259 and token != end)
+
+
+def check_pairs(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
+    source, target = parts
+    assert [*source, end] == [token for token in tokens if token][: len(source) + 1]
+    assert [*target, end] == [token for token in targets if token != IGNORE]
+
+
+Check = Callable[[list[list[int]], list[int], list[int], int], None]
+CASES: dict[str, tuple[dict[str, Any], Check]] = {
+    "concat": ({}, check_concat),
+    "best_fit": ({"data__packing": "best_fit", "data__document_mask": True}, check_best_fit),
+    "batch_schedule": ({"train__batch_schedule": [[3, 4], [20, 9]]}, check_concat),
+}
+
+
+def compare(config: Config, run: Path, folder: Path, check: Check, texts: dict[int, Any]) -> None:
+    """Some steps of a run, of several passes, against what ranks get, and against the lines of the text."""
+    end = read_meta(folder).end_token
+    for step, world_size in ((1, 1), (2, 3), (25, 2), (499, 1)):
+        content = seen(run, "--step", str(step))
+        ((_, first, stop),) = content["steps"]
+        tokens, targets = batch_of(config, step, world_size)
+        assert stop - first == len(tokens)
+        for i, sample in enumerate(range(first, stop)):
+            rows = [row for row in content["documents"] if row["sample"] == sample]
+            check(read_parts(rows, folder), tokens[i], targets[i], end)
+            for row in rows:
+                text = texts[row["line"]]
+                text = text[row["side"]] if "side" in row else text
+                assert row["text"]
+                assert text[row["first"] :].startswith(row["text"])
+                assert text.startswith(row["document_text"])
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("which")
+    return prepared(write_jsonl(folder / "in.jsonl", TEXTS), folder / "out")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_holds_what_the_loader_gives(case: str, texts: Path, tmp_path: Path) -> None:
+    more, check = CASES[case]
+    config = config_of(texts, **more)
+    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).n_samples
+    assert 2 * samples < 499 * 6, "one pass only"
+    compare(config, run_of(config, tmp_path), texts, check, dict(zip(range(1, 301, 2), TEXTS, strict=True)))
+
+
+def test_span_corruption(tmp_path: Path) -> None:
+    out = prepared(write_jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out", "--sentinels")
+    config = config_of(out, data__objective="span_corruption", model__family="t5")
+    compare(config, run_of(config, tmp_path), out, check_spans, dict(zip(range(1, 301, 2), TEXTS, strict=True)))
+
+
+def test_pairs(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    pairs = [{"source": f"source {i} " * (i % 7 + 1), "target": f"target {i}"} for i in range(200)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    out = prepared(file, tmp_path / "out", "--source-key=source", "--target-key=target")
+    config = config_of(out, data__objective="pairs", data__target_len=16, model__family="t5")
+    compare(config, run_of(config, tmp_path), out, check_pairs, dict(enumerate(pairs, 1)))
+
+
+def test_a_mixture_names_the_source(texts: Path, tmp_path: Path) -> None:
+    other = prepared(write_jsonl(tmp_path / "b.jsonl", [f"other {t}" for t in TEXTS]), tmp_path / "b")
+    config = config_of({str(texts): 0.7, str(other): 0.3})
+    run = run_of(config, tmp_path)
+    content = seen(run, "--step", "400", "--to", "404")
+    assert [step for step, *_ in content["steps"]] == [400, 401, 402, 403, 404]
+    assert {row["source"] for row in content["documents"]} == {str(texts), str(other)}
+    for step in (400, 404):
+        tokens, targets = batch_of(config, step, 2)
+        for i, sample in enumerate(range(6 * (step - 1), 6 * step)):
+            rows = [row for row in content["documents"] if row["sample"] == sample]
+            (folder,) = {Path(row["source"]) for row in rows}
+            check_concat(read_parts(rows, folder), tokens[i], targets[i], read_meta(folder).end_token)
+            assert all(Path(row["file"]).name == ("in.jsonl" if folder == texts else "b.jsonl") for row in rows)
+
+
+def test_a_text_is_found_at_the_steps_that_hold_its_documents(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for case in ("best_fit", "batch_schedule"):
+        config = config_of(texts, **(CASES[case][0] | {"train__steps": 150}))
+        run = run_of(config, tmp_path, case)
+        found = seen(run, "--find", MARKER)["documents"]
+        every = seen(run, "--step", "1", "--to", "150")["documents"]
+        lines = {2 * i + 1 for i in (40, 90, 91)}
+        held_out = {place for _, place, text in documents(texts, "val") if MARKER in text}
+        assert {row["line"] for row in found} == lines - held_out
+        assert found == [row for row in every if row["line"] in lines], case
+    capsys.readouterr()
+    assert which([str(run), "--find", "never in the text"]) == 0
+    assert "seen at 0 steps of 150: -" in capsys.readouterr().out
+
+
+def test_sizes_that_a_resume_changed_are_those_of_their_steps(texts: Path, tmp_path: Path) -> None:
+    run = run_of(config_of(texts, train__global_batch_size=8), tmp_path)
+    changed = [
+        {"step": 10, "changed": {"train.global_batch_size": [6, 4], "optim.lr": [0.1, 0.2]}},
+        {"step": 20, "changed": {"train.global_batch_size": [4, 8]}},
+    ]
+    (run / "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    record = read_record(run)
+    assert [len(record.samples(step)) for step in (1, 10, 11, 20, 21)] == [6, 6, 4, 4, 8]
+    assert record.samples(21) == range(100, 108)
+
+
+def test_the_longest_run_is_answered_at_once(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing here grows with the number of steps."""
+    more = {"train__steps": 10**12, "train__batch_schedule": [[2, 4]], "data__skip_samples": [[7, 30], [1000, 1001]]}
+    run = run_of(config_of(texts, **more), tmp_path)
+    # by hand: 0..5, 30..35, then by 4; the step that would begin at 1000 begins at 1001
+    first = 1001 + 4 * (10**12 - 1 - (2 + (1000 - 36) // 4))
+    ((step, start, stop),) = seen(run, "--step", str(10**12))["steps"]
+    assert (step, start, stop) == (10**12, first, first + 4)
+    assert "the samples 6 to 29 were skipped before step 2" in seen(run, "--step", "2")["notes"]
+    assert which([str(run), "--find", "document"]) == 2
+    assert "samples are too many to search at once; --step and --to of at most" in capsys.readouterr().err
+    assert which([str(run), "--step", "1", "--to", str(10**12)]) == 2
+    assert "samples are too many to list at once" in capsys.readouterr().err
+
+
+def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(config_of(texts), tmp_path)
+    for arguments, expected in {
+        (str(run),): "needs --step N or --find TEXT",
+        (str(run), "--step=501"): "--step=501: the run has the steps 1 to 500",
+        (str(run), "--step=5", "--to=4"): "--to=4 is before --step=5",
+        (str(run), "--find=a", "--to=4"): "--to=4 needs --step",
+        (str(run), "--find="): "--find needs a text",
+        (str(run), "--find=a", "--rank-by-loss"): "--rank-by-loss is for the documents of --step",
+        (str(run), "--step=3", "--rank-by-loss"): "has no complete checkpoint before step 3 (steps with one: none)",
+        (str(run), "--step=3", "--json=nowhere/a.json"): "nowhere is not a folder",
+        (str(tmp_path / "no"), "--step=3"): "is not the folder of a run: it has no config.toml",
+    }.items():
+        assert which(list(arguments)) == 2
+        assert expected in capsys.readouterr().err, arguments
+
+
+# --- a real run -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks, and what its loaders gave them in `batches`. It has learned the text, but not the marker."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "batches").mkdir()
+    options = tiny(texts, folder, run__name="run", train__steps=14, checkpoint__every=4, eval__every=0)
+    succeeded(ranks(2, *options, entry="tests.data.batch_worker", env={"BATCHES": str(folder / "batches")}))
+    return folder
+
+
+def given(trained: Path, first: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """The rows of both ranks at this position, in the order of samples: two rows of each, in turn."""
+    parts = [np.load(trained / f"batches/{rank}-{first}.npz") for rank in (0, 1)]
+    tokens, targets = ([part[name] for part in parts] for name in ("tokens", "targets"))
+    return [(tokens[i // 2 % 2][i // 4 * 2 + i % 2], targets[i // 2 % 2][i // 4 * 2 + i % 2]) for i in range(6)]
+
+
+def test_a_real_run_was_given_these_documents(trained: Path, texts: Path) -> None:
+    run, end = trained / "run", read_meta(texts).end_token
+    content = seen(run, "--step", "1", "--to", "14")
+    for step in range(1, 15):
+        for i, (tokens, targets) in enumerate(given(trained, 6 * (step - 1))):
+            rows = [row for row in content["documents"] if row["sample"] == 6 * (step - 1) + i]
+            assert {row["step"] for row in rows} == {step}
+            check_concat(read_parts(rows, texts), tokens.tolist(), targets.tolist(), end)
+
+
+def test_documents_are_ranked_by_their_loss_under_the_checkpoint_before(
+    trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchtitan_lite.tools.opening import open_model
+
+    run = trained / "run"
+    rows = seen(run, "--step", "9", "--to", "10", "--rank-by-loss")["documents"]
+    assert "step-00000008" in capsys.readouterr().out, "not the newest before step 9"
+    assert [row["loss"] for row in rows] == sorted((row["loss"] for row in rows), reverse=True)
+    plain = seen(run, "--step", "9", "--to", "10")["documents"]
+    assert len(plain) == len(rows)
+    model = open_model(run / "checkpoints/step-00000008", torch.device("cpu"), torch.float32).model
+    for sample in (48, 59):  # the loss of a sample is that of its parts, each weighted by its targets
+        tokens, targets = given(trained, 48 if sample < 54 else 54)[sample % 6]
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)[None])[0].float()
+            nats = torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets), reduction="none")
+        at = 0
+        for row in (row for row in plain if row["sample"] == sample):
+            n = row["end"] - row["first"] - (at == 0 and int(row["stream"][0]) % 32 == 0)
+            (same,) = [r for r in rows if (r["sample"], r["document"]) == (sample, row["document"])]
+            assert same["loss"] == pytest.approx(nats[at : at + n].mean().item(), rel=1e-4)
+            at += n
+        assert at == 32
+
+
+def test_positions_that_checkpoints_contradict_are_not_guessed(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run)
+    text = (run / "config.toml").read_text()
+    assert "\nglobal_batch_size = 6" in text
+    (run / "config.toml").write_text(text.replace("\nglobal_batch_size = 6", "\nglobal_batch_size = 5"))
+    record = read_record(run)
+    with pytest.raises(ConfigError, match="not known which samples step 7 saw"):
+        record.samples(7)
+
+
+def test_a_folder_without_origins_is_read_and_says_that_it_does_not_know(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(texts, old)
+    for name in ("origins.json", "train.origins", "val.origins"):
+        (old / name).unlink()
+    content = seen(run_of(config_of(old), tmp_path), "--step", "3")
+    assert {(row["file"], row["line"]) for row in content["documents"]} == {(None, None)}
+    same = seen(run_of(config_of(texts), tmp_path, "new"), "--step", "3")
+    assert [row["stream"] for row in content["documents"]] == [row["stream"] for row in same["documents"]]
+    said = capsys.readouterr().out
+    assert f"{old} does not tell where its documents came from: an older version prepared it" in said

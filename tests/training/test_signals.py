@@ -1,0 +1,155 @@
+"""Signals: which save and stop, which are one request, and which end the process at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, ranks, succeeded, tiny
+from tests.training.test_faults import RUN, saved_steps, status, wait_for
+from torchtitan_lite.tools.elastic.machine import SIGNALLED_ONCE
+from torchtitan_lite.training.preemption import Preemption
+
+TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(("signals", "code"), [
+    ([(TERM, 0.0)], None),
+    ([(INT, 0.0), (INT, 1.9)], None),  # by the terminal, and forwarded by torchrun
+    ([(USR1, 0.0), (USR1, 0.1), (TERM, 2.0)], None),  # Slurm: to the launcher, to the workers
+    ([(INT, 0.0), (INT, 2.1)], 130),
+    ([(TERM, 0.0), (INT, 9.0)], 130),
+    ([(TERM, 0.0), (INT, 1.0), (INT, 3.0)], 130),  # two seconds after the first, not after the one before
+    ([(USR1, 0.0), (TERM, 300.0)], 143),
+    ([(INT, 0.0), (HUP, 5.0)], 129),
+])  # fmt: skip
+def test_a_later_signal_ends_at_once(signals: list[tuple[int, float]], code: int | None) -> None:
+    now = 100.0
+    codes: list[int] = []
+    words: list[str] = []
+    preemption = Preemption(0, clock=lambda: now, end=codes.append)
+    preemption.on_abort = words.append
+    for number, at in signals:
+        assert not codes
+        now = 100.0 + at
+        preemption.received(number)
+    assert codes == ([] if code is None else [code])
+    assert len(words) == len(codes)
+    assert preemption.reason == signal.Signals(signals[0][0]).name
+    assert preemption.requested()
+
+
+def test_where_a_supervisor_ends_processes_a_later_signal_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tools/elastic stops a world, and then the machine is shut down: both send SIGTERM."""
+    monkeypatch.setenv(SIGNALLED_ONCE, "1")
+    codes: list[int] = []
+    preemption = Preemption(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
+    preemption.received(TERM)
+    preemption.received(TERM)
+    assert not codes
+    assert preemption.requested()
+
+
+def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
+    now = 0.0
+    codes: list[int] = []
+    preemption = Preemption(1, clock=lambda: now, end=codes.append)
+    now = 61.0
+    assert preemption.requested()
+    preemption.received(TERM)
+    assert preemption.reason == "run.max_minutes = 1"
+    assert not codes
+
+
+def test_a_hanging_file_system_does_not_delay_the_exit() -> None:
+    codes: list[int] = []
+    preemption = Preemption(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
+    preemption.on_abort = lambda _: threading.Event().wait()
+    preemption.received(TERM)
+    preemption.received(TERM)
+    assert codes == [143]
+
+
+@pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
+def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Preemption(0) as preemption:
+        os.kill(os.getpid(), number)
+        wait_until(lambda: preemption.reason == number.name)
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_to_a_child_does_not_reach_its_parent() -> None:
+    """Such as the workers of a pool that is ended."""
+    with Preemption(0) as preemption:
+        if not (pid := os.fork()):
+            os.kill(os.getpid(), TERM)
+            signal.pause()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -TERM
+        os.kill(os.getpid(), USR1)  # which comes after it
+        wait_until(preemption.requested)
+        assert preemption.reason == "SIGUSR1"
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with Preemption(0) as preemption:
+            os.kill(os.getpid(), HUP)
+            assert signal.getsignal(HUP) is signal.SIG_IGN
+            os.kill(os.getpid(), TERM)  # which comes after it
+            wait_until(preemption.requested)
+            assert preemption.reason == "SIGTERM"
+        assert signal.getsignal(HUP) is signal.SIG_IGN
+    finally:
+        signal.signal(HUP, before)
+
+
+def wait_until(condition: object) -> None:
+    end = time.monotonic() + 30
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_closed_terminal_saves(text: Path, tmp_path: Path) -> None:
+    """SIGHUP, as torchrun forwards it when the terminal closes or ssh drops."""
+    succeeded(ranks(2, *tiny(text, tmp_path, **RUN), fault="hup:1:7:forward"))
+    left = status(tmp_path / "run")
+    assert (left["status"], left["step"]) in [("preempted", 7), ("preempted", 8), ("preempted", 9)]
+    assert saved_steps(tmp_path / "run")[-1] == left["step"]
+
+
+@pytest.mark.extended
+def test_ctrl_c_again_ends_a_save_that_takes_long(text: Path, tmp_path: Path) -> None:
+    """Two ranks: rank 0 waits for a disk, rank 1 for rank 0, where Python runs no handlers."""
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "tests.training.signalled",
+        *tiny(text, tmp_path, **{**RUN, "train__steps": 100_000}),
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULT_SECONDS": "500"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(process, "FAULT slow fired")
+    end = time.monotonic() + 60
+    while process.poll() is None:
+        assert time.monotonic() < end, "Ctrl-C does not help"
+        process.send_signal(INT)
+        time.sleep(0.1)
+    output, errors = process.communicate()
+    assert process.returncode == 0, output + errors
+    assert "codes {0: 130, 1: 130}" in output
+    assert errors.count("s after SIGINT: stopped without saving; the same command resumes") == 1
+    left = status(tmp_path / "run")
+    assert left["status"] == "failed"
+    assert "stopped without saving" in left["reason"]
+    assert saved_steps(tmp_path / "run") == [5]
