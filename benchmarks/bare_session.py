@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
@@ -23,7 +22,6 @@ def bare_session(config: Config, world: World, model: Transformer, loader: Any) 
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     return Session(
         config=config,
-        layout=derive(config, world.world_size),
         world=world,
         model=model,
         optimizer=optimizer,
@@ -32,12 +30,8 @@ def bare_session(config: Config, world: World, model: Transformer, loader: Any) 
         preemption=Preemption(max_minutes=0),
         watchdog=watchdog,
         loader=loader,
-        validation=unused,
-        prompts=unused,
         checkpointer=unused,
         state=TrainState(),
         log=unused,
         samples=unused,
-        profile=unused,
-        peak_tokens_per_second=0.0,
     )

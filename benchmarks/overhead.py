@@ -30,11 +30,13 @@ torch.distributed.fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mes
 """
 BARE = {"imports": f"{IMPORTS}\n{NOW}", "a sharded layer": f"{IMPORTS}\n{SHARD}\n{NOW}"}
 RECORDS = {
-    "train": ("log_step", "report_save", "source_lines"),
+    "torchtitan_lite.training.callbacks.LogStep": ("after",),
+    "torchtitan_lite.training.callbacks.ReportSave": ("after",),
+    "torchtitan_lite.training.start": ("report_end",),
     "torchtitan_lite.monitoring.metrics.Log": ("info", "record", "start_bar", "advance_bar", "close"),
     "torchtitan_lite.monitoring.watchdog.Watchdog": ("step", "computing", "forward"),
     "torchtitan_lite.monitoring.profiler.Profile": ("begin", "end"),
-    "torchtitan_lite.monitoring.metrics.Clock": ("lap",),
+    "torchtitan_lite.monitoring.metrics.Meter": ("lap",),
     "torchtitan_lite.monitoring.run_folder": ("write_status", "facts"),
 }
 STEPS = 60

@@ -152,7 +152,7 @@ def test_a_command_module_is_only_a_name() -> None:
 # what a plain run has no use for: it is imported when it is asked for
 NOT_LOADED = (
     "torchtitan_lite.tools",
-    *("torchtitan_lite.tasks", "torchtitan_lite.training.tasks", "torchtitan_lite.training.options"),
+    *("torchtitan_lite.tasks", "torchtitan_lite.training.tasks", "torchtitan_lite.training.sampling"),
     "torchtitan_lite.huggingface",
     "torchtitan_lite.data.prepare.__main__",
     *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.notify"),

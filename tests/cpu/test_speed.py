@@ -24,7 +24,7 @@ from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.allocator import peak_of
-from torchtitan_lite.training.garbage import on_schedule
+from torchtitan_lite.training.callbacks import garbage_on_schedule
 
 LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=48, n_heads=4, n_layers=2, max_seq_len=64)
@@ -382,7 +382,7 @@ def test_garbage_is_collected_on_schedule_only() -> None:
             ring.append(ring)
 
     assert gc.isenabled()
-    with on_schedule(every=5):
+    with garbage_on_schedule(every=5):
         assert not gc.isenabled()
         before = gc.get_stats()[0]["collections"]
         cycles(5000)
@@ -390,7 +390,7 @@ def test_garbage_is_collected_on_schedule_only() -> None:
         assert gc.collect() >= 5000
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-    with on_schedule(every=0):
+    with garbage_on_schedule(every=0):
         assert gc.isenabled()
 
 

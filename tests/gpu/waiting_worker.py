@@ -3,16 +3,15 @@
 import sys
 
 import torch
-from torch import Tensor
 
 import train
 from torchtitan_lite.distributed.process_group import exit_process
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.session import Session, StepResult
 
 plain = train.train_step
 
 
-def train_step(s: Session, step: int) -> tuple[Tensor, Tensor]:
+def train_step(s: Session, step: int) -> StepResult:
     if step > 2:  # the first ones make state, and compile
         torch.cuda.set_sync_debug_mode("error")
     try:

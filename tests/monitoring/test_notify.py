@@ -118,7 +118,7 @@ def test_a_stall_is_told_before_the_process_ends(hook: Hook, tmp_path: Path, mon
     """`on_abort` is called by the watchdog, which then ends the process, and by preemption after a second signal."""
     monkeypatch.setenv(VARIABLE, hook.url())
     log, world = Log(tmp_path, speaks=True), World(0, 1, torch.device("cpu"), 1)
-    s: Any = SimpleNamespace(config=SimpleNamespace(folder=tmp_path), log=log, world=world, restore_loss=lambda: None)
+    s: Any = SimpleNamespace(config=SimpleNamespace(folder=tmp_path), log=log, world=world)
     s.state, s.preemption, s.watchdog = TrainState(step=7), SimpleNamespace(), SimpleNamespace()
     Session.__post_init__(s)
     for ends in (s.watchdog, s.preemption):
@@ -136,7 +136,7 @@ def test_a_process_that_died_is_a_failure_and_no_stall(tmp_path: Path, monkeypat
     died, late = StuckError("connection reset"), StuckError("waited")
     died.follows = True
     for error in (died, late, ValueError("a bug")):
-        monkeypatch.setattr("train.starting.start", Mock(side_effect=error))
+        monkeypatch.setattr("train.start.begin", Mock(side_effect=error))
         with pytest.raises(type(error)):
             train.run(cast(Any, loaded), cast(Any, None), world, cast(Any, log))
     assert sent == ["failure", "stall", "failure"]

@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
                 if str(step) in skipped:
                     whole[0] = torch.nan
                 p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
-            optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
-            optimizer.found_inf = torch.tensor(float(str(step) in skipped))  # type: ignore[attr-defined]
+            optimizer.grad_scale = torch.tensor(2.0)
+            optimizer.found_inf = torch.tensor(float(str(step) in skipped))
             optimizer.step()
             optimizer.zero_grad()
         found = {}

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import LogConfig
 from torchtitan_lite.terminal import encodable, print_error
 
 GIB = 2**30
@@ -23,19 +26,34 @@ class Tracker(Protocol):
 
     def record(self, values: dict[str, Any]) -> None: ...
     def rewound(self, step: int) -> None: ...
+    def close(self) -> None: ...
 
 
-class Clock:
-    """Measures training time without saves and validations."""
+class Lap(NamedTuple):
+    """What was measured since the last lap."""
 
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self._lap_started = self.started
+    seconds: float
+    parts: dict[str, float]  # the seconds of each named part of a step
+    tokens: int
+
+
+class Meter:
+    """Measures what a log line shows: the time of training without saves and validations, tokens, and the mean loss.
+
+    Args:
+        state: where the run starts, resumes, or has gone back to.
+    """
+
+    def __init__(self, state: TrainState, device: torch.device) -> None:
+        self.started = self._lap_started = time.perf_counter()
+        self.first_step, self._tokens = state.step, state.tokens
         self._parts: dict[str, float] = {}
+        # (2,) float64: the summed loss of all ranks and its tokens, since the last multiple of log.every
+        self.loss_since = torch.tensor(state.loss_since or [0.0, 0.0], dtype=torch.float64, device=device)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time in this context."""
+        """The time in this context does not count as training."""
         before = time.perf_counter()
         yield
         self._lap_started += time.perf_counter() - before
@@ -47,12 +65,26 @@ class Clock:
         yield
         self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - before
 
-    def lap(self) -> tuple[float, dict[str, float]]:
-        """Seconds of training since the last lap, and the seconds of each named part."""
+    def lap(self, tokens: int) -> Lap:
+        """End a lap; `tokens` is the number that the run has trained on so far."""
         now = time.perf_counter()
-        seconds, parts = now - self._lap_started, self._parts
-        self._lap_started, self._parts = now, {}
-        return seconds, parts
+        lap = Lap(now - self._lap_started, self._parts, tokens - self._tokens)
+        self._lap_started, self._parts, self._tokens = now, {}, tokens
+        return lap
+
+    def seconds_per_step(self, step: int) -> float:
+        """The mean time of the steps up to this one, with all that happened between them."""
+        return (time.perf_counter() - self.started) / (step - self.first_step)
+
+    def add_loss(self, total: Tensor, tokens: int) -> None:
+        """Add the summed loss of a step, () float64, without waiting. One that is not finite is left out."""
+        sums = torch.stack([total, torch.full_like(total, tokens)])
+        self.loss_since += torch.where(total.isfinite(), sums, 0.0)
+
+    def mean_loss(self) -> float | None:
+        """The loss per token in `loss_since`. Waits for the device."""
+        total, tokens = self.loss_since.tolist()
+        return total / tokens if tokens else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -77,7 +109,7 @@ class Log:
         self._bar: tqdm[Any] | None = None
         self._torn: set[Path] = set()  # files whose last line may be incomplete
         self._failed: set[str] = set()
-        self.trackers: Tracker | None = None
+        self._trackers: Tracker | None = None
         self._notifier: Any = None  # notify.Notifier
 
     def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
@@ -90,9 +122,25 @@ class Log:
             sys.stdout.flush()
         self._append(self._text, text)
 
-    def attach(self, trackers: Tracker) -> None:
-        """Pass all later records of metrics.jsonl to trackers."""
-        self.trackers = trackers if self._speaks else None
+    @contextmanager
+    def tracking(self, config: LogConfig, state: TrainState) -> Iterator[None]:
+        """Pass the records of metrics.jsonl in this context to `log.trackers`."""
+        if not config.trackers or not self._speaks:
+            yield
+            return
+        from torchtitan_lite.monitoring.trackers import Trackers
+
+        self._trackers = trackers = Trackers(config, self._folder, state)
+        try:
+            yield
+        finally:
+            self._trackers = None
+            trackers.close()
+
+    def rewound(self, step: int) -> None:
+        """The run has gone back to this step."""
+        if self._trackers is not None:
+            self._trackers.rewound(step)
 
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append a line to a file of records."""
@@ -101,8 +149,8 @@ class Log:
                 self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
             if "spike" in values and file == "metrics.jsonl":
                 self.notify("spike", values["step"])
-            if self.trackers is not None and file == "metrics.jsonl":
-                self.trackers.record(values)
+            if self._trackers is not None and file == "metrics.jsonl":
+                self._trackers.record(values)
 
     @contextmanager
     def notifying(self, run: str, variable: str) -> Iterator[None]:
@@ -151,7 +199,8 @@ class Log:
             self._torn.discard(file)
 
     def start_bar(self, step: int, steps: int) -> None:
-        """Show a progress bar, if stderr is a terminal."""
+        """Show a progress bar at this step, if stderr is a terminal."""
+        self.close()
         with self._reported("the progress bar"):
             if self._speaks and sys.stderr.isatty():
                 self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)

@@ -16,36 +16,34 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.optim.guarded import GuardedOptimizer
 
 KEY = "ema"
 
 
-def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+def keep_average(optimizer: GuardedOptimizer, decay: float) -> None:
     """Update the averages at the end of each `optimizer.step`.
 
-    It reads `found_inf` as fused AdamW does: where that is 1, nothing changes. The number of steps is "step_number" of
-    each parameter group, so `optimizer.state_dict()` has it. FiniteGuard sets it to that of the run.
+    Where `found_inf` is 1, nothing changes. In a run, FiniteGuard sets `step_number`; in a loop of its own, it counts.
     """
     optimizer.defaults["ema_decay"] = decay
     plain = optimizer.step
-    for group in optimizer.param_groups:
-        group["step_number"] = 0
+    optimizer.step_number = 0
 
     @torch.no_grad()
-    def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+    def step(self: GuardedOptimizer, closure: Any = None) -> Any:
         result = plain(closure)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        self.step_number += 1
+        # 1 in the first step, and 1 - decay in the long run
+        share = (1 - decay) / (1 - decay**self.step_number)
         for group in self.param_groups:
-            group["step_number"] = group.get("step_number", 0) + 1
-            # 1 in the first step, and 1 - decay in the long run
-            share = (1 - decay) / (1 - decay ** group["step_number"])
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
                 if KEY not in state:
                     state[KEY] = parameter.detach().clone()
-                _update(state[KEY], parameter, share, found_inf)
+                _update(state[KEY], parameter, share, self.found_inf)
         return result
 
     # a method: torch's learning-rate schedulers wrap it

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchtitan_lite.errors import NonFiniteError
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.guarded import GuardedOptimizer
 
 
 class HostCopy:
@@ -31,15 +32,15 @@ class HostCopy:
 class FiniteGuard:
     """Skips a bad update on the device, and reports it one step later.
 
-    Fused AdamW changes nothing where its `found_inf` is 1. The host reads the result during the next step, so a healthy
-    run never waits. SGD on DTensors has no fused form: the host waits for the result and skips the update itself.
+    Where `optimizer.found_inf` is 1, a step changes nothing. The host reads the result during the next step, so a
+    healthy run never waits.
 
     With float16, infinite gradients of a finite loss are an overflow: the step is skipped and counted, and the loss
     scale is halved. Without float16 they are an error.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_skipped: int = 0, skipped: Sequence[int] = ()
+        self, optimizer: GuardedOptimizer, scaler: GradScaler, max_skipped: int = 0, skipped: Sequence[int] = ()
     ) -> None:
         """
         Args:
@@ -51,7 +52,6 @@ class FiniteGuard:
         self.max_skipped = max_skipped
         self.skipped = list(skipped)  # the skipped steps, without float16's overflows
         self.rank_losses: list[float] = []  # the summed loss of each rank in the last checked step
-        self._fused = bool(optimizer.defaults.get("fused"))
         self._device = optimizer.param_groups[0]["params"][0].device
         self._pending: tuple[int, HostCopy] | None = None
 
@@ -66,14 +66,9 @@ class FiniteGuard:
         bad_norm = ~grad_norm.isfinite().to(rank_losses.device)
         bad = ~rank_losses.isfinite().all() | bad_norm
         withheld = bad if suspect is None else bad | suspect
-        if self._fused:
-            # the fused kernel runs where the parameters are: with cpu_offload, on the host
-            self.optimizer.found_inf = withheld.float().to(self._device)  # type: ignore[attr-defined]
-        if self._fused or not withheld:
-            for group in self.optimizer.param_groups:
-                if "step_number" in group:  # optim.ema_decay
-                    group["step_number"] = step - 1
-            self.optimizer.step()
+        self.optimizer.found_inf = withheld.float().to(self._device)  # with cpu_offload, the parameters are on the host
+        self.optimizer.step_number = step - 1
+        self.optimizer.step()
         self.optimizer.zero_grad()
         self.scaler.update(bad)
         self._pending = step, HostCopy(torch.cat([rank_losses, torch.stack([bad_norm.float(), self.scaler.scale])]))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.optim.local_adamw import AdamW
+from torchtitan_lite.optim.guarded import AdamW
 
 ITERATIONS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # singular values end between 0.7 and 1.2 (Jordan)
@@ -30,8 +30,7 @@ OWNED_BYTES = 64 << 20  # an owner's matrices in one exchange, at least one matr
 class Muon(AdamW):
     """Muon for the groups with `muon`, fused AdamW for the others.
 
-    It takes `grad_scale` and `found_inf` as fused AdamW does: gradients are divided by the first, and where the second
-    is 1 nothing changes. The state of a matrix is `momentum_buffer`, a DTensor like the parameter.
+    The state of a matrix is `momentum_buffer`, a DTensor like the parameter.
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
@@ -62,8 +61,7 @@ class Muon(AdamW):
 
     def _update(self, matrices: list[nn.Parameter], first: int, lr: float, weight_decay: float) -> None:
         """Update matrices of one shape; `first`: see `orthogonalised`."""
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        withheld = None if found_inf is None else found_inf != 0
+        withheld = None if self.found_inf is None else self.found_inf != 0
         directions = [self._direction(matrix, withheld) for matrix in matrices]
         rows, columns = matrices[0].shape
         # an orthogonal update times 0.2 sqrt(max) has AdamW's size (Moonlight, 2025), or as in Jordan's own code
@@ -79,8 +77,8 @@ class Muon(AdamW):
     def _direction(self, matrix: nn.Parameter, withheld: Tensor | None) -> Tensor:
         """This rank's rows of Nesterov's momentum, in the dtype of the iteration."""
         gradient = local_rows(matrix.grad)[0]  # type: ignore[arg-type]
-        if (scale := getattr(self, "grad_scale", None)) is not None:
-            gradient = gradient / scale
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)

@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
-from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, shortened
-from torchtitan_lite.optim.local_adamw import AdamW
+from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded, multiply_gradients
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -39,8 +38,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise ConfigError(f"optim.freeze = {shortened(list(patterns))} leaves no parameter to train")
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW (fused), SGD (torch's fused form takes no DTensors) or Muon for a sharded model.
+def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
+    """The optimizer that the config names, for a sharded model.
 
     Raises:
         ConfigError: a pattern of [[optim.groups]] matches no parameter.
@@ -50,14 +49,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         from torchtitan_lite.optim.average import keep_average
 
         keep_average(optimizer, config.ema_decay)
-    if not optimizer.defaults.get("fused"):
+    if isinstance(optimizer, HostGuarded):
         make_state(optimizer)  # for a save before its first step; float16 may skip some
     return optimizer
 
 
-def _by_name(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+def _by_name(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+        return SGD(groups, lr=config.lr, momentum=config.momentum)
     if config.name == "muon":
         from torchtitan_lite.optim.muon import Muon
 
@@ -154,12 +153,12 @@ def squared_norm(model: nn.Module, copies: int) -> Tensor:
 def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scale: Tensor) -> None:
     """Divide the gradients by the loss scale, and scale them down from `norm` (without that scale) to max_norm.
 
-    A fused optimizer divides by its `grad_scale` while it reads the gradients, which saves a pass over them.
+    A fused optimizer does this while it reads the gradients, which saves a pass over them.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale  # as torch.nn.utils.clip_grad_norm_
     factor = factor.to(parameters[0].device)  # the host with cpu_offload
-    if optimizer.defaults.get("fused"):
-        optimizer.grad_scale = 1 / factor  # type: ignore[attr-defined]
-    else:
-        torch._foreach_mul_([local_rows(p.grad)[0] for p in parameters if p.grad is not None], factor)
+    if isinstance(optimizer, GuardedOptimizer):
+        optimizer.multiply_gradients(factor)
+    else:  # one of a user of the API
+        multiply_gradients(parameters, factor)

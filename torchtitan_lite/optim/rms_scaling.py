@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.optim.local_adamw import AdamW
+from torchtitan_lite.optim.guarded import AdamW
 from torchtitan_lite.optim.muon import ranks_of
 
 LEAST = 1e-3  # Adafactor's eps2: a parameter that is zero has to leave it
@@ -32,8 +32,7 @@ if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_NAME}", "Meta"):
 class ScaledAdamW(AdamW):
     """Fused AdamW at the rate lr * max(LEAST, RMS(p)) for each parameter p.
 
-    It takes `grad_scale` and `found_inf` as fused AdamW does: where the second is 1, nothing changes. The state is that
-    of AdamW.
+    The state is that of AdamW.
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
@@ -54,13 +53,11 @@ class ScaledAdamW(AdamW):
         lists: list[list[Tensor]] = [[], [], [], [], [], []]
         self._init_group(group, *lists)
         parameters, gradients, means, squares, _, steps = lists
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         decay = 1 - group["lr"] * group["weight_decay"]
         torch._foreach_add_(steps, 1)
-        if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
-            decay = torch.where(found_inf != 0, 1.0, decay)
+        if self.found_inf is not None:
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
+            decay = torch.where(self.found_inf != 0, 1.0, decay)
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, decay)
         beta1, beta2 = group["betas"]
@@ -75,8 +72,8 @@ class ScaledAdamW(AdamW):
                     eps=group["eps"],
                     amsgrad=False,
                     maximize=False,
-                    grad_scale=grad_scale,
-                    found_inf=found_inf,
+                    grad_scale=self.grad_scale,
+                    found_inf=self.found_inf,
                 )
 
 

@@ -30,10 +30,10 @@ from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.plan import Plan, make_plan
 from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Session, check_previous_step
+from torchtitan_lite.training.session import Session, StepResult, settle
 from torchtitan_lite.training.start import require_same_data
 
-Step = Callable[[Session, int], tuple[torch.Tensor, torch.Tensor]]
+Step = Callable[[Session, int], StepResult]
 STEPS = 3
 IN_ALL = "total at the peak"
 
@@ -107,7 +107,7 @@ def measure(s: Session, step: Step) -> Measured:
 
     def make(number: int) -> None:
         s.watchdog.step(number)
-        step(s, number)[0].item()  # reading the loss waits for the device
+        step(s, number).loss.item()  # reading the loss waits for the device
 
     s.optimizer.register_step_pre_hook(measure_gradients)
     with s.watchdog.explained(), out_of_memory.explained(s.config):
@@ -125,7 +125,7 @@ def measure(s: Session, step: Step) -> Measured:
         before = time.perf_counter()
         make(STEPS)
         seconds = time.perf_counter() - before
-    check_previous_step(s)
+    settle(s)
     return Measured(found, seconds)
 
 

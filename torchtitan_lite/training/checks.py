@@ -7,7 +7,7 @@ import torch
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.parallelize import groups_of
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.optim.optimizer import freeze, parameter_groups
 
 
@@ -33,9 +33,25 @@ def check_prompts(config: Config) -> dict[str, str]:
     """Check tasks, and a tokenizer that exists already for the objective and the prompts. Returns the broken rules."""
     if config.data.objective == "causal" and not config.sample.every and not config.tasks:
         return {}
-    from torchtitan_lite.training.options import broken_rules
+    if config.data.objective != "causal" and config.tokenizer.path:
+        from torchtitan_lite.data.spans import wrong_tokenizer
 
-    return broken_rules(config)
+        if found := wrong_tokenizer(config):
+            return found
+    if config.tasks:
+        from torchtitan_lite.training.tasks import wrong_tasks
+
+        if found := wrong_tasks(config):
+            return found
+    if not config.sample.every:
+        return {}
+    from torchtitan_lite.training.sampling import known_tokenizer, wrong_prompts
+
+    try:
+        tokenizer = known_tokenizer(config)
+    except DataError as error:
+        return {"tokenizer.path": str(error)}
+    return {f"sample.prompts {n}": wrong for n, wrong in enumerate(wrong_prompts(config, tokenizer))}
 
 
 def check_init_from(config: Config) -> dict[str, str]:

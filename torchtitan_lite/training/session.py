@@ -1,34 +1,28 @@
-"""The state of the training loop, and the parts of a step that log: checks, metrics, validation, saves."""
+"""What a training step works with, and what it returns: Session, Sums, StepResult, and the base of all callbacks."""
 
-import contextlib
 import functools
-import math
-import time
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpointing.save import Saved, Saver
 from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.data.loader import Batches
 from torchtitan_lite.data.samples import Mixture
-from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import SaveError
+from torchtitan_lite.distributed.process_group import World, sum_over_ranks
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
-from torchtitan_lite.monitoring.console import fitted, step_line
-from torchtitan_lite.monitoring.metrics import Clock, Log, peak_memory_gib
+from torchtitan_lite.monitoring.metrics import Log, Meter
 from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import learning_rate
-from torchtitan_lite.training.evaluate import Validation, eval_line, evaluate
+from torchtitan_lite.optim.guarded import GuardedOptimizer
 from torchtitan_lite.training.preemption import Preemption
 
 
@@ -47,37 +41,88 @@ class Saves(Protocol):
     def wait(self) -> Saved | None: ...
 
 
+class SpikeWatch(Protocol):
+    """training/spikes, which is loaded only if [spike] asks for it."""
+
+    @property
+    def rewinding(self) -> bool: ...
+    def suspect(self, s: "Session", step: int, loss: Tensor, grad_norm: Tensor) -> Tensor | None: ...
+    def check(self, s: "Session") -> None: ...
+    def rewind(self, s: "Session") -> int: ...
+
+
+class StepResult(NamedTuple):
+    """The mean loss per token of the global batch, and the gradient norm before clipping.
+
+    Both are () tensors on the device: reading them makes the host wait for it.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+@dataclass
+class Sums:
+    """What the ranks share in a step. All are float64 tensors on the device, the same on every rank."""
+
+    loss: Tensor  # (), the summed loss of all tokens of the global batch
+    squared_norm: Tensor  # (), of the gradients, which still have the loss scale
+    stop_requests: Tensor  # (), the number of ranks that were asked to stop
+    rank_losses: Tensor  # (world_size,), each rank's part of the loss
+
+    @classmethod
+    def over_ranks(cls, loss: Tensor, squared_norm: Tensor, stop: bool, world: World) -> "Sums":
+        """Sum the parts of all ranks, with one small all-reduce."""
+        parts = torch.zeros(3 + world.world_size, dtype=torch.float64, device=loss.device)
+        parts[0], parts[1] = loss, squared_norm
+        parts[2:3].fill_(float(stop))  # parts[2] = 1.0 would make the host wait for the device
+        parts[3 + world.rank] = loss  # the other ranks add 0 here
+        sum_over_ranks(parts)
+        return cls(loss=parts[0], squared_norm=parts[1], stop_requests=parts[2], rank_losses=parts[3:])
+
+
+class Callback:
+    """Work beside the steps. It runs after every `every`-th step, and after the last one."""
+
+    every = 0
+    when_preempted = False  # also after the step at which a preempted run stops
+    reads_step = True  # it reads what the step computed, so the host waits for the device first
+    questions: Mapping[str, str] = {}  # hashes of what it scores, by name: a resume reports changes
+
+    def resume(self, s: "Session") -> None:
+        """Called once, before the first step."""
+
+    def before(self, s: "Session", step: int) -> None:
+        """Called before each step."""
+
+    def after(self, s: "Session", result: StepResult) -> None:
+        """Called after a step, which `s.state` includes. The time that this takes does not count as training."""
+
+
 @dataclass
 class Session:
-    """Everything that the training loop works with."""
+    """The context of a training step. What only one callback needs is that callback's own."""
 
     config: Config
-    layout: Layout
     world: World
     model: Transformer
-    optimizer: torch.optim.Optimizer
+    optimizer: GuardedOptimizer
     scaler: GradScaler
     guard: FiniteGuard
+    samples: Mixture  # of the training data; the loader draws from it
+    loader: Batches
     preemption: Preemption
     watchdog: Watchdog
-    loader: Batches
-    validation: Validation
     checkpointer: Saves
-    state: TrainState
     log: Log
-    samples: Mixture  # the loader draws from it
-    peak_tokens_per_second: float  # of all devices together; 0 if unknown
-    loaded: TrainState | None = None  # the saved state, if the run is resumed
-    prompts: Any = None  # training.sampling.Prompts
-    tasks: Any = None  # training.tasks.Tasks
-    profile: Any = None  # monitoring.profiler.Profile
-    spikes: Any = None  # training.spikes.watch.Spikes
-    clock: Clock = field(default_factory=Clock)
-    # (2,) float64 on the device: the summed loss of all ranks and its tokens, since the last step that log.every names
-    loss_since: Tensor = field(init=False)
+    state: TrainState
+    resumed: TrainState | None = None  # the state as it was saved, if the run is resumed
+    spikes: SpikeWatch | None = None
+    callbacks: list[Callback] = field(default_factory=list)
+    meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.restore_loss()
+        self.meter = Meter(self.state, self.world.device)
 
         def on_abort(event: str, why: str) -> None:
             run_folder.write_status(self.config.folder, self.world, "failed", self.state.step, why)
@@ -86,15 +131,15 @@ class Session:
         self.preemption.on_abort = functools.partial(on_abort, "failure")
         self.watchdog.on_abort = functools.partial(on_abort, "stall")
 
-    def restore_loss(self) -> None:
-        """Continue the sums of `loss_since` from the state."""
-        saved = self.state.loss_since or [0.0, 0.0]
-        self.loss_since = torch.tensor(saved, dtype=torch.float64, device=self.world.device)
+    @property
+    def stopping(self) -> bool:
+        """Whether the last step was the last one of the run, or the one at which it is preempted."""
+        return self.state.step == self.config.train.steps or self.preemption.agreed
 
-    def add_loss(self, total: Tensor, tokens: int) -> None:
-        """Add the loss of a step, () float64, to `loss_since`, without waiting. One that is not finite is left out."""
-        sums = torch.stack([total, torch.full_like(total, tokens)])
-        self.loss_since += torch.where(total.isfinite(), sums, 0.0)
+    @property
+    def rewinding(self) -> bool:
+        """Whether the last step was a loss spike, after which the run goes back to a checkpoint."""
+        return self.spikes is not None and self.spikes.rewinding
 
     def close(self) -> None:
         """End the background threads."""
@@ -102,100 +147,33 @@ class Session:
         self.watchdog.close()
 
 
-@contextlib.contextmanager
-def closed_on_error(*things: Any) -> Iterator[None]:
-    """Close these objects if the block raises."""
-    try:
-        yield
-    except BaseException:
-        for thing in things:
-            thing.close()
-        raise
+def due(step: int, every: int) -> bool:
+    """Whether a step is a multiple of `every`; 0 means never."""
+    return every > 0 and step % every == 0
 
 
-def check_previous_step(s: Session) -> None:
-    """Stop the run (NonFiniteError) or record a skipped step, if the last update was not finite."""
-    s.guard.check() if s.spikes is None else s.spikes.check(s)
+def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
+    """A distinct seed for each forward pass of a run."""
+    digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def settle(s: Session) -> None:
+    """Read the result of the last update on the host: was it skipped, was it a spike, do the ranks agree to stop?
+
+    Raises:
+        NonFiniteError: on every rank: the loss or the gradient norm was not finite, and no more steps may be skipped.
+        SpikeError: on every rank: a loss spike, once too often.
+    """
+    if s.spikes is None:
+        s.guard.check()
+    else:
+        s.spikes.check(s)
+        if s.rewinding:
+            return
     s.preemption.update_agreed()
     if s.guard.skipped and s.guard.skipped[-1] == s.state.step and s.state.step not in s.state.skipped:
         first = s.state.samples_consumed - s.config.train.batch_size(s.state.step)
         s.state = replace(s.state, skipped=[*s.state.skipped, s.state.step])
         s.log.record({"step": s.state.step, "skipped_samples": [first, s.state.samples_consumed]})
         s.log.info(f"SKIPPED step {s.state.step}: not finite; run samples {first} to {s.state.samples_consumed - 1}")
-
-
-def validate(s: Session, step: int) -> None:
-    """Evaluate the validation set, then record and log the score."""
-    before = time.perf_counter()
-    score = evaluate(s.model, s.validation, s.world.device)
-    seconds = time.perf_counter() - before
-    s.state = replace(s.state, val_loss=score.loss)
-    s.log.record({"step": step, **score.record(), "eval_samples": s.validation.n_samples, "eval_s": seconds})
-    s.log.info(eval_line(step, score, s.validation, seconds))
-    if s.config.optim.ema_decay:
-        from torchtitan_lite.training.average import evaluate_average
-
-        record, line = evaluate_average(step, s.model, s.optimizer, s.validation, s.world.device)
-        s.log.record(record)
-        s.log.info(line)
-
-
-def log_step(s: Session, step: int, loss: float, grad_norm: float, *, n_tokens: int, first: int) -> None:
-    """Record and log a step. Rates cover the n_tokens since the last line, excluding saves and validations.
-
-    `loss` is that of the step, which a replay compares. `mean_loss` is per token, over the steps since the last
-    multiple of log.every: a line that a preemption adds in between does not divide them, so a resume has the same mean.
-    """
-    seconds, parts = s.clock.lap()
-    if s.world.device.type == "cuda":
-        parts.pop("optimizer_s", None)  # the host only launches the kernels
-    total, counted_tokens = s.loss_since.tolist()
-    record: dict[str, Any] = {
-        "step": step,
-        "loss": loss if math.isfinite(loss) else None,  # not finite in a skipped step
-        "mean_loss": total / counted_tokens if counted_tokens else None,
-        "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
-        "rank_losses": [total if math.isfinite(total) else None for total in s.guard.rank_losses],  # sums
-        "lr": learning_rate(s.config.optim, step, s.config.train.steps),
-        "tokens": s.state.tokens,
-        "tokens_per_second": n_tokens / seconds,
-        "peak_memory_gib": peak_memory_gib(s.world.device),
-        "seconds": seconds,
-        **parts,
-    }
-    if s.scaler.enabled:
-        record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
-    if len(s.samples.sources) > 1:
-        from torchtitan_lite.monitoring.sources import seen
-
-        record["sources"] = seen(s.samples, s.state.samples_consumed, s.state.jumps)
-    if s.peak_tokens_per_second:
-        record["mfu"] = record["tokens_per_second"] / s.peak_tokens_per_second
-    s.log.record(record)
-    left_s = (time.perf_counter() - s.clock.started) / (step - first) * (s.config.train.steps - step)
-    s.log.info(step_line(record, s.config.train.steps, parts["data_s"] / seconds, left_s), fitted)
-
-
-def save(s: Session, *, last: bool) -> None:
-    """Wait for the previous save, then save a checkpoint. Raises SaveError if the last save of a run fails."""
-    report_save(s, wait=True)
-    s.checkpointer.save(replace(s.state, grad_scaler=s.scaler.state_dict(), loss_since=s.loss_since.tolist()))
-    error = report_save(s, wait=last or not s.config.checkpoint.async_save)
-    if last and error:
-        raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
-
-
-def report_save(s: Session, *, wait: bool) -> str:
-    """Log a save once it is committed, or has failed. Returns the error, which does not end the run."""
-    saved = s.checkpointer.wait() if wait or s.checkpointer.finished() else None
-    if saved is None:
-        return ""
-    if saved.error:
-        s.log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training continues")
-    else:
-        paused = f", training paused for {saved.stopped_s:.1f} s" if s.config.checkpoint.async_save else ""
-        s.log.record({"step": saved.step, "save_s": saved.stopped_s if paused else saved.seconds, "bytes": saved.bytes})
-        s.log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{paused})")
-    if saved.note:
-        s.log.info(f"note    older checkpoints were not deleted: {saved.note}")
-    return saved.error

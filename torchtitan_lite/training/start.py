@@ -1,33 +1,41 @@
-"""The start of a training attempt, up to its first step.
+"""The start and the end of a training attempt.
 
-An attempt can fail for many reasons: wrong values, missing weights, a full disk. So `start` changes the run's folder
-last: config, run.json, records of steps that will be repeated, checkpoints to set aside.
+An attempt can fail for many reasons: wrong values, missing weights, a full disk. So `take_over` changes the run's
+folder last: config, run.json, records of steps that will be repeated, checkpoints to set aside.
 """
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.checkpointing.storage import find_steps
-from torchtitan_lite.config.schema import Config, SpikeConfig
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.agreement import require_agreement
 from torchtitan_lite.distributed.process_group import World, from_rank0
-from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.models import Transformer
+from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, is_stall
 from torchtitan_lite.monitoring import run_folder
-from torchtitan_lite.monitoring.console import start_lines, what_next
+from torchtitan_lite.monitoring.console import source_lines, start_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
-from torchtitan_lite.terminal import print_line
+from torchtitan_lite.terminal import counted, duration, print_line
+from torchtitan_lite.training.callbacks import report_save
+from torchtitan_lite.training.preemption import launcher_note
 from torchtitan_lite.training.session import Session
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """This attempt at the run."""
+
+    resume: str  # overrides checkpoint.resume, which is obeyed once per launch
+    machines: list[str]
 
 
 def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
@@ -40,27 +48,12 @@ def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
     return loaded, data
 
 
-def options(config: Config, data: DataSet, world: World) -> dict[str, Any]:
-    """The parts of a session that only some runs have."""
-    if not (config.sample.every or config.tasks or config.profile.steps or config.spike != SpikeConfig()):
-        return {}
-    from torchtitan_lite.training.options import build_options
-
-    return build_options(config, data, world)
-
-
-def start(
-    loaded_config: Loaded, data: DataSet, world: World, log: Log, build: Callable[..., Session]
-) -> Session | None:
-    """Build the session and prepare the run's folder. None if the run is complete.
-
-    Args:
-        build: `train.build`.
+def begin(config: Config, data: DataSet, world: World, log: Log) -> Attempt:
+    """Announce the attempt in run.json, and check that all ranks mean the same run.
 
     Raises:
         UserError: on every rank. Only the status in run.json has changed.
     """
-    config = loaded_config.config
     machines_and_why = os.environ.get("TORCHTITAN_LITE_WORLD", "")  # from tools/elastic/machine.py
     resume = run_folder.begin(config.folder, world, config.checkpoint.resume)
     if resume != config.checkpoint.resume:
@@ -71,73 +64,7 @@ def start(
         log.info(f"start   {machines_and_why}")
     machines = require_agreement(config, world)
     require_same_data(config, data, world)
-    s = build(config, data, world, log, resume)
-    if s.tasks is not None:
-        s.state = replace(s.state, tasks={**s.state.tasks, **s.tasks.digests})
-    with contextlib.ExitStack() as refused:
-        refused.callback(s.close)
-        if s.loaded and not loaded_config.with_changes:
-            from torchtitan_lite.monitoring.resumed import require_same_learning
-
-            # another run's checkpoint, which checkpoint.resume names, may be continued in another way
-            if on_rank0(world, lambda: s.state.step in find_steps(s.checkpointer.folder)):
-                require_same_learning(config, s.loaded, s.state)
-        log.info(start_lines(config, s.layout, world, s.model, data, s.samples, s.state, s.loaded))
-        if config.model.init_from and not s.loaded and world.rank == 0:
-            from torchtitan_lite.huggingface.weights import tokenizer_notes
-
-            for note in tokenizer_notes(Path(config.model.init_from), data.folder / "tokenizer.json"):
-                log.info(f"note    {note}")
-        step = s.state.step
-        if step < config.train.steps:
-            with s.watchdog.loading("comparing the space on the disk"):
-                s.checkpointer.require_space()
-        facts = run_folder.facts(s.layout, world, machines, sys.argv)
-        facts |= {"steps": config.train.steps, "config_files": list(loaded_config.files)}
-        facts["setting"] = dict(s.state.bitwise_setting)  # for a replay
-
-        def take_over() -> list[str]:
-            later, changes = _records(config, s)
-            if step >= config.train.steps and (s.checkpointer.aside or not later):
-                return []  # finished; later records are those of a longer run that was killed before it saved
-            files = {
-                "config.toml": to_toml_with_origins(loaded_config).encode(),
-                **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
-                "run.json": run_folder.accepted(config.folder, step, resume, facts),
-            }
-            saves, files = s.checkpointer, files | later | changes
-            return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))
-
-        with s.watchdog.loading("changing the files of the run"):
-            for note in on_rank0(world, take_over):
-                log.info(f"note    {note}")
-        if s.tasks is not None:
-            s.tasks.score_missing(s)
-        if step >= config.train.steps:
-            log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
-            run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
-            return None  # if later checkpoints would be set aside, the run has got further than this step
-        refused.pop_all()
-    return s
-
-
-def _records(config: Config, s: Session) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """New contents of files without records of later steps, and of changes.jsonl, by name."""
-    if not s.loaded and not any(config.folder.glob("*.jsonl")):
-        return {}, {}
-    from torchtitan_lite.monitoring.resumed import recorded_changes, without_later
-
-    later = without_later(config.folder, s.state.step)
-    return later, recorded_changes(config.folder / "changes.jsonl", s.loaded, s.state)
-
-
-def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
-    """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
-    if world.device.type != "cuda" or config.data.objective == "pairs":
-        return 0.0
-    from torchtitan_lite.monitoring.mfu import flops_per_token, peak_flops
-
-    return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)
+    return Attempt(resume, machines)
 
 
 def require_same_data(config: Config, data: DataSet, world: World) -> None:
@@ -156,3 +83,92 @@ def require_same_data(config: Config, data: DataSet, world: World) -> None:
             f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} entries; "
             "model.vocab_size = 0 takes the tokenizer's"
         )
+
+
+def take_over(attempt: Attempt, loaded_config: Loaded, data: DataSet, s: Session) -> bool:
+    """Log the start, and change the run's folder to that of this attempt. Returns whether there are steps to train.
+
+    Raises:
+        UserError: on every rank. Only the status in run.json has changed.
+    """
+    config, world, log, step = s.config, s.world, s.log, s.state.step
+    layout = derive(config, world.world_size)
+    finished = step >= config.train.steps
+    if s.resumed and not loaded_config.with_changes:
+        from torchtitan_lite.monitoring.resumed import require_same_learning
+
+        # another run's checkpoint, which checkpoint.resume names, may be continued in another way
+        if on_rank0(world, lambda: step in find_steps(s.checkpointer.folder)):
+            require_same_learning(config, s.resumed, s.state)
+    log.info(start_lines(config, layout, world, s.model, data, s.samples, s.state, s.resumed))
+    if config.model.init_from and not s.resumed and world.rank == 0:
+        from torchtitan_lite.huggingface.weights import tokenizer_notes
+
+        for note in tokenizer_notes(Path(config.model.init_from), data.folder / "tokenizer.json"):
+            log.info(f"note    {note}")
+    if not finished:
+        with s.watchdog.loading("comparing the space on the disk"):
+            s.checkpointer.require_space()
+    facts = run_folder.facts(layout, world, attempt.machines, sys.argv)
+    facts |= {"steps": config.train.steps, "config_files": list(loaded_config.files)}
+    facts["setting"] = dict(s.state.bitwise_setting)  # for a replay
+
+    def change_folder() -> list[str]:
+        later, changes = _records(config, s)
+        if finished and (s.checkpointer.aside or not later):
+            return []  # finished; later records are those of a longer run that was killed before it saved
+        files = {
+            "config.toml": to_toml_with_origins(loaded_config).encode(),
+            **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
+            "run.json": run_folder.accepted(config.folder, step, attempt.resume, facts),
+        }
+        saves, files = s.checkpointer, files | later | changes
+        return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))
+
+    with s.watchdog.loading("changing the files of the run"):
+        for note in on_rank0(world, change_folder):
+            log.info(f"note    {note}")
+    for callback in s.callbacks:
+        callback.resume(s)
+    if finished:
+        log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
+        # if later checkpoints would be set aside, the run has got further than this step
+        run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
+    return not finished
+
+
+def _records(config: Config, s: Session) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """New contents of files without records of later steps, and of changes.jsonl, by name."""
+    if not s.resumed and not any(config.folder.glob("*.jsonl")):
+        return {}, {}
+    from torchtitan_lite.monitoring.resumed import recorded_changes, without_later
+
+    later = without_later(config.folder, s.state.step)
+    return later, recorded_changes(config.folder / "changes.jsonl", s.resumed, s.state)
+
+
+def report_end(s: Session) -> None:
+    """Log whether the run completed or was preempted, and write it to run.json."""
+    config, step = s.config, s.state.step
+    if step < config.train.steps:
+        why = s.preemption.reason or "another rank was asked to"
+        then = f"the same command resumes from there{launcher_note(why)}"
+        s.log.info(f"stopped after step {step} of {config.train.steps} ({why}); {then}")
+        run_folder.write_status(config.folder, s.world, "preempted", step, why)
+        return
+    run_folder.write_status(config.folder, s.world, "complete", step)
+    s.log.notify("completion", step)
+    for line in source_lines(s.samples, s.state):
+        s.log.info(line)
+    seconds = time.perf_counter() - s.meter.started
+    n_steps = counted(step - s.meter.first_step, "step")
+    s.log.info(f"done    {n_steps} in {duration(seconds)}; {what_next(config, step)}")
+
+
+def report_failure(config: Config, world: World, log: Log, error: Exception, s: Session | None) -> None:
+    """Write a failure to run.json, and notify. Without a session, the attempt has failed before it could train."""
+    if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
+        report_save(s, wait=True)  # every rank has raised this error, so a background save can still complete
+    step = None if s is None else s.state.step
+    status = run_folder.write_status(config.folder, world, "failed", step, str(error) or repr(error))
+    log.notify("stall" if is_stall(error) else "failure", step, status)

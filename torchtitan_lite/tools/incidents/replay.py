@@ -36,11 +36,11 @@ from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.incidents.record import abandoned, changes_of, checkpoint_before, jumps_of
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Session, check_previous_step
+from torchtitan_lite.training.session import Session, StepResult, settle
 from torchtitan_lite.training.spikes.watch import SpikeError
 from torchtitan_lite.training.start import require_same_data
 
-Step = Callable[[Session, int], tuple[Tensor, Tensor]]
+Step = Callable[[Session, int], StepResult]
 _ALSO = (  # they change a step, but a resume may change them
     *("train.steps", "train.on_nonfinite", "train.max_skipped"),
     *("spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"),
@@ -337,7 +337,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
             loss, grad_norm = step(s, number)
             if number in recorded.steps or number == recorded.last:
                 with contextlib.suppress(SpikeError):  # the last step of a run that it stopped
-                    check_previous_step(s)
+                    settle(s)
             if record := recorded.steps.get(number):
                 again = {"loss": loss.item(), "grad_norm": grad_norm.item(), "rank_losses": s.guard.rank_losses}
                 if difference := differs(record, again, equal):

@@ -11,14 +11,17 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.data.loader import Batch
+from torchtitan_lite.training.session import Session, Sums
 
 
-def compute_again(s: Session, compute: Callable[..., Tensor], grad_norm: float, scale: Tensor) -> str:
+def compute_again(
+    s: Session, forward_backward: Callable[[Session, int, Batch], Sums], grad_norm: float, scale: Tensor
+) -> str:
     """Compute the last step again, and compare. Collective. Returns a sentence about the result.
 
     Args:
-        compute: train.compute.
+        forward_backward: that of train.py.
         grad_norm: of the first time. The loss of each rank is that of the guard.
         scale: the loss scale of the step.
     """
@@ -29,13 +32,13 @@ def compute_again(s: Session, compute: Callable[..., Tensor], grad_norm: float, 
     s.scaler.scale = scale
     try:
         size = s.config.train.batch_size(s.state.step)
-        totals = compute(s, s.state.step, s.loader.batch(s.state.samples_consumed - size, size))
+        sums = forward_backward(s, s.state.step, s.loader.batch(s.state.samples_consumed - size, size))
     finally:
         s.optimizer.zero_grad()
         s.scaler.scale = scale_now
         for parameter, grad in zip(parameters, put_aside, strict=True):
             parameter.grad = grad
-    return finding(s, totals[3:].tolist(), (totals[1].sqrt().float() / scale).item(), grad_norm)
+    return finding(s, sums.rank_losses.tolist(), (sums.squared_norm.sqrt().float() / scale).item(), grad_norm)
 
 
 def finding(s: Session, losses: list[float], again: float, grad_norm: float) -> str:

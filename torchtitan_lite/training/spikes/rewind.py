@@ -22,11 +22,12 @@ from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.checkpointing.storage import TrainState, find_steps
 from torchtitan_lite.errors import CheckpointError, UnreadableError
 from torchtitan_lite.monitoring import run_folder
-from torchtitan_lite.monitoring.metrics import Clock
+from torchtitan_lite.monitoring.metrics import Meter
 from torchtitan_lite.monitoring.resumed import recorded_changes, split_records
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.training.session import Session, report_save
+from torchtitan_lite.training.callbacks import report_save
+from torchtitan_lite.training.session import Session
 
 _OF_STEPS = "metrics.jsonl", "samples.jsonl", "rouge.jsonl"
 
@@ -64,9 +65,6 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
         CheckpointError: on every rank: none is complete, or the files can't be changed.
     """
     before, c = s.state, s.config
-    s.log.close()  # the progress bar
-    if s.profile is not None:
-        s.profile.end(before.step, last=True)
     s.watchdog.step(steps[-1])  # every rank is behind this step now
     with s.watchdog.loading("going back to an earlier checkpoint"):
         loaded = _load(s, steps)
@@ -80,10 +78,9 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
             s.log.info(f"note    {note}")
     s.scaler = GradScaler(c.grad_scaler, c.fsdp.uses_float16, s.world.device, saved.grad_scaler)
     s.guard = FiniteGuard(s.optimizer, s.scaler, s.guard.max_skipped, saved.skipped)
-    s.clock = Clock()
-    s.restore_loss()
-    if s.log.trackers is not None:
-        s.log.trackers.rewound(saved.step)
+    s.meter = Meter(s.state, s.world.device)
+    s.log.rewound(saved.step)
+    s.log.start_bar(saved.step, c.train.steps)
     s.log.record({"step": saved.step + 1, "rewind": number, "rewound_from": before.step, "rewound_samples": jump[1:]})
     s.log.info(
         f"REWOUND from step {before.step} to {s.checkpointer.folder / f'step-{saved.step:08d}'} ({number} {of}), and "

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.config.schema import SpikeConfig
+from torchtitan_lite.data.loader import Batch
 from torchtitan_lite.errors import NonFiniteError, UserError
 from torchtitan_lite.optim.finite_guard import HostCopy
 from torchtitan_lite.terminal import counted
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.session import Session, Sums
 from torchtitan_lite.training.spikes import rewind
 
 _MAD = 1.4826  # times the median absolute deviation is the standard deviation of a normal distribution
@@ -36,19 +37,6 @@ class SpikeError(UserError):
     """A loss or gradient norm far above those before it, once too often. That step's update was not applied."""
 
     exit_code = 1
-
-
-class Rewind(Exception):  # noqa: N818  # no error: the loop goes back
-    """The run has to go back: the last step was a spike. Every rank raises it.
-
-    Args:
-        spike: the record of the spike.
-        steps: of the checkpoints that it may go back to, ascending.
-    """
-
-    def __init__(self, spike: dict[str, Any], steps: list[int]) -> None:
-        super().__init__(spike)
-        self.spike, self.steps = spike, steps
 
 
 def limit(values: Sequence[float], window: int, deviations: float) -> float:
@@ -62,14 +50,24 @@ def limit(values: Sequence[float], window: int, deviations: float) -> float:
 
 
 class Spikes:
-    """Compares each step with the window, and acts on a spike."""
+    """Compares each step with the window, and acts on a spike.
 
-    def __init__(self, config: SpikeConfig) -> None:
+    Args:
+        forward_backward: train.forward_backward, for `recheck`.
+    """
+
+    def __init__(self, config: SpikeConfig, forward_backward: Callable[[Session, int, Batch], Sums]) -> None:
         self._config = config
+        self._forward_backward = forward_backward
+        self._rewind: tuple[dict[str, Any], list[int]] | None = None  # the record of a spike; the steps to go back to
         self._limits = math.inf, math.inf
         self._pending: HostCopy | None = None
-        self._compute: Callable[..., Tensor] | None = None
         self._scale: Tensor | None = None  # the loss scale of the last step
+
+    @property
+    def rewinding(self) -> bool:
+        """Whether the last step was a spike, and the run has to go back. Equal on all ranks."""
+        return self._rewind is not None
 
     def suspect(self, s: Session, step: int, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
         """Compare a step, without waiting. Call `check` for the previous step first.
@@ -95,8 +93,7 @@ class Spikes:
 
         Raises:
             NonFiniteError: as FiniteGuard.check.
-            Rewind: the step was a spike, and the run has to go back. All its ranks raise it.
-            SpikeError: it was a spike, and there were too many.
+            SpikeError: the step was a spike, and there were too many.
         """
         pending, self._pending = self._pending, None
         skipped = len(s.guard.skipped)
@@ -125,11 +122,11 @@ class Spikes:
 
     def _again(self, s: Session, grad_norm: float) -> str:
         """Recomputes the last step and describes any difference; empty without spike.recheck."""
-        if not self._config.recheck or self._compute is None or self._scale is None:
+        if not self._config.recheck or self._scale is None:
             return ""
         from torchtitan_lite.training.spikes.recheck import compute_again
 
-        return compute_again(s, self._compute, grad_norm, self._scale)
+        return compute_again(s, self._forward_backward, grad_norm, self._scale)
 
     def _record(self, s: Session, loss: float, grad_norm: float) -> dict[str, Any]:
         first = s.state.samples_consumed - s.config.train.batch_size(s.state.step)
@@ -138,7 +135,7 @@ class Spikes:
         return values | {"rank_losses": s.guard.rank_losses, "samples": [first, s.state.samples_consumed]}
 
     def _act(self, s: Session, spike: dict[str, Any]) -> None:
-        """Record a spike. Raises Rewind or SpikeError."""
+        """Record a spike, and decide what follows. Raises SpikeError."""
         step, action = s.state.step, self._config.action
         again = self._again(s, spike["grad_norm"]) if action != "log" else ""
         spike |= {"recheck": again} if again else {}
@@ -158,26 +155,19 @@ class Spikes:
                     "may help"
                 )
             if steps := rewind.checkpoints_before(s, step - self._config.rewind_steps):
-                raise Rewind(spike, steps)
+                self._rewind = spike, steps
+                return
             s.log.info(f"note    there is no checkpoint to go back to: step {step} was skipped")
         skipped = [*s.state.spikes.get("skipped", ()), step]
         s.state = replace(s.state, spikes={**s.state.spikes, "skipped": skipped})
         require_progress(s, describe(spike))
 
-    def train(self, s: Session, train: Callable[[Session], None], compute: Callable[..., Tensor]) -> None:
-        """`train(s)`, again after each rewind.
-
-        Args:
-            compute: train.compute.
-        """
-        self._compute = compute
-        s.checkpointer.saver.older_by = self._config.rewind_steps
-        while True:
-            try:
-                return train(s)
-            except Rewind as spike:
-                self._pending = None
-                rewind.go_back(s, spike.spike, spike.steps, f"of at most {self._config.max_rewinds}")
+    def rewind(self, s: Session) -> int:
+        """Go back to the checkpoint before the spike. Collective. Returns its step."""
+        assert self._rewind is not None
+        (spike, steps), self._rewind, self._pending = self._rewind, None, None
+        rewind.go_back(s, spike, steps, f"of at most {self._config.max_rewinds}")
+        return s.state.step
 
 
 def require_progress(s: Session, what: str) -> None:

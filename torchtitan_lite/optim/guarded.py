@@ -1,0 +1,76 @@
+"""The interface that a training step expects of an optimizer, and torch's AdamW and SGD behind it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.distributed.sharding import local_rows
+
+
+class GuardedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose update can be withheld on the device, without the host knowing.
+
+    `clip_gradients` and FiniteGuard set these before each `step`, which has to obey them, as torch's fused AdamW does:
+
+        found_inf    () float32; where it is 1, parameters and state stay as they are. None is 0
+        grad_scale   () float32; the update divides the gradients by it. None is 1
+        step_number  the number of steps before this one, also of those withheld
+    """
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    @property
+    def step_number(self) -> int:
+        return int(self.param_groups[0].get("step_number", 0))
+
+    @step_number.setter
+    def step_number(self, number: int) -> None:
+        for group in self.param_groups:  # so `state_dict` has it
+            group["step_number"] = number
+
+    def multiply_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients by () float32, before or within the next `step`."""
+        self.grad_scale = 1 / factor
+
+
+class AdamW(GuardedOptimizer, torch.optim.AdamW):
+    """Fused AdamW on each rank's shards.
+
+    The update is elementwise, so a step can bypass DTensor, whose first call of each operator is slow. The state still
+    consists of DTensors.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return has_complex
+
+
+class HostGuarded(GuardedOptimizer):
+    """Guards any optimizer of torch: `class RMSprop(HostGuarded, torch.optim.RMSprop)`.
+
+    The host waits for the device to learn whether the update is withheld, and the gradients take one pass more.
+    """
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.found_inf is None or not self.found_inf:
+            found_inf, self.found_inf = self.found_inf, None  # torch's own steps refuse it
+            super().step(closure)
+            self.found_inf = found_inf
+
+    def multiply_gradients(self, factor: Tensor) -> None:
+        multiply_gradients((p for group in self.param_groups for p in group["params"]), factor)
+
+
+class SGD(HostGuarded, torch.optim.SGD):
+    """torch's SGD. Its fused form takes no DTensors."""
+
+
+def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients in place by () float32."""
+    torch._foreach_mul_([local_rows(p.grad)[0] for p in parameters if p.grad is not None], factor)
