@@ -445,6 +445,15 @@ def test_a_poisoned_step_can_be_skipped_and_is_recorded(text: Path, tmp_path: Pa
     assert {int(value) for value in steps.values()} == {LAST - 1}, "the optimizer has made one step less"
 
 
+def test_a_skipped_step_of_a_batch_schedule_names_its_own_samples(text: Path, tmp_path: Path) -> None:
+    """Step 7 has the size of the second entry; the step after it goes on behind its samples."""
+    keys = {"train__on_nonfinite": "skip", "train__batch_schedule": "[[4,4],[6,8]]", "checkpoint__every": 7}
+    said = succeeded(ranks(2, *tiny(text, tmp_path, **RUN | keys | {"train__steps": 8}), fault="nan:1:7:forward"))
+    assert "SKIPPED step 7: not finite; run samples 32 to 39" in said
+    states = [storage.read_state(checkpoint(tmp_path / "run", step)) for step in (7, 8)]
+    assert [(state.samples_consumed, state.skipped) for state in states] == [(40, [7]), (48, [7])]
+
+
 @slow
 def test_too_many_poisoned_steps_stop_the_run(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, **RUN, train__on_nonfinite="skip", train__max_skipped=2)

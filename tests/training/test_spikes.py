@@ -173,6 +173,31 @@ def test_a_rewind_is_bit_for_bit_a_run_that_was_told_to_skip(rewound: Path, text
     assert (mine.samples_consumed, mine.tokens) == (theirs.samples_consumed, theirs.tokens) == (174, 24 * 6 * 32)
 
 
+@pytest.mark.parametrize(
+    ("keys", "poison"),
+    [
+        # the loss scale has grown by the spike, and goes back too
+        ({"fsdp__param_dtype": "float16", "grad_scaler__growth_interval": 3, "grad_scaler__init_scale": 64.0}, 96),
+        ({"train__batch_schedule": "[[8,4]]"}, 8 * 6 + 8 * 4),
+    ],
+    ids=["float16", "batch schedule"],
+)
+def test_a_rewind_restores_what_changes_from_step_to_step(
+    keys: dict[str, Any], poison: int, text: Path, tmp_path: Path
+) -> None:
+    poisoned = {"POISON": f"[[{poison}, {poison + 6}]]"}
+    said = succeeded(run(1, text, tmp_path, "rewound", env=poisoned, **REWIND, **keys))
+    assert "REWOUND from step 17" in said
+    skip = re.findall(r"as a run with --data.skip_samples=(\S+)", said)[-1]  # it names all ranges
+    succeeded(run(1, text, tmp_path, "told", env=poisoned, **PLAIN, **keys, data__skip_samples=skip))
+    assert_same_end(tmp_path / "rewound", tmp_path / "told")
+    states = [storage.read_state(checkpoint(tmp_path / name, 24)) for name in ("rewound", "told")]
+    for field in ("samples_consumed", "tokens", "grad_scaler", "jumps"):
+        assert getattr(states[0], field) == getattr(states[1], field), field
+    if "fsdp__param_dtype" in keys:
+        assert states[0].grad_scaler["scale"] > 64
+
+
 def test_what_was_abandoned_is_in_spikes_jsonl(rewound: Path) -> None:
     head, *moved = lines(rewound)
     assert (head["step"], head["back_to"], head["skipped"]) == (17, 12, [72, 102])
