@@ -95,13 +95,13 @@ def launch(argv: Sequence[str]) -> int:
 
 def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
     """Build, take over the run's folder, and train. Whatever happens is written to run.json."""
-    config, built, training = loaded.config, None, None
+    config, trains = loaded.config, False
+    s: Session | None = None
     try:
         attempt = start.begin(config, data, world, log)
-        built = build(config, data, world, log, attempt.resume)
-        if start.take_over(attempt, loaded, data, built):
-            training = built
-            s = training
+        s = build(config, data, world, log, attempt.resume)
+        trains = start.take_over(attempt, loaded, data, s)  # False: there is no step left
+        if trains:
             with (
                 log.tracking(config.log, s.state),
                 s.preemption,
@@ -111,11 +111,11 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
                 train(s)
                 start.report_end(s)
     except Exception as error:
-        start.report_failure(config, world, log, error, training)
+        start.report_failure(config, world, log, error, s if trains else None)
         raise
     finally:
-        if built is not None:
-            built.close()
+        if s is not None:
+            s.close()
 
 
 def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "") -> Session:
