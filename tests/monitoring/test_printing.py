@@ -5,18 +5,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers import losses, ranks, succeeded, tensors, tiny
 from tests.training.test_faults import saved_steps, status
 from torchtitan_lite import terminal
-from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.schema import LogConfig
 from torchtitan_lite.monitoring.metrics import Log
-from torchtitan_lite.monitoring.resumed import without_later
-from torchtitan_lite.monitoring.trackers import Trackers
+from torchtitan_lite.monitoring.records import without_later
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
@@ -145,22 +141,6 @@ def test_damaged_records_are_cut(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(good[0] + b"".join(odd[:6]) + good[1] + b"".join(odd[6:]))
     (tmp_path / "samples.jsonl").mkdir()
     assert without_later(tmp_path, 3) == {"metrics.jsonl": b"".join(good)}
-
-
-def test_a_tracker_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said: list[str] = []
-
-    def fail(*_: Any) -> None:
-        raise SystemExit("no licence")
-
-    monkeypatch.setattr("torchtitan_lite.monitoring.trackers.print_error", said.append)
-    monkeypatch.setattr("torchtitan_lite.monitoring.trackers._tensorboard", lambda *_: (fail, fail))
-    trackers = Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
-    for _ in range(2):
-        trackers.record({"step": 1, "loss": 10**400})
-    trackers.close()
-    assert len(said) == 1
-    assert "log.trackers: tensorboard failed" in said[0]
 
 
 def test_a_complaint_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.monitoring.records import parse
 from torchtitan_lite.terminal import counted
 
 # names of other keys, of the folder, and what is for one start only
@@ -30,13 +31,11 @@ def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> 
     Returns:
         {} if there is no such file, and nothing to record.
     """
-    lines = []
+    lines = list[bytes]()
     for line in file.read_bytes().splitlines() if file.is_file() else []:
-        try:
-            if json.loads(line)["step"] < here.step:  # no step is left that an earlier resume from here has made
-                lines.append(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+        record = parse(line)
+        if record and record["step"] < here.step:  # none that an earlier resume from here has made
+            lines.append(line)
     changes = {**_changes(saved, here), **_changed_tasks(saved, here)} if saved else {}
     changes = {key: pair for key, pair in changes.items() if key not in _NOT_RECORDED}
     before = dict(saved.bitwise_setting) if saved else {}
@@ -45,35 +44,6 @@ def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> 
         record = {"step": here.step, "changed": changes} | ({"setting": setting} if setting else {})
         lines.append(json.dumps(record | {"time": round(time.time(), 3)}).encode())
     return {file.name: b"".join(line + b"\n" for line in lines)} if lines or file.exists() else {}
-
-
-# the files with records, and the key that tells when one was written
-_RECORDS = {"metrics.jsonl": "step", "samples.jsonl": "step", "rouge.jsonl": "step", "spikes.jsonl": "rewind"}
-
-
-def without_later(folder: Path, step: int) -> dict[str, bytes]:
-    """New contents for files with records of later steps, which a resume will repeat; what rewinds abandoned stays."""
-    changed = {}
-    for name, key in _RECORDS.items():
-        content, kept, _ = split_records(folder / name, key, float("inf") if step and key == "rewind" else step)
-        if kept != content:
-            changed[name] = kept
-    return changed
-
-
-def split_records(file: Path, key: str, last: float) -> tuple[bytes, bytes, list[dict[str, Any]]]:
-    """A file's content, its part up to a value of `key`, and the later records. Damaged lines are in neither."""
-    content = file.read_bytes() if file.is_file() else b""
-    kept, later = [], []
-    for line in content.splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-            if line.endswith(b"\n"):
-                kept += [line] if float(record[key]) <= last else []
-                later += [record] if float(record[key]) > last else []
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue  # as a killed process leaves it
-    return content, b"".join(kept), later
 
 
 def require_same_learning(config: Config, saved: TrainState, here: TrainState) -> None:
