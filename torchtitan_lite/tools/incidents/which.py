@@ -15,17 +15,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import paths
+from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.terminal import counted, prepare_streams, print_line
-from torchtitan_lite.tools.incidents.losses import losses_of
 from torchtitan_lite.tools.incidents.record import Record, checkpoint_before, read_record
-from torchtitan_lite.tools.incidents.seen import Documents, Part, Seen
+from torchtitan_lite.tools.incidents.seen import Documents, Part, Range, Seen
 from torchtitan_lite.tools.opening import open_model
+from torchtitan_lite.tools.scoring.likelihood import row_losses
 
 _LINES = 200  # of documents on the terminal, if TEXT is in many
+_ROWS = 8  # computed together
 _SHOWN = 60  # characters of a text on the terminal
 _MOST_LISTED, _MOST_SEARCHED = 10**6, 10**9  # samples: a minute's work
 
@@ -86,9 +91,40 @@ def _ranked(record: Record, seen: Seen, steps: range, device: torch.device, note
     rows = []
     for step in steps:
         for sample in record.samples(step):
-            parts, losses = seen.parts(sample), losses_of(opened.model, seen, sample, device)
+            parts, losses = seen.parts(sample), _losses_of(opened.model, seen, sample, device)
             rows += [Row(step, sample, part, loss) for part, loss in zip(parts, losses, strict=True)]
     return sorted(rows, key=lambda row: -math.inf if math.isnan(row.loss or 0.0) else row.loss or 0.0, reverse=True)
+
+
+@torch.no_grad()
+def _losses_of(model: Transformer, seen: Seen, sample: int, device: torch.device) -> list[float]:
+    """The mean loss of each of `Seen.parts` of a sample; NaN where nothing of it is predicted.
+
+    In a causal sample each part has its own loss, in the context that it had in training. A sample of span corruption
+    or pairs has one loss, which all of its parts share.
+    """
+    row, documents, ranges = seen.draw(sample)
+    parts = [part for read in ranges for part in documents.parts(read)]
+    targets = torch.cat([_targets_of(part, row, ranges) for part in parts]) if seen.causal else row.targets
+    nats = []
+    for some in targets.split(_ROWS):
+        tokens, positions = (None if t is None else t.expand(len(some), -1) for t in (row.tokens, row.positions))
+        assert tokens is not None
+        nats += row_losses(model, tokens, some, positions, device).tolist()
+    counts = (targets != IGNORE).sum(dim=1).tolist()
+    losses = [total / n if n else math.nan for total, n in zip(nats, counts, strict=True)]
+    return losses if seen.causal else losses * len(parts)
+
+
+def _targets_of(part: Part, row: MicroBatch, ranges: list[Range]) -> Tensor:
+    """The targets of a causal row, (1, T), with those that are not of this part masked."""
+    keep, column = np.zeros(row.targets.shape[1], np.bool_), 0
+    for first, end in ranges:  # a read of n tokens gives n - 1 inputs and their targets
+        low, high = max(part.begin, first + 1), min(part.stop, end)
+        if first <= part.begin < end and low < high:
+            keep[column + low - first - 1 : column + high - first - 1] = True
+        column += end - first - 1
+    return torch.where(torch.from_numpy(keep), row.targets, IGNORE)
 
 
 def _found(record: Record, seen: Seen, steps: range, text: str, notes: list[str]) -> list[Row]:
