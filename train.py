@@ -242,7 +242,8 @@ def train(s: Session) -> None:
             step += 1
             s.watchdog.step(step)
             for callback in s.callbacks:
-                callback.before(s, step)
+                if callback.before:
+                    callback.before(step)
             result = train_step(s, step)
             reads = s.stopping or any(callback.reads_step and due(step, callback.every) for callback in s.callbacks)
             if reads and not s.rewinding:

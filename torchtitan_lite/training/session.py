@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -81,22 +81,17 @@ class Sums:
         return cls(loss=parts[0], squared_norm=parts[1], stop_requests=parts[2], rank_losses=parts[3:])
 
 
+@dataclass(frozen=True)
 class Callback:
-    """Work beside the steps. It runs after every `every`-th step, and after the last one."""
+    """Work beside the steps: after every `every`-th step and the last one. Its time does not count as training."""
 
-    every = 0
-    when_preempted = False  # also after the step at which a preempted run stops
-    reads_step = True  # it reads what the step computed, so the host waits for the device first
-    questions: Mapping[str, str] = {}  # hashes of what it scores, by name: a resume reports changes
-
-    def resume(self, s: "Session") -> None:
-        """Called once, before the first step."""
-
-    def before(self, s: "Session", step: int) -> None:
-        """Called before each step."""
-
-    def after(self, s: "Session", result: StepResult) -> None:
-        """Called after a step, which `s.state` includes. The time that this takes does not count as training."""
+    after: Callable[["Session", StepResult], object]  # `s.state` includes the step
+    every: int
+    when_preempted: bool = False  # also after the step at which a preempted run stops
+    reads_step: bool = True  # it reads what the step computed, so the host waits for the device first
+    before: Callable[[int], None] | None = None  # called before each step
+    resume: Callable[["Session"], None] | None = None  # called once, before the first step
+    questions: Mapping[str, str] = field(default_factory=dict)  # hashes of what it scores: a resume reports changes
 
 
 @dataclass
