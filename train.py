@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from checkpoint import Checkpointer
 from torchtitan_lite import models
 from torchtitan_lite.checkpointing.compatibility import continued, fresh_state
-from torchtitan_lite.checkpointing.preflight import require_equal_copies, require_finite
+from torchtitan_lite.checkpointing.save import require_equal_copies, require_finite
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.derive import derive
@@ -135,11 +135,10 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
         for note in checkpointer.notes:
             log.info(f"note    {note}")
     if config.model.init_from and not loaded:
-        from torchtitan_lite.checkpointing.initial_weights import load_weights
         from torchtitan_lite.huggingface import weights
 
         source = Path(config.model.init_from)
-        load_weights(checkpointer, lambda verify: weights.open_weights(source, config.model, verify))
+        checkpointer.load_weights(lambda verify: weights.open_weights(source, config.model, verify))
     return loaded
 
 

@@ -169,7 +169,7 @@ class Bench:
     def by_distribute_tensor(self) -> None:
         """The former way: every rank makes the whole tensor, and rank 0's is scattered."""
         folder = storage.step_folder(self.checkpointers["full", "dtensor", False].folder, self.step)
-        for file, targets in self.checkpointers["full", "dtensor", False]._parts().items():
+        for file, targets in self.checkpointers["full", "dtensor", False].parts().items():
             read = storage.open_tensors(folder / file).get_tensor
             for name, target in targets.items():
                 whole = read(name) if self.world.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
@@ -184,7 +184,7 @@ class Bench:
         manifest = storage.read_manifest(folder)
         found = {
             "distribute_tensor": allocated(self.by_distribute_tensor),
-            "broadcast in pieces": allocated(lambda: checkpointer._load_tensors(folder, manifest)),
+            "broadcast in pieces": allocated(lambda: checkpointer.load_tensors(folder, manifest)),
         }
         if self.world.rank == 1:
             print(f"a state of {manifest.bytes / 2**20:,.0f} MiB; MiB that torch allocates on rank 1 to load it")

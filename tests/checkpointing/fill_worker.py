@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import checkpoint
 from tests.distributed.distributed_cases import MESHES, make_mesh, sharded
-from torchtitan_lite.checkpointing import safetensors_file, state_dict, storage
+from torchtitan_lite.checkpointing import full_state, safetensors_file, storage
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig, RunConfig
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts, process_group
@@ -86,11 +86,11 @@ def main(argv: Sequence[str]) -> int:
 
         folder = storage.step_folder(Path(argv[0]), 1)
         manifest = storage.read_manifest(folder)
-        state_dict.PIECE = PIECE
+        full_state.PIECE = PIECE
         for name in ("broadcast", "scatter"):
             setattr(dist, name, read.counted(getattr(dist, name)))
         storage.open_tensors = lambda file: Slow(file)
-        found["load peak"] = peak_of(lambda: saver._load_tensors(folder, manifest))
+        found["load peak"] = peak_of(lambda: saver.load_tensors(folder, manifest))
         found["load ahead"] = read.ahead
         same = zip(parameters, before, strict=True)
         found["equal"] = all(p.detach().to_local().equal(old) for p, old in same)  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing.initial_weights import load_weights
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
@@ -91,9 +90,7 @@ def measure(folder: Path, hf_folder: Path, world: World) -> dict[str, float]:
             found[f"save {kind} {api}"] = peak_of(lambda kind=kind, api=api: save(kind, api, 2))  # type: ignore[misc]
             found[f"load {kind} {api}"] = peak_of(lambda kind=kind, api=api: checkpointer(kind, api).load({}))  # type: ignore[misc]
     importer = checkpointer("full", "dtensor")
-    found["import"] = peak_of(
-        lambda: load_weights(importer, lambda v: weights.open_weights(hf_folder, config.model, v))
-    )
+    found["import"] = peak_of(lambda: importer.load_weights(lambda v: weights.open_weights(hf_folder, config.model, v)))
     found["gradients"] = sum(p.to_local().numel() for p in model.parameters()) * 4 / MIB  # type: ignore[attr-defined]
     return found
 

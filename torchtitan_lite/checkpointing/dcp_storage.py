@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -191,11 +189,6 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
-
-
-def load(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill tensors and DTensors from a checkpoint. All ranks of the group call it."""
-    dcp.load(state, storage_reader=ShardReader(folder), process_group=group)
 
 
 def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:

@@ -4,18 +4,17 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing.save import Saved, Saver
+from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.config.schema import CheckpointConfig, Config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Batches
 from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World
@@ -30,21 +29,6 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.training.evaluate import Validation, eval_line, evaluate
 from torchtitan_lite.training.preemption import Preemption
-
-
-class Saves(Protocol):
-    """The part of a Checkpointer that the loop uses. (The package does not import checkpoint.py.)"""
-
-    folder: Path
-    aside: list[tuple[int, str]]
-    config: CheckpointConfig
-    saver: Saver
-
-    def load(self, identity: Mapping[str, Any]) -> TrainState | None: ...
-    def save(self, state: TrainState) -> None: ...
-    def require_space(self) -> None: ...
-    def finished(self) -> bool: ...
-    def wait(self) -> Saved | None: ...
 
 
 @dataclass
@@ -62,7 +46,7 @@ class Session:
     watchdog: Watchdog
     loader: Batches
     validation: Validation
-    checkpointer: Saves
+    checkpointer: BaseCheckpointer
     state: TrainState
     log: Log
     samples: Mixture  # the loader draws from it

@@ -171,7 +171,7 @@ class Spikes:
             compute: train.compute.
         """
         self._compute = compute
-        s.checkpointer.saver.older_by = self._config.rewind_steps
+        s.checkpointer.older_by = self._config.rewind_steps
         while True:
             try:
                 return train(s)
