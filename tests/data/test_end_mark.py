@@ -18,7 +18,7 @@ from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.tools import checkpoints
-from torchtitan_lite.tools.opening import open_model
+from torchtitan_lite.tools.load_model import open_model
 from torchtitan_lite.training.evaluate import Validation
 from torchtitan_lite.training.sampling import Prompts
 

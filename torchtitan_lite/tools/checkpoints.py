@@ -32,8 +32,12 @@ def named_checkpoints(path: Path) -> list[Path]:
     Raises:
         CheckpointError: there is none.
     """
-    if found := storage.checkpoints_of(path):
-        return found
+    if checkpoints := storage.checkpoints_of(path):
+        return checkpoints
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if (path / "run.json").is_file():
+        raise CheckpointError(f"{path} is a run without a checkpoint")
     raise CheckpointError(f"{path} is neither a checkpoint nor a run or a folder with one")
 
 
@@ -46,20 +50,20 @@ def runs_of(path: Path) -> list[Path]:
 
 def verify(folders: Sequence[Path]) -> bool:
     """Print the problems of each checkpoint. Returns whether all are complete."""
-    good = True
+    all_complete = True
     for path in (run for folder in folders for run in runs_of(folder)):
         for folder in named_checkpoints(path):
             try:
                 problems = storage.verify(folder)
             except UnreadableError as error:
-                good = False
+                all_complete = False
                 print(f"UNREADABLE {error}")
                 continue
-            good &= not problems
+            all_complete &= not problems
             print("\n".join(f"DAMAGED {problem}" for problem in problems) or f"complete {folder}")
         for text in storage.incomplete_folders(path / "checkpoints"):
             print(f"note    {text}")
-    return good
+    return all_complete
 
 
 def inspect(folder: Path) -> None:
@@ -104,19 +108,19 @@ def convert(folder: Path, out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         temporary = storage.begin(out, state.step, locked=False)
         if manifest.state_dict == "full":
-            made = storage.commit(temporary, state, "sharded", 1, _one_shard(folder, temporary), replace=False)
+            converted = storage.commit(temporary, state, "sharded", 1, _one_shard(folder, temporary), replace=False)
         else:
             records = {}
             for prefix, file in PARTS:
                 tensors = dcp_storage.WholeTensors(folder, prefix)
                 records[file] = write_tensors(temporary / file, tensors.specs(), tensors.__getitem__)
-            made = storage.commit(temporary, state, "full", manifest.world_size, records, replace=False)
+            converted = storage.commit(temporary, state, "full", manifest.world_size, records, replace=False)
         source = weights.folder_of_tokenizer(folder)
-        if not (weights.folder_of_tokenizer(made) / "tokenizer.json").is_file():
+        if not (weights.folder_of_tokenizer(converted) / "tokenizer.json").is_file():
             for name in ("tokenizer.json", PAIRS):  # so that `out` can be used as a run is
                 if (source / name).is_file():
                     shutil.copyfile(source / name, out / name)
-        return made
+        return converted
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
@@ -172,20 +176,20 @@ def main(argv: Sequence[str]) -> int:
     command = commands.add_parser("import")
     command.add_argument("folder", type=paths.argument)
     command.add_argument("out", type=paths.argument, nargs="?")
-    given = parser.parse_args(argv)
-    return run_cli("checkpoint.py", lambda: _run(given))
+    arguments = parser.parse_args(argv)
+    return run_cli("checkpoint.py", lambda: _run(arguments))
 
 
-def _run(given: argparse.Namespace) -> int:
-    if given.command == "verify":
-        return 0 if verify(given.paths) else 1
-    if given.command == "inspect":
-        inspect(named_checkpoints(given.folder)[-1])
-    elif given.command == "convert":
-        print(f"converted to {convert(named_checkpoints(given.folder)[-1], given.out)}")
-    elif given.command == "export":
-        made = weights.export(given.source, given.out, ema=given.ema)
-        print(f"exported to {given.out}: transformers.{made}.from_pretrained reads it")
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "verify":
+        return 0 if verify(arguments.paths) else 1
+    if arguments.command == "inspect":
+        inspect(named_checkpoints(arguments.folder)[-1])
+    elif arguments.command == "convert":
+        print(f"converted to {convert(named_checkpoints(arguments.folder)[-1], arguments.out)}")
+    elif arguments.command == "export":
+        model_class = weights.export(arguments.source, arguments.out, ema=arguments.ema)
+        print(f"exported to {arguments.out}: transformers.{model_class}.from_pretrained reads it")
     else:
-        import_config(given.folder, given.out)
+        import_config(arguments.folder, arguments.out)
     return 0
