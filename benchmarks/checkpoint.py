@@ -2,7 +2,7 @@
 
 Compares each way of saving with a plain write and fsync of the same bytes, and with a bare `dcp.save`, which syncs but
 neither hashes nor commits. For background saves it compares the pause of training with one in-memory copy of this
-rank's shards. Memory is measured by tests/checkpointing/memory_worker.py.
+rank's shards. Memory is measured by tests/checkpointing/test_checkpoint_memory.py.
 
 `python -m benchmarks.checkpoint bytes` prints what loading a full checkpoint allocates on rank 1, and what it allocated
 when each tensor was sent by distribute_tensor.
