@@ -17,6 +17,7 @@ checkpointing/storage.py defines when a checkpoint is complete, select.py which 
 in the background. Command line: `python checkpoint.py verify | inspect | convert | export | import`.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,7 +110,7 @@ class Checkpointer(BaseCheckpointer):
         parts = self.parts()
         specs = {file: specs_of(tensors) for file, tensors in parts.items()}
         tensors = sharding.by_name(parts)
-        gather: Callable[[str], Tensor] = lambda name: self.gather(tensors[name])  # noqa: E731
+        gather: Callable[[str], Tensor] = functools.partial(self.gather, tensors)
         if background:
             # The next step changes the tensors, so each rank copies its rows now. And full_tensor() would use the
             # process group of training, where every rank has to start the same collectives in the same order.
@@ -117,11 +118,12 @@ class Checkpointer(BaseCheckpointer):
             gather = full_state.HostGather(tensors, copies, self.group)
         return lambda folder: full_state.write_gathered(folder, specs, gather, writes=self.world.rank == 0)
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensors: Tensors, name: str) -> Tensor:
         """The whole tensor on rank 0's CPU, an empty one elsewhere."""
-        # full_tensor() is a collective with a timeout, and rank 0 may come late to it: it has written the tensor
-        # before, to a disk of any speed. So all ranks wait for it here, in a group without a timeout.
+        # full_tensor() is a collective with a timeout. Rank 0 comes to it after writing the previous tensor, which
+        # takes as long as its disk does. So the others wait for it here, in a group without a timeout.
         dist.barrier(group=self.group)
+        tensor = tensors[name]
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return whole.cpu().contiguous() if self.world.rank == 0 else torch.empty(0)
 
@@ -149,7 +151,10 @@ class Checkpointer(BaseCheckpointer):
     # --- full state dict, DCP API -------------------------------------------------------------------------------
 
     def save_full_by_dcp(self, background: bool) -> Write:
-        """Torch gathers everything into rank 0's memory. Returns the function that writes it."""
+        """Torch gathers everything into rank 0's memory. Returns the function that writes it.
+
+        If one rank fails within torch's gather, the others wait in its collectives until they time out.
+        """
         parts = self.parts()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model: Any = get_model_state_dict(self.model, options=options)
@@ -180,8 +185,8 @@ class Checkpointer(BaseCheckpointer):
             model = sharding.with_tied(self.model, load_file(folder / MODEL))
             optimizer = sharding.nested_state(self.model, self.optimizer, load_file(folder / OPTIMIZER))
         dist.barrier(group=self.world.untimed)  # the collectives in these functions have a timeout
-        # Torch also loads `param_groups`, with lists for tuples, and would replace a learning rate by a saved one. Ours
-        # are the config's, so we put them back.
+        # Torch also loads `param_groups`: it makes lists of tuples such as betas, and a state dict with a learning rate
+        # would overwrite that of the config. So we put ours back.
         hyperparameters = sharding.hyperparameters(self.optimizer)
         set_model_state_dict(self.model, model, options=options)
         set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)

@@ -20,6 +20,7 @@ from torchtitan_lite.huggingface import names
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.llama import rotary_tables
+from torchtitan_lite.tools import checkpoints
 
 transformers = pytest.importorskip("transformers")
 
@@ -365,7 +366,7 @@ def test_import_prints_a_config_that_works(theirs: tuple[Any, Path], tmp_path: P
 def test_the_length_of_an_import_fits_into_the_memory_of_its_training_state(
     values: dict[str, Any], seq_len: int
 ) -> None:
-    lines = list(hf.recipe(ModelConfig.model_validate(values | {"vocab_size": 50_000})))
+    lines = list(checkpoints.recipe(ModelConfig.model_validate(values | {"vocab_size": 50_000})))
     (line,) = (line for line in lines if line.startswith("seq_len"))
     assert line.startswith(f"seq_len = {seq_len}  # ")
     assert f"micro_batch_size = {2 if seq_len == 1024 else 1}  #" in "\n".join(lines)

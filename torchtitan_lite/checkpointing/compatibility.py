@@ -54,11 +54,11 @@ def identity(config: Config, data: DataSet) -> dict[str, Any]:
     return content | {key: values[key] for key in values if is_refused(key)}
 
 
-def read_state(folder: Path, wanted: Mapping[str, Any], world: World, *, named_by_step: bool) -> TrainState:
+def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named_by_step: bool) -> TrainState:
     """The state of a checkpoint, on every rank.
 
     Args:
-        wanted: the identity of this run. A key that is newer than the checkpoint has its default there.
+        expected: the identity of this run. A key that is newer than the checkpoint has its default there.
 
     Raises:
         CheckpointError: on every rank: it is damaged, or belongs to another model or other data.
@@ -67,8 +67,8 @@ def read_state(folder: Path, wanted: Mapping[str, Any], world: World, *, named_b
     def read_and_compare() -> dict[str, Any]:
         state = storage.read_state(folder, named_by_step=named_by_step)
         known = known_keys()
-        saved = {key: default_of(key) for key in wanted if key in known} | dict(state.identity)
-        storage.compare(folder, saved, wanted, "model, or other data")
+        saved = {key: default_of(key) for key in expected if key in known} | dict(state.identity)
+        storage.compare(folder, saved, expected, "model, or other data")
         return asdict(state)
 
     return TrainState(**on_rank0(world, read_and_compare))

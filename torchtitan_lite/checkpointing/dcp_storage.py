@@ -262,9 +262,9 @@ def read_checked_index(folder: Path) -> dict[str, Any]:
     """
     index = read_index(folder)
     parts = [part for entry in index.values() for part in entry["parts"]]
-    inside = {file: read_shapes(folder / file) for file in {part["file"] for part in parts}}
+    headers = {file: read_shapes(folder / file) for file in {part["file"] for part in parts}}
     for part in parts:
-        if inside[part["file"]].get(part["key"]) != tuple(part["shape"]):
+        if headers[part["file"]].get(part["key"]) != tuple(part["shape"]):
             raise CheckpointError(f"{folder / part['file']} does not hold {part['key']} of shape {part['shape']}")
     return index
 

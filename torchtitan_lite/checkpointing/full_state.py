@@ -144,16 +144,16 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
         buffer: (PIECE,) uint8 on the ranks' devices. All pieces go through it, so nothing else is allocated.
     """
     rows, row = local_rows(target)
-    mine, first = rows.view(-1), row * math.prod(target.shape[1:])
+    local, first = rows.view(-1), row * math.prod(target.shape[1:])
     pieces = buffer.view(target.dtype)
     for start in range(0, target.numel(), len(pieces)):
         piece = pieces[: target.numel() - start]
         if whole is not None:
             piece.copy_(whole.view(-1)[start : start + len(piece)])
         dist.broadcast(piece.view(torch.uint8), src=0)  # gloo has no int16
-        begin, end = max(start, first), min(start + len(piece), first + len(mine))
+        begin, end = max(start, first), min(start + len(piece), first + len(local))
         if begin < end:
-            mine[begin - first : end - first].copy_(piece[begin - start : end - start])
+            local[begin - first : end - first].copy_(piece[begin - start : end - start])
         progress.advance(piece.nbytes)
 
 

@@ -88,8 +88,8 @@ def checkpoints_of(path: Path) -> list[Path]:
     """The checkpoints of a run, or in a folder, oldest first. A checkpoint gives itself, any other path nothing."""
     if (path / MANIFEST).is_file():
         return [path]
-    inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return [step_folder(inside, step) for step in find_steps(inside)]
+    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return [step_folder(checkpoints, step) for step in find_steps(checkpoints)]
 
 
 def misnamed(folder: Path, step: int) -> str:
@@ -119,8 +119,8 @@ def incomplete_folders(checkpoints: Path) -> list[str]:
     if not checkpoints.is_dir():
         return []
     steps = {step_folder(checkpoints, step).name for step in find_steps(checkpoints)}
-    strange = (e.name for e in checkpoints.iterdir() if e.name.startswith("step") and e.name not in steps)
-    return [f"{checkpoints / name}: not a folder step-N with a {MANIFEST}" for name in sorted(strange)]
+    others = (e.name for e in checkpoints.iterdir() if e.name.startswith("step") and e.name not in steps)
+    return [f"{checkpoints / name}: not a folder step-N with a {MANIFEST}" for name in sorted(others)]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
@@ -205,10 +205,10 @@ def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
     try:
         state = TypeAdapter(TrainState).validate_json(content, strict=True)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{folder / STATE} is damaged: {wrong}") from None
-    if named_by_step and (wrong := misnamed(folder, state.step)):
-        raise CheckpointError(wrong)
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise CheckpointError(f"{folder / STATE} is damaged: {problems}") from None
+    if named_by_step and (problem := misnamed(folder, state.step)):
+        raise CheckpointError(problem)
     return state
 
 
@@ -231,23 +231,23 @@ def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
 
 
 def check_manifest(folder: Path) -> tuple[Manifest | None, str]:
-    """The manifest, or what is wrong with it."""
+    """The manifest, or its problem."""
     try:
         manifest = read_manifest(folder)
     except UnreadableError:
         raise
     except CheckpointError as error:
         return None, str(error)
-    wrong = misnamed(folder, manifest.step)
-    return (None, wrong) if wrong else (manifest, "")
+    problem = misnamed(folder, manifest.step)
+    return (None, problem) if problem else (manifest, "")
 
 
 def verify(folder: Path, mode: str = "full") -> list[str]:
     """All problems of a checkpoint; empty if it is complete."""
-    manifest, wrong = check_manifest(folder)
+    manifest, problem = check_manifest(folder)
     if manifest is None:
-        return [wrong]
-    return [wrong for name, record in manifest.files.items() if (wrong := verify_file(folder, name, record, mode))]
+        return [problem]
+    return [problem for name, record in manifest.files.items() if (problem := verify_file(folder, name, record, mode))]
 
 
 def open_tensors(file: Path) -> Any:
@@ -305,8 +305,8 @@ def commit(
         OSError, CheckpointError: it is not committed; nothing else has changed.
     """
     for name, record in files.items():
-        if wrong := verify_file(folder, name, record, "size"):
-            raise CheckpointError(f"{wrong} (is the folder on a file system that all ranks share?)")
+        if problem := verify_file(folder, name, record, "size"):
+            raise CheckpointError(f"{problem} (is the folder on a file system that all ranks share?)")
     values = {"setting" if key == "bitwise_setting" else key: value for key, value in asdict(state).items()}
     files = {**files, STATE: write_text(folder / STATE, json.dumps(values, indent=2) + "\n")}
     manifest: dict[str, Any] = {
@@ -366,17 +366,20 @@ def require_space(checkpoints: Path, n_bytes: int) -> None:
 def compare(
     folder: Path,
     saved: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    what: str,
+    expected: Mapping[str, Any],
+    kind: str,
     advice: str = "go back to these values, or start another run with --run.name=NAME",
 ) -> None:
-    """Compare a checkpoint's values with the wanted ones.
+    """Compare a checkpoint's values with those of this run.
+
+    Args:
+        kind: for the message: the checkpoint "belongs to another" one, such as "model".
 
     Raises:
         CheckpointError: values differ; it lists each key with both values.
     """
-    if dict(saved) != dict(wanted):
+    if dict(saved) != dict(expected):
         from torchtitan_lite.hints import differences
 
-        shown = differences(saved, wanted)
-        raise CheckpointError("\n  ".join([f"{folder} belongs to another {what}:", *shown, advice]))
+        shown = differences(saved, expected)
+        raise CheckpointError("\n  ".join([f"{folder} belongs to another {kind}:", *shown, advice]))
