@@ -20,6 +20,7 @@ from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.huggingface.weights import whole_weights
 
 
 def saved_files(checkpointer: Checkpointer) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def test_retention_keeps_the_loaded_checkpoint(tmp_path: Path) -> None:
 
 
 def on_two_machines(world: World, folder: Path, api: str, mesh: str, background: bool) -> None:
-    """Save three steps; then resume from the newest, from a named one, and as a fork."""
+    """Save three steps; then resume from the newest, from a named one, and as a fork; then start from the weights."""
     world = replace(world, local_world_size=2)
     disk = folder / f"disk{world.rank // 2}"
     run = disk / "run"
@@ -140,6 +141,11 @@ def on_two_machines(world: World, folder: Path, api: str, mesh: str, background:
     require_loaded(2, [(3, "bad")], run)
     with pytest.raises(CheckpointError, match="its SHA-256 does not match the manifest"):  # on each rank
         checkpointer(state, disk / "fork", resume=str(run)).load({})
+    # model.init_from: the weights alone
+    fresh = State(mesh, 2, "llama", world)
+    checkpointer(fresh, disk / "new").load_weights(lambda _: whole_weights(storage.step_folder(run, 2)))
+    loaded = fresh.whole()
+    assert all(loaded[name].equal(tensor) for name, tensor in expected[2].items() if name.startswith("model."))
 
 
 @pytest.mark.parametrize(
