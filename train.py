@@ -176,7 +176,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     if config.spike.action != "off" or config.spike.recheck:
         from torchtitan_lite.training.spikes.watch import Spikes
 
-        checkpointer.saver.older_by = config.spike.rewind_steps
+        checkpointer.older_by = config.spike.rewind_steps
         spikes = Spikes(config.spike, forward_backward)
     return Session(
         config=config,
@@ -225,11 +225,10 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
         for note in checkpointer.notes:
             log.info(f"note    {note}")
     if config.model.init_from and not saved:
-        from torchtitan_lite.checkpointing.initial_weights import load_weights
         from torchtitan_lite.huggingface import weights
 
         source = Path(config.model.init_from)
-        load_weights(checkpointer, lambda verify: weights.open_weights(source, config.model, verify))
+        checkpointer.load_weights(lambda verify: weights.open_weights(source, config.model, verify))
     return saved
 
 

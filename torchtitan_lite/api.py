@@ -48,7 +48,7 @@ from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.generation import Sampler, answers, pieces
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.tools import generate as generating
-from torchtitan_lite.tools import opening
+from torchtitan_lite.tools.load_model import Opened
 from torchtitan_lite.tools.scoring import evaluate as scoring
 from torchtitan_lite.training import checks
 from torchtitan_lite.training.start import prepared
@@ -495,9 +495,9 @@ def evaluate(
     return {names.get(text, text): scoring.figures(part) for text, part in scores.items()}
 
 
-def _opened(model: Transformer, tokenizer: Tokenizer) -> opening.Opened:
+def _opened(model: Transformer, tokenizer: Tokenizer) -> Opened:
     prefix = tokenizer.source_prefix
-    return opening.Opened("the model", model, tokenizer.tokenizer, tokenizer.end_tokens, [], prefix)
+    return Opened("the model", model, tokenizer.tokenizer, tokenizer.end_tokens, [], prefix)
 
 
 @contextlib.contextmanager

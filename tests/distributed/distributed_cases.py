@@ -23,10 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing.initial_weights import load_weights
-from torchtitan_lite.checkpointing.preflight import require_finite
+from torchtitan_lite.checkpointing.save import require_finite
+from torchtitan_lite.checkpointing.select import verify_together
 from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.checkpointing.verify import verify_together
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
     FsdpConfig,
@@ -299,10 +298,10 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
     for api, kind, beside in (("dcp", "sharded", True), ("dtensor", "full", True)):
         checkpointer = Checkpointer(folder / kind, model, optimizer, way(api, kind, beside), world)
-        honest = checkpointer._copied
+        honest = checkpointer.host_copies
         for step in (1, 2):
             fails = step == 1 and world.rank == 2
-            checkpointer._copied = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
+            checkpointer.host_copies = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
             checkpointer.save(TrainState(step=step))
             saved = checkpointer.wait()
             assert saved is not None
@@ -371,12 +370,12 @@ def case_weights_of_another_run_reach_every_rank() -> None:
         checkpointer = Checkpointer(
             Path("unused"), model, build_optimizer(model, OptimConfig(name="adamw")), CheckpointConfig(), world
         )
-        load_weights(checkpointer, lambda _, reference=reference: reference)  # type: ignore[misc]
+        checkpointer.load_weights(lambda _, reference=reference: reference)  # type: ignore[misc]
         for key, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert parameter.full_tensor().equal(reference[key].float()), f"{name}: {key}"
         with pytest.raises(CheckpointError, match=" is - in the checkpoint and "):
-            load_weights(checkpointer, lambda _: {})
+            checkpointer.load_weights(lambda _: {})
 
 
 def case_a_step_with_nan_on_one_rank_changes_nothing() -> None:

@@ -19,7 +19,7 @@ from torchtitan_lite.tasks.brackets import CHOICES, EACH, brackets
 from torchtitan_lite.tasks.find import find
 from torchtitan_lite.tasks.questions import Question, Task
 from torchtitan_lite.tasks.score import mean
-from torchtitan_lite.tools.opening import open_model
+from torchtitan_lite.tools.load_model import open_model
 from torchtitan_lite.tools.scoring import evaluate
 
 ENTRY = "torchtitan_lite.tools.scoring.evaluate"

@@ -16,7 +16,7 @@ from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.tools.opening import Opened
+from torchtitan_lite.tools.load_model import Opened
 from torchtitan_lite.tools.scoring import evaluate
 from torchtitan_lite.tools.scoring.documents import Place
 from torchtitan_lite.tools.scoring.likelihood import Scores

@@ -447,7 +447,7 @@ def test_a_real_run_was_given_these_documents(trained: Path, texts: Path) -> Non
 def test_documents_are_ranked_by_their_loss_under_the_checkpoint_before(
     trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torchtitan_lite.tools.opening import open_model
+    from torchtitan_lite.tools.load_model import open_model
 
     run = trained / "run"
     rows = seen(run, "--step", "9", "--to", "10", "--rank-by-loss")["documents"]

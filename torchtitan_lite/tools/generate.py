@@ -23,7 +23,7 @@ from torchtitan_lite.data.pairs import with_prefix
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
 from torchtitan_lite.terminal import counted, encodable, prepare_streams
-from torchtitan_lite.tools.opening import Opened, open_model
+from torchtitan_lite.tools.load_model import Opened, open_model
 
 MOST_BEAMS = 1000
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_lite.checkpointing.preflight import require_equal_copies, require_finite
+from torchtitan_lite.checkpointing.save import require_equal_copies, require_finite
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World

@@ -4,15 +4,14 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing.save import Saved, Saver
+from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.schema import CheckpointConfig, Config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Batches
 from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks
@@ -24,21 +23,6 @@ from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 from torchtitan_lite.training.preemption import Preemption
-
-
-class Saves(Protocol):
-    """The part of a Checkpointer that the loop uses. (The package does not import checkpoint.py.)"""
-
-    folder: Path
-    aside: list[tuple[int, str]]
-    config: CheckpointConfig
-    saver: Saver
-
-    def load(self, identity: Mapping[str, Any]) -> TrainState | None: ...
-    def save(self, state: TrainState) -> None: ...
-    def require_space(self) -> None: ...
-    def finished(self) -> bool: ...
-    def wait(self) -> Saved | None: ...
 
 
 class SpikeWatch(Protocol):
@@ -108,7 +92,7 @@ class Session:
     loader: Batches
     preemption: Preemption
     watchdog: Watchdog
-    checkpointer: Saves
+    checkpointer: BaseCheckpointer
     log: Log
     state: TrainState
     resumed: TrainState | None = None  # the state as it was saved, if the run is resumed

@@ -23,7 +23,7 @@ from torchtitan_lite.terminal import counted, prepare_streams, print_line
 from torchtitan_lite.tools.incidents.losses import losses_of
 from torchtitan_lite.tools.incidents.record import Record, checkpoint_before, read_record
 from torchtitan_lite.tools.incidents.seen import Documents, Part, Seen
-from torchtitan_lite.tools.opening import open_model
+from torchtitan_lite.tools.load_model import open_model
 
 _LINES = 200  # of documents on the terminal, if TEXT is in many
 _SHOWN = 60  # characters of a text on the terminal

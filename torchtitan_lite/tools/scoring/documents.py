@@ -15,7 +15,7 @@ from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.tasks.encode import text_encoder
-from torchtitan_lite.tools.opening import Opened
+from torchtitan_lite.tools.load_model import Opened
 from torchtitan_lite.training.evaluate import bytes_per_token
 
 Split = Literal["val", "train", "all"]

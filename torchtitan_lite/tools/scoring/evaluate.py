@@ -40,7 +40,7 @@ from torchtitan_lite.tasks.encode import Inputs
 from torchtitan_lite.tasks.likelihood import ratio, ratio_difference
 from torchtitan_lite.tasks.score import TaskScore
 from torchtitan_lite.terminal import prepare_streams
-from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
+from torchtitan_lite.tools.load_model import Opened, newest_complete, open_model
 from torchtitan_lite.tools.scoring import tasks
 from torchtitan_lite.tools.scoring.documents import Place, place
 from torchtitan_lite.tools.scoring.likelihood import Scores, score, score_rows

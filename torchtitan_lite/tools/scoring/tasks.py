@@ -16,7 +16,7 @@ from torchtitan_lite.tasks.encode import Encoded, Inputs, encoded, text_encoder
 from torchtitan_lite.tasks.find import find_each
 from torchtitan_lite.tasks.questions import METRICS
 from torchtitan_lite.tasks.score import TaskScore, mean, score
-from torchtitan_lite.tools.opening import Opened
+from torchtitan_lite.tools.load_model import Opened
 from torchtitan_lite.tools.scoring.likelihood import summed
 
 

@@ -1,7 +1,9 @@
-"""Whole tensors on rank 0: gather them from host copies of each rank's rows, or send each rank its rows of them."""
+"""Full state dicts: rank 0 gathers whole tensors and writes them, or sends each rank its rows of them."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,12 +11,61 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorFileWriter, TensorSpecs, layout
 from torchtitan_lite.distributed.agreement import outcome_on_rank0
 from torchtitan_lite.distributed.process_group import from_all_ranks
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import local_rows, prefix
 from torchtitan_lite.errors import CheckpointError
 
 PIECE = 64 << 20  # bytes that are sent at a time
+
+
+# --- saving -----------------------------------------------------------------------------------------------------
+
+
+def write_gathered(
+    folder: Path, files: Mapping[str, TensorSpecs], gather: Callable[[str], Tensor], *, writes: bool
+) -> dict[str, FileRecord]:
+    """Gather one whole tensor at a time, and write it on rank 0. Collective.
+
+    Args:
+        files: the tensors of each file.
+        gather: a collective; returns the tensor with this prefixed name ("model.norm.weight") on rank 0.
+        writes: whether this is rank 0.
+
+    Raises:
+        Exception: the first error of this rank. It is raised after all tensors are gathered, because the other ranks
+            take part in each gather and do not know of the error.
+    """
+    records: dict[str, FileRecord] = {}
+    errors: list[Exception] = []
+
+    @contextlib.contextmanager
+    def collecting_errors() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # any error, also no memory
+            errors.append(error)
+
+    for file, specs in files.items():
+        writer = None
+        if writes and not errors:
+            with collecting_errors():
+                writer = TensorFileWriter(folder / file, specs)
+        for name in layout(specs)[1]:
+            with collecting_errors():
+                whole = gather(f"{prefix(file)}{name}")
+                if writer is not None and not errors:
+                    writer.write(whole)
+        if writer is not None:
+            with collecting_errors():
+                if errors:
+                    writer.abandon()
+                else:
+                    records[file] = writer.close()
+    if errors:
+        raise errors[0]
+    return records
 
 
 def needed_copies(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -82,6 +133,9 @@ def _has_rows(tensor: Tensor) -> bool:
     return all(placement.is_shard() or coordinate == 0 for coordinate, placement in axes)
 
 
+# --- loading ----------------------------------------------------------------------------------------------------
+
+
 def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None:
     """Fill this rank's rows of a tensor from rank 0's whole one. Collective.
 
@@ -90,14 +144,22 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
         buffer: (PIECE,) uint8 on the ranks' devices. All pieces go through it, so nothing else is allocated.
     """
     rows, row = local_rows(target)
-    mine, first = rows.view(-1), row * math.prod(target.shape[1:])
+    local, first = rows.view(-1), row * math.prod(target.shape[1:])
     pieces = buffer.view(target.dtype)
     for start in range(0, target.numel(), len(pieces)):
         piece = pieces[: target.numel() - start]
         if whole is not None:
             piece.copy_(whole.view(-1)[start : start + len(piece)])
         dist.broadcast(piece.view(torch.uint8), src=0)  # gloo has no int16
-        begin, end = max(start, first), min(start + len(piece), first + len(mine))
+        begin, end = max(start, first), min(start + len(piece), first + len(local))
         if begin < end:
-            mine[begin - first : end - first].copy_(piece[begin - start : end - start])
+            local[begin - first : end - first].copy_(piece[begin - start : end - start])
         progress.advance(piece.nbytes)
+
+
+def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Fill this rank's rows from whole tensors that it can read itself. Lazy ones are read one at a time."""
+    for name, target in targets.items():
+        rows, first = local_rows(target)
+        with progress.working(f"reading {name}"):
+            rows.copy_(whole[name][first : first + len(rows)])

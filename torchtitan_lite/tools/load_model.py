@@ -1,4 +1,4 @@
-"""Opens a trained model with its tokenizer, in one process: from a run, a checkpoint, or a Hugging Face folder."""
+"""Loads a trained model with its tokenizer, in one process: from a run, a checkpoint, or a Hugging Face folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,16 +71,14 @@ def newest_complete(path: Path) -> tuple[Path, list[str]]:
     """
     candidates = storage.checkpoints_of(path)[::-1]
     if not candidates:
-        others = sorted(p.parent for p in path.parent.glob("*/checkpoints")) if path.parent.is_dir() else []
-        known = f"; other runs there: {', '.join(map(str, others[:8]))}" if others else ""
-        if inside := sorted(p.parent for p in path.glob("*/checkpoints")):
-            known = f", but of runs: {', '.join(map(str, inside[:8]))}"
-        what = (
-            "is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
-            if path.exists()
-            else "does not exist"
-        )
-        raise CheckpointError(f"{path} {what}{known}")
+        problem = "is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
+        if not path.exists():
+            problem = "does not exist"
+        if runs := sorted(p.parent for p in path.glob("*/checkpoints")):
+            problem += f", but of runs: {', '.join(map(str, runs[:8]))}"
+        elif path.parent.is_dir() and (others := sorted(p.parent for p in path.parent.glob("*/checkpoints"))):
+            problem += f"; other runs there: {', '.join(map(str, others[:8]))}"
+        raise CheckpointError(f"{path} {problem}")
     notes: list[str] = []
     for folder in candidates:
         problems = storage.verify(folder)
@@ -131,8 +129,8 @@ def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
     """The tokenizer in a file or folder, and the tokens that end a document, if known."""
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
-        what = f"is {kind_of(file)}" if file.exists() else "does not exist"
-        raise DataError(f"{file} {what}: name the model's tokenizer.json with --tokenizer=FILE")
+        problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
+        raise DataError(f"{file} {problem}: name the model's tokenizer.json with --tokenizer=FILE")
     tokenizer = bpe.load(file)
     if (folder / "config.json").is_file():
         return tokenizer, hf.end_tokens(folder)
