@@ -24,7 +24,7 @@ ROOMS = [
     ["checkpointing"],
     ["huggingface"],
     ["monitoring"],
-    ["tasks"],
+    ["scoring"],
     ["training"],
     ["tools"],
     ["api"],
@@ -152,13 +152,14 @@ def test_a_command_module_is_only_a_name() -> None:
 # what a plain run has no use for: it is imported when it is asked for
 NOT_LOADED = (
     "torchtitan_lite.tools",
-    *("torchtitan_lite.tasks", "torchtitan_lite.training.tasks", "torchtitan_lite.training.options"),
+    *("torchtitan_lite.training.tasks", "torchtitan_lite.training.options"),
+    *(f"torchtitan_lite.scoring.{name}" for name in ("questions", "find_tasks", "task_tokens", "task_scores")),
+    *("torchtitan_lite.scoring.brackets", "torchtitan_lite.scoring.olmo_eval"),
     "torchtitan_lite.huggingface",
     "torchtitan_lite.data.prepare.__main__",
     *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.notify"),
     "torchtitan_lite.monitoring.profiler",
     "torchtitan_lite.optim.average",
-    "torchtitan_lite.training.average",
     *("torchtitan_lite.training.spikes", "torchtitan_lite.monitoring.sources"),
     *("plotly", "pyarrow", "rouge_score", "tensorboard", "wandb", "transformers"),
 )

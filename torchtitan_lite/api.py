@@ -49,7 +49,7 @@ from torchtitan_lite.models.generation import Sampler, answers, pieces
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.tools import generate as generating
 from torchtitan_lite.tools import opening
-from torchtitan_lite.tools.scoring import evaluate as scoring
+from torchtitan_lite.tools.evaluation import evaluate as scoring
 from torchtitan_lite.training import checks
 from torchtitan_lite.training.start import prepared
 

@@ -16,12 +16,12 @@ from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import UserError
+from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools.evaluation.documents import Place
+from torchtitan_lite.tools.evaluation.likelihood import Scores
 from torchtitan_lite.tools.opening import Opened
-from torchtitan_lite.tools.scoring import evaluate
-from torchtitan_lite.tools.scoring.documents import Place
-from torchtitan_lite.tools.scoring.likelihood import Scores
 
-ENTRY = "torchtitan_lite.tools.scoring.evaluate"
+ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
 TEXTS = ["def f(x):\n    return x\n", "caf\u00e9 \u4f60\u597d", "a", "<|endoftext|> is text", "the cat sat " * 9]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny
-from tests.tasks.test_tasks import CHOICE, WORD, jsonl
+from tests.scoring.test_tasks import CHOICE, WORD, jsonl
 from torchtitan_lite.config.schema import Config, DataConfig, EvalConfig, ModelConfig
 from torchtitan_lite.training.checks import check_prompts
 

@@ -30,8 +30,8 @@ from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.generation import Sampler, answers, new_tokens
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.scoring.validation import SUBSET_SEED
 from torchtitan_lite.terminal import counted
-from torchtitan_lite.training.evaluate import SUBSET_SEED
 
 HELD_OUT = 3  # pairs
 SHOWN = 120  # characters of a source on the terminal; samples.jsonl has all of it

@@ -28,7 +28,7 @@ from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import learning_rate
-from torchtitan_lite.training.evaluate import Validation, eval_line, evaluate
+from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 from torchtitan_lite.training.preemption import Preemption
 
 
@@ -133,8 +133,6 @@ def validate(s: Session, step: int) -> None:
     s.log.record({"step": step, **score.record(), "eval_samples": s.validation.n_samples, "eval_s": seconds})
     s.log.info(eval_line(step, score, s.validation, seconds))
     if s.config.optim.ema_decay:
-        from torchtitan_lite.training.average import evaluate_average
-
         record, line = evaluate_average(step, s.model, s.optimizer, s.validation, s.world.device)
         s.log.record(record)
         s.log.info(line)

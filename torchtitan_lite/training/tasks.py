@@ -21,11 +21,11 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import from_rank0
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.tasks import brackets
-from torchtitan_lite.tasks.encode import Encoded, Inputs, encoded, text_encoder
-from torchtitan_lite.tasks.find import find
-from torchtitan_lite.tasks.questions import METRICS, Task
-from torchtitan_lite.tasks.score import TaskScore, score
+from torchtitan_lite.scoring import brackets
+from torchtitan_lite.scoring.find_tasks import find
+from torchtitan_lite.scoring.questions import METRICS, Task
+from torchtitan_lite.scoring.task_scores import TaskScore, score
+from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
 from torchtitan_lite.training.session import Session
 
 TOO_LONG_S = 60

@@ -9,8 +9,8 @@ from torch import Tensor
 from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.tools.evaluation.likelihood import row_losses
 from torchtitan_lite.tools.incidents.seen import Part, Range, Seen
-from torchtitan_lite.tools.scoring.likelihood import row_losses
 
 _ROWS = 8  # computed together
 

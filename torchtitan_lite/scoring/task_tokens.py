@@ -21,8 +21,8 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.literal import LiteralEncoder, LiteralError, literal
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tasks.likelihood import Window
-from torchtitan_lite.tasks.questions import Question, Task
+from torchtitan_lite.scoring.likelihood import Window
+from torchtitan_lite.scoring.questions import Question, Task
 
 Encode = Callable[[list[str]], list[list[int]]]
 

@@ -31,10 +31,9 @@ from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens
-from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
+from torchtitan_lite.scoring.validation import SUBSET_SEED
+from torchtitan_lite.tools.opening import Opened, config_of, data_of, newest_complete, open_model
 from torchtitan_lite.tools.report.runs import ROUGE as KINDS
-from torchtitan_lite.tools.scoring.trained import config_of, data_of
-from torchtitan_lite.training.evaluate import SUBSET_SEED
 
 FILE = "rouge.jsonl"
 MOST_BEAMS = 1000

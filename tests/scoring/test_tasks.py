@@ -14,15 +14,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tests.helpers import ranks, succeeded, tiny
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import DataError, UserError
-from torchtitan_lite.tasks import encode, questions
-from torchtitan_lite.tasks.brackets import CHOICES, EACH, brackets
-from torchtitan_lite.tasks.find import find
-from torchtitan_lite.tasks.questions import Question, Task
-from torchtitan_lite.tasks.score import mean
+from torchtitan_lite.scoring import questions, task_tokens
+from torchtitan_lite.scoring.brackets import CHOICES, EACH, brackets
+from torchtitan_lite.scoring.find_tasks import find
+from torchtitan_lite.scoring.questions import Question, Task
+from torchtitan_lite.scoring.task_scores import mean
+from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.opening import open_model
-from torchtitan_lite.tools.scoring import evaluate
 
-ENTRY = "torchtitan_lite.tools.scoring.evaluate"
+ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
 LENGTH = 24  # tokens of the models below
 WORDS = "the cat sat on the mat, f(x) and g() end. "
 CHOICE: list[dict[str, Any]] = [
@@ -117,10 +117,10 @@ def test_choices_equal_those_of_transformers(folder: Path, tmp_path: Path) -> No
     file = jsonl(tmp_path / "choice.jsonl", CHOICE)
     opened = open_model(folder, torch.device("cpu"), torch.float32)
     prefix = [0] if "llama" in str(folder) else []
-    encoder = encode.text_encoder(opened.tokenizer, opened.ends, "a question")
-    ready = encode.encoded(questions.read(str(file)), encoder, encode.Inputs(prefix, [0], LENGTH))
-    from torchtitan_lite.tasks.likelihood import losses
-    from torchtitan_lite.tasks.score import _batches
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    ready = task_tokens.encoded(questions.read(str(file)), encoder, task_tokens.Inputs(prefix, [0], LENGTH))
+    from torchtitan_lite.scoring.likelihood import losses
+    from torchtitan_lite.scoring.task_scores import _batches
 
     ours = np.zeros(len(ready.n_tokens))
     for batch in ([span.window() for span in spans] for spans in _batches(ready.spans, 64)):
@@ -253,16 +253,16 @@ def test_equal_answers_have_an_error(n: int, value: float, stderr: float) -> Non
 
 
 def test_a_context_without_tokens_needs_one_that_begins_a_text() -> None:
-    encoder = encode.text_encoder(bpe(), (0,), "a question")
+    encoder = task_tokens.text_encoder(bpe(), (0,), "a question")
     tasks = [
         Task("task", "last word", [Question((" ",), ("cat",))]),
         Task("task", "exact match", [Question(("",), ("cat",), max_tokens=4)]),
     ]
     for task in tasks:
-        found = encode.encoded(task, encoder, encode.Inputs([], [0], LENGTH))
+        found = task_tokens.encoded(task, encoder, task_tokens.Inputs([], [0], LENGTH))
         assert (found.prompts[0][0] if found.prompts else found.spans[0].ids[0]) == 0
         with pytest.raises(UserError, match="question 1 has an empty context"):
-            encode.encoded(task, encoder, encode.Inputs([], [], LENGTH))
+            task_tokens.encoded(task, encoder, task_tokens.Inputs([], [], LENGTH))
 
 
 def test_the_first_line_names_the_main_score(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tasks.likelihood import Window, losses
-from torchtitan_lite.tools.scoring.documents import Document, hash_of
+from torchtitan_lite.scoring.likelihood import Window, losses
+from torchtitan_lite.tools.evaluation.documents import Document, hash_of
 
 _SORTED = 1024  # windows that are sorted by length, so that a batch has little padding
 

@@ -13,7 +13,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.tasks.questions import Question, Task
+from torchtitan_lite.scoring.questions import Question, Task
 
 NAME = "brackets"
 CHOICES = (")", "]", "}")

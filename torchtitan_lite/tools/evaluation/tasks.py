@@ -11,13 +11,13 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.models.generation import answers
-from torchtitan_lite.tasks.brackets import held_out
-from torchtitan_lite.tasks.encode import Encoded, Inputs, encoded, text_encoder
-from torchtitan_lite.tasks.find import find_each
-from torchtitan_lite.tasks.questions import METRICS
-from torchtitan_lite.tasks.score import TaskScore, mean, score
+from torchtitan_lite.scoring.brackets import held_out
+from torchtitan_lite.scoring.find_tasks import find_each
+from torchtitan_lite.scoring.questions import METRICS
+from torchtitan_lite.scoring.task_scores import TaskScore, mean, score
+from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
+from torchtitan_lite.tools.evaluation.likelihood import summed
 from torchtitan_lite.tools.opening import Opened
-from torchtitan_lite.tools.scoring.likelihood import summed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

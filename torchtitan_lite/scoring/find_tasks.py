@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torchtitan_lite.config.paths import problem
 from torchtitan_lite.errors import DataError, UserError
-from torchtitan_lite.tasks.brackets import NAME, brackets
-from torchtitan_lite.tasks.olmo_eval import Package
-from torchtitan_lite.tasks.questions import Task, read
+from torchtitan_lite.scoring.brackets import NAME, brackets
+from torchtitan_lite.scoring.olmo_eval import Package
+from torchtitan_lite.scoring.questions import Task, read
 from torchtitan_lite.terminal import counted
 
 

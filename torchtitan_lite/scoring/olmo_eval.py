@@ -21,7 +21,7 @@ from typing import IO, Any
 from torchtitan_lite.config.find_text import kind_of
 from torchtitan_lite.config.paths import expand, problem
 from torchtitan_lite.errors import DataError, shortened
-from torchtitan_lite.tasks.questions import Question, Task, text_of
+from torchtitan_lite.scoring.questions import Question, Task, text_of
 
 _ENTRY = re.compile(r"(?:.*/)?oe_eval_tasks/([\w.-]+/[\w.-]+)/requests\.jsonl\.gz", re.ASCII)
 _COMPRESSED, _EXPANDED, _LINE = 1 << 26, 1 << 30, 1 << 24  # bytes: of a file, of its content, of a line

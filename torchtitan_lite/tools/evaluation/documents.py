@@ -14,9 +14,9 @@ from torchtitan_lite.data.prepare import corpus, split
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, read_meta
 from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.tasks.encode import text_encoder
+from torchtitan_lite.scoring.task_tokens import text_encoder
+from torchtitan_lite.scoring.validation import bytes_per_token
 from torchtitan_lite.tools.opening import Opened
-from torchtitan_lite.training.evaluate import bytes_per_token
 
 Split = Literal["val", "train", "all"]
 _TOGETHER = 256  # documents encoded at a time

@@ -36,16 +36,15 @@ from torchtitan_lite.distributed.process_group import World, exit_process, local
 from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
-from torchtitan_lite.tasks.encode import Inputs
-from torchtitan_lite.tasks.likelihood import ratio, ratio_difference
-from torchtitan_lite.tasks.score import TaskScore
+from torchtitan_lite.scoring.likelihood import ratio, ratio_difference
+from torchtitan_lite.scoring.task_scores import TaskScore
+from torchtitan_lite.scoring.task_tokens import Inputs
+from torchtitan_lite.scoring.validation import bytes_per_token
 from torchtitan_lite.terminal import prepare_streams
-from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
-from torchtitan_lite.tools.scoring import tasks
-from torchtitan_lite.tools.scoring.documents import Place, place
-from torchtitan_lite.tools.scoring.likelihood import Scores, score, score_rows
-from torchtitan_lite.tools.scoring.trained import config_of, data_of
-from torchtitan_lite.training.evaluate import bytes_per_token
+from torchtitan_lite.tools.evaluation import tasks
+from torchtitan_lite.tools.evaluation.documents import Place, place
+from torchtitan_lite.tools.evaluation.likelihood import Scores, score, score_rows
+from torchtitan_lite.tools.opening import Opened, config_of, data_of, newest_complete, open_model
 
 _LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
 _SOURCES, _TARGETS = 512, 150  # tokens of a source and a target, if the model was not trained on pairs here

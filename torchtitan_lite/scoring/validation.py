@@ -1,8 +1,10 @@
 """Validation on a fixed random subset of the held-out sequences: loss per token and bits per byte."""
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,6 +128,24 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
         for name, (summed, targets, text) in parts.items()
     }
     return Score(loss, loss_stderr, bits, stderr, validation.unigram, sources)
+
+
+def evaluate_average(
+    step: int, model: nn.Module, optimizer: torch.optim.Optimizer, validation: Validation, device: torch.device
+) -> tuple[dict[str, Any], str]:
+    """Validate the averaged weights (optim.ema_decay): the record and the log line. Collective.
+
+    The weights are the same as before afterwards.
+    """
+    from torchtitan_lite.optim.average import averaged  # only runs with averages load it
+
+    started = time.perf_counter()
+    with averaged(optimizer):
+        score = evaluate(model, validation, device)
+    seconds = time.perf_counter() - started
+    record = {f"ema_{key}": value for key, value in score.record().items() if key.startswith("val_")}
+    line = eval_line(step, score, validation, seconds).replace("  loss", "  ema loss", 1)
+    return {"step": step, **record, "eval_s": seconds}, line
 
 
 def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:

@@ -18,9 +18,9 @@ from torchtitan_lite.distributed.process_group import World, sum_over_ranks
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.generation import Continuation
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tasks.encode import Encoded, Span
-from torchtitan_lite.tasks.likelihood import Window, losses, padded, ratio
-from torchtitan_lite.tasks.questions import METRICS, Task
+from torchtitan_lite.scoring.likelihood import Window, losses, padded, ratio
+from torchtitan_lite.scoring.questions import METRICS, Task
+from torchtitan_lite.scoring.task_tokens import Encoded, Span
 
 BATCH_TOKENS = 4096  # of a batch, padding included
 _LOGITS_BYTES = 1 << 28  # of a batch whose logits are stored, in float32
