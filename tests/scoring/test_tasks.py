@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tests.helpers import ranks, succeeded, tiny
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import DataError, UserError
-from torchtitan_lite.scoring import questions, task_tokens
+from torchtitan_lite.scoring import questions, task_scores, task_tokens
 from torchtitan_lite.scoring.brackets import CHOICES, EACH, brackets
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import Question, Task
-from torchtitan_lite.scoring.task_scores import mean
+from torchtitan_lite.scoring.statistics import mean
 from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.opening import open_model
 
@@ -112,20 +112,15 @@ def scored(n: int, *arguments: Any, out: Path) -> dict[str, Any]:
     return dict(model["tasks"])
 
 
-def test_choices_equal_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+def test_choices_equal_those_of_transformers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Likelihoods within 1e-5, and the scores that follow from them."""
     file = jsonl(tmp_path / "choice.jsonl", CHOICE)
     opened = open_model(folder, torch.device("cpu"), torch.float32)
     prefix = [0] if "llama" in str(folder) else []
     encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
     ready = task_tokens.encoded(questions.read(str(file)), encoder, task_tokens.Inputs(prefix, [0], LENGTH))
-    from torchtitan_lite.scoring.likelihood import losses
-    from torchtitan_lite.scoring.task_scores import _batches
-
-    ours = np.zeros(len(ready.n_tokens))
-    for batch in ([span.window() for span in spans] for spans in _batches(ready.spans, 64)):
-        for window, nats in zip(batch, losses(opened.model, batch, torch.device("cpu")).tolist(), strict=True):
-            ours[window.document] += nats
+    monkeypatch.setattr(task_scores, "BATCH_TOKENS", 64)
+    (ours,) = task_scores._sums_by_choice(opened.model, ready, World(0, 1, torch.device("cpu"), 1))
     model, right = theirs(folder), dict.fromkeys(("plain", "per_byte", "per_token"), 0)
     nats_of_right, bytes_of_right = 0.0, 0
     at = 0

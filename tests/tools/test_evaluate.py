@@ -17,8 +17,7 @@ from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.tools.evaluation import evaluate
-from torchtitan_lite.tools.evaluation.documents import Place
-from torchtitan_lite.tools.evaluation.likelihood import Scores
+from torchtitan_lite.tools.evaluation.documents import Place, Scores
 from torchtitan_lite.tools.opening import Opened
 
 ENTRY = "torchtitan_lite.tools.evaluation.evaluate"

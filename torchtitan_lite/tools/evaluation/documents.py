@@ -1,25 +1,47 @@
-"""The documents that a model is scored on: texts, read as `prepare` reads them, and prepared folders."""
+"""The documents that models are scored on, and their scores: texts, read as `prepare` reads them, and prepared folders.
+
+An encoder-decoder, or a decoder that was trained on pairs, is scored on the rows of its objective instead.
+"""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.documents import document_ends
+from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.data.prepare import corpus, split
 from torchtitan_lite.data.prepare.plan import Options
+from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, read_meta
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.scoring.likelihood import (
+    Batch,
+    Window,
+    bytes_per_token,
+    padded,
+    row_nats,
+    row_sizes,
+    sums_by_item,
+)
+from torchtitan_lite.scoring.statistics import Array
 from torchtitan_lite.scoring.task_tokens import text_encoder
-from torchtitan_lite.scoring.validation import bytes_per_token
 from torchtitan_lite.tools.opening import Opened
 
 Split = Literal["val", "train", "all"]
-_TOGETHER = 256  # documents encoded at a time
+ENCODED_TOGETHER = 256  # documents
+SORTED_TOGETHER = 1024  # windows, sorted by length so that a batch has little padding
 
 
 @dataclass(frozen=True)
@@ -108,12 +130,103 @@ def place(
 
 
 def _encoded(opened: Opened, texts: Iterable[str]) -> Iterator[Document]:
-    encode, left = text_encoder(opened.tokenizer, opened.ends, "a document"), iter(texts)
-    while some := list(islice(left, _TOGETHER)):
-        for text, ids in zip(some, encode(some), strict=True):
+    encode, remaining = text_encoder(opened.tokenizer, opened.ends, "a document"), iter(texts)
+    while together := list(islice(remaining, ENCODED_TOGETHER)):
+        for text, ids in zip(together, encode(together), strict=True):
             yield Document(ids, len(text.encode()), hash_of(text.encode()))
 
 
 def hash_of(content: bytes) -> int:
     """A hash of 48 bits, which a float64 holds exactly."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big")
+
+
+# --- scores -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scores:
+    """By document: summed negative log-likelihood in nats, scored tokens, bytes, and a hash of the text."""
+
+    nats: Array
+    tokens: Array
+    n_bytes: Array
+    hashes: Array = field(default_factory=lambda: np.zeros(0))
+    seq_len: int = field(default=0, kw_only=True)  # tokens in a window
+
+    def __len__(self) -> int:
+        return len(self.nats)
+
+    def __add__(self, other: "Scores") -> "Scores":
+        parts = zip(self._arrays(), other._arrays(), strict=True)
+        return Scores(*(np.concatenate(pair) for pair in parts), seq_len=self.seq_len)
+
+    def first(self, n: int | None) -> "Scores":
+        """The scores of the first n documents; None: of all."""
+        return Scores(*(part[:n] for part in self._arrays()), seq_len=self.seq_len)
+
+    def of_the_same(self, other: "Scores") -> bool:
+        """Whether both are of the same documents."""
+        return len(self) == len(other) and np.array_equal(self.hashes, other.hashes)
+
+    def _arrays(self) -> tuple[Array, ...]:
+        return self.nats, self.tokens, self.n_bytes, self.hashes
+
+
+def score_documents(
+    model: Transformer, documents: Iterable[Document], prefix: list[int], length: int, world: World, batch_size: int
+) -> Scores:
+    """Score documents. Collective: the ranks share the batches, and all get the same result.
+
+    Each document is cut into windows, and every token is predicted once: from all tokens of its window before it, and
+    the first of a window from the last of the window before.
+
+    Args:
+        prefix: tokens before each document. Without them, a document's first token has no prediction.
+        length: tokens of a window; at most the model's max_seq_len.
+    """
+    sizes: list[tuple[int, int, int]] = []  # tokens, bytes and hash of each document
+
+    def windows() -> Iterator[Window]:
+        for number, document in enumerate(documents):
+            stream = prefix + document.tokens
+            inputs, targets = stream[:-1], stream[1:]
+            sizes.append((len(targets), document.n_bytes, document.hash))
+            for start in range(0, len(targets), length):
+                yield Window(number, inputs[start : start + length], targets[start : start + length])
+
+    def batches() -> Iterator[list[Window]]:
+        remaining = windows()
+        while together := list(islice(remaining, SORTED_TOGETHER)):
+            together.sort(key=lambda window: -len(window.tokens))
+            for first in range(0, len(together), batch_size):
+                yield together[first : first + batch_size]
+
+    (nats,) = sums_by_item(model, batches(), padded, sizes, world)
+    return Scores(nats.numpy(), *np.array(sizes, dtype=np.float64).reshape(-1, 3).T, seq_len=length)
+
+
+def score_rows(model: Transformer, samples: Mixture, lengths: Tensor, world: World, batch_size: int) -> Scores:
+    """Score the targets of all rows: pairs, or spans that an encoder-decoder has to fill in. Collective.
+
+    Args:
+        lengths: bytes of text of each token, (V,) int64.
+    """
+
+    def load(first: int) -> Batch:
+        numbers = np.arange(first, min(first + batch_size, samples.n_samples))
+        rows = samples.draw(numbers, None)
+        return Batch(
+            torch.from_numpy(numbers), MicroBatch(torch.from_numpy(rows.tokens), torch.from_numpy(rows.targets))
+        )
+
+    def measure(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        nats = row_nats(model, batch.rows, device).double().cpu()
+        hashes = [hash_of(row[row != IGNORE].tobytes()) for row in batch.rows.targets.numpy()]
+        return torch.stack((nats, *row_sizes(batch.rows, lengths).double(), torch.tensor(hashes, dtype=torch.float64)))
+
+    n = samples.n_samples
+    return Scores(
+        *sums_by_item(model, range(0, n, batch_size), load, range(n), world, measure, n_values=4).numpy(),
+        seq_len=samples.seq_len,
+    )

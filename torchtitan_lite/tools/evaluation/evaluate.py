@@ -36,14 +36,13 @@ from torchtitan_lite.distributed.process_group import World, exit_process, local
 from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
-from torchtitan_lite.scoring.likelihood import ratio, ratio_difference
+from torchtitan_lite.scoring.likelihood import bytes_per_token
+from torchtitan_lite.scoring.statistics import ratio, ratio_difference
 from torchtitan_lite.scoring.task_scores import TaskScore
 from torchtitan_lite.scoring.task_tokens import Inputs
-from torchtitan_lite.scoring.validation import bytes_per_token
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.evaluation import tasks
-from torchtitan_lite.tools.evaluation.documents import Place, place
-from torchtitan_lite.tools.evaluation.likelihood import Scores, score, score_rows
+from torchtitan_lite.tools.evaluation.documents import Place, Scores, place, score_documents, score_rows
 from torchtitan_lite.tools.opening import Opened, config_of, data_of, newest_complete, open_model
 
 _LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
@@ -99,7 +98,7 @@ def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator
         if where.notes and world.rank == 0 and model.name == str(given.models[0]):
             print(*where.notes, sep="\n")
         documents, prefix = where.documents(model.opened), _prefix(model)
-        found = score(model.opened.model, documents, prefix, length, world, given.batch_size)
+        found = score_documents(model.opened.model, documents, prefix, length, world, given.batch_size)
         if not found.tokens.sum():
             raise ConfigError(f"{where.name} has no text to score")
         exact = where.n_bytes()
@@ -195,7 +194,7 @@ def _of_pairs(model: Model, given: argparse.Namespace, world: World) -> Iterator
         if tokenizer.get_vocab() != model.opened.tokenizer.get_vocab():
             raise ConfigError(f"{data.folder} was prepared with another tokenizer than that of {model.name}")
         samples = open_samples(data, given.split, config)
-        n_bytes = bytes_per_token(tokenizer, data.end_token)
+        n_bytes = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
         found = score_rows(model.opened.model, samples, n_bytes, world, given.batch_size)
         yield data.sources[0].name, found.first(given.documents)
 

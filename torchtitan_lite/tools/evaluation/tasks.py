@@ -13,10 +13,11 @@ from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.scoring.brackets import held_out
 from torchtitan_lite.scoring.find_tasks import find_each
+from torchtitan_lite.scoring.likelihood import over_ranks
 from torchtitan_lite.scoring.questions import METRICS
-from torchtitan_lite.scoring.task_scores import TaskScore, mean, score
+from torchtitan_lite.scoring.statistics import mean
+from torchtitan_lite.scoring.task_scores import TaskScore, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
-from torchtitan_lite.tools.evaluation.likelihood import summed
 from torchtitan_lite.tools.opening import Opened
 
 
@@ -75,7 +76,7 @@ def scores_of(
             ready[i] = encoded(task, encode, inputs)
         except UserError as error:
             wrong[i] = error
-    n_wrong = summed(torch.tensor([float(i in wrong) for i in range(len(given.tasks))]), world)
+    n_wrong = over_ranks(torch.tensor([float(i in wrong) for i in range(len(given.tasks))]), world)
     for i in n_wrong.nonzero().flatten().tolist():
         ready.pop(i, None)
         failed.append(str(wrong.get(i, f"task {given.tasks[i]} can't be scored on another rank")))
