@@ -383,7 +383,7 @@ def test_bad_options_are_errors(arguments: list[str], message: str, folder: Path
         "TASK": jsonl(tmp_path / "task.jsonl", CHOICE),
         "LONG": jsonl(tmp_path / "long.jsonl", [{"context": "a", "answer": "b", "max_tokens": 999}]),
     }
-    given = evaluate._parser().parse_args([str(named.get(word, word)) for word in arguments])
+    given = evaluate.options_of([str(named.get(word, word)) for word in arguments])
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(given, World(0, 1, torch.device("cpu"), 1))
 

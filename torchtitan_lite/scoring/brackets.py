@@ -8,20 +8,14 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.documents import document_ends
-from torchtitan_lite.data.token_files import PAIRS, TokenFiles
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.scoring.questions import Question, Task
 
-NAME = "brackets"
 CHOICES = (")", "]", "}")
 EACH = 66  # questions for each bracket
-_FEWEST = 5
-_CONTEXT, _APART = 120, 100  # characters: of a context, and between two partners
-_DOCUMENTS, _TOKENS = 2000, 1 << 16  # that are read: documents, and tokens of each
-_SEED = 0
+FEWEST = 5
+CONTEXT, APART = 120, 100  # characters: of a context, and between two partners
+SEED = 0
 
 
 def brackets(documents: Iterable[str]) -> Task:
@@ -30,23 +24,23 @@ def brackets(documents: Iterable[str]) -> Task:
     Raises:
         DataError: the documents have too few pairs.
     """
-    found: dict[str, list[str]] = {bracket: [] for bracket in CHOICES}
+    contexts: dict[str, list[str]] = {bracket: [] for bracket in CHOICES}
     for text in documents:
         for place in _closing(text):
-            found[text[place]].append(text[max(place - _CONTEXT, 0) : place])
-    choices = tuple(bracket for bracket in CHOICES if len(found[bracket]) >= _FEWEST)
+            contexts[text[place]].append(text[max(place - CONTEXT, 0) : place])
+    choices = tuple(bracket for bracket in CHOICES if len(contexts[bracket]) >= FEWEST)
     if len(choices) < 2:
-        counts = ", ".join(f"{len(contexts)} of {bracket}" for bracket, contexts in found.items())
+        counts = ", ".join(f"{len(texts)} of {bracket}" for bracket, texts in contexts.items())
         raise DataError(
-            f"task {NAME}: the held-out text has too few closing brackets ({counts}); give it a .jsonl file"
+            f"task brackets: the held-out text has too few closing brackets ({counts}); give it a .jsonl file"
         )
-    each = min(EACH, *(len(found[bracket]) for bracket in choices))
-    generator = np.random.default_rng(_SEED)
+    each = min(EACH, *(len(contexts[bracket]) for bracket in choices))
+    generator = np.random.default_rng(SEED)
     questions = []
     for answer, bracket in enumerate(choices):
-        for i in np.sort(generator.permutation(len(found[bracket]))[:each]):
-            questions.append(Question((found[bracket][i],) * len(choices), choices, answer))
-    return Task(NAME, "multiple choice", questions)
+        for i in np.sort(generator.permutation(len(contexts[bracket]))[:each]):
+            questions.append(Question((contexts[bracket][i],) * len(choices), choices, answer))
+    return Task("brackets", "multiple choice", questions)
 
 
 def _closing(text: str) -> Iterator[int]:
@@ -61,22 +55,5 @@ def _closing(text: str) -> Iterator[int]:
                 opened.clear()  # a bracket in a string or a comment
                 continue
             _, before = opened.pop()
-            if 1 < place - before <= _APART:
+            if 1 < place - before <= APART:
                 yield place
-
-
-def held_out(data: DataSet) -> Iterator[str]:
-    """Held-out documents, evenly spaced.
-
-    Raises:
-        DataError: the data is damaged, or holds pairs.
-    """
-    tokenizer = bpe.load(data.folder / "tokenizer.json")
-    for source in data.sources:
-        if PAIRS in source.meta.files:
-            raise DataError(f"task {NAME}: {source.name} holds pairs, and the task is made from text")
-        ends = document_ends(source.folder, source.meta, "val")
-        stream = TokenFiles(source.folder, source.meta, "val")
-        for i in range(0, len(ends), -(-len(ends) // _DOCUMENTS)):
-            first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - 1
-            yield tokenizer.decode(stream.read(first, min(end, first + _TOKENS)).tolist(), skip_special_tokens=False)

@@ -68,6 +68,20 @@ def open_model(
     return _ready(folder, config, hf.read_weights(folder, ema=ema), device, dtype, tokenizer or run, notes)
 
 
+def device_of(name: str) -> torch.device:
+    """The device of --device: auto is the GPU, if there is one."""
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def device_problems(name: str) -> list[str]:
+    """What is wrong with --device."""
+    if name not in ("auto", "cpu", "cuda"):
+        return [f"--device={name} should be auto, cpu or cuda"]
+    if name == "cuda" and not torch.cuda.is_available():
+        return ["--device=cuda, but torch sees no GPU here; --device=cpu works"]
+    return []
+
+
 def newest_complete(path: Path) -> tuple[Path, list[str]]:
     """A checkpoint's folder itself, or the newest checkpoint of a run that passes verification.
 

