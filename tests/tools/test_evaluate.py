@@ -11,6 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+import torchtitan_lite as ttl
 from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed.process_group import World
@@ -106,6 +107,16 @@ def test_files_that_are_not_scored_are_named(folder: Path, tmp_path: Path) -> No
     assert "1 other files are not read: 1 x .md; --text-suffixes names more suffixes of text\n" in said
     said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), "--text-suffixes=.md", entry=ENTRY))
     assert "not read" not in said
+
+
+def test_the_api_warns_of_files_that_are_not_scored(folder: Path, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md"):
+        (tmp_path / name).write_text("some text\n")
+    model, tokenizer = ttl.load_model(folder)
+    with pytest.warns(UserWarning, match="1 other files are not read: 1 x .md; text_suffixes names more") as caught:
+        scores = ttl.evaluate(model, tokenizer, tmp_path)
+    assert caught[0].filename == __file__
+    assert scores[str(tmp_path)]["bytes"] == len("some text\n")
 
 
 def test_bytes_are_those_of_the_raw_text(folder: Path, texts: Path, tmp_path: Path) -> None:
