@@ -153,8 +153,12 @@ def test_a_command_module_is_only_a_name() -> None:
 NOT_LOADED = (
     "torchtitan_lite.tools",
     *("torchtitan_lite.training.tasks", "torchtitan_lite.training.options"),
-    *(f"torchtitan_lite.scoring.{name}" for name in ("questions", "find_tasks", "task_tokens", "task_scores")),
-    *("torchtitan_lite.scoring.brackets", "torchtitan_lite.scoring.olmo_eval"),
+    # tasks: all but the engine, its statistics and validation
+    *(
+        f"torchtitan_lite.scoring.{path.stem}"
+        for path in sorted((PACKAGE / "scoring").glob("*.py"))
+        if path.stem not in ("__init__", "likelihood", "statistics", "validation")
+    ),
     "torchtitan_lite.huggingface",
     "torchtitan_lite.data.prepare.__main__",
     *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.notify"),

@@ -205,58 +205,56 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _problems(given: argparse.Namespace, options: Options) -> list[str]:
+def _problems(args: argparse.Namespace, options: Options) -> list[str]:
     problems = []
-    if given.prompt is None and given.source is None and not given.interactive:
+    if args.prompt is None and args.source is None and not args.interactive:
         problems.append('nothing to continue; e.g. --prompt "def ", --source "summarize: ..." or --interactive')
-    if given.prompt is not None and given.source is not None:
+    if args.prompt is not None and args.source is not None:
         problems.append("--prompt is for decoders, and --source for encoder-decoders: give one of them")
-    return problems + options.problems() + device_problems(given.device)
+    return problems + options.problems() + device_problems(args.device)
 
 
-def _require_family(given: argparse.Namespace, opened: Opened) -> None:
+def _require_family(args: argparse.Namespace, opened: Opened) -> None:
     """Raise ConfigError if an option does not suit the model."""
     family = opened.model.config.family
-    if answers(opened.model) and given.prompt is not None:
+    if answers(opened.model) and args.prompt is not None:
+        raise ConfigError(f"--prompt is for decoders, and {args.run} holds an encoder-decoder ({family}): use --source")
+    if not answers(opened.model) and (args.source is not None or args.beams > 1):
+        name = "--beams" if args.source is None else "--source"
         raise ConfigError(
-            f"--prompt is for decoders, and {given.run} holds an encoder-decoder ({family}): use --source"
-        )
-    if not answers(opened.model) and (given.source is not None or given.beams > 1):
-        name = "--beams" if given.source is None else "--source"
-        raise ConfigError(
-            f"{name} is for encoder-decoders, and {given.run} holds a decoder ({family}): use --prompt without --beams"
+            f"{name} is for encoder-decoders, and {args.run} holds a decoder ({family}): use --prompt without --beams"
         )
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
-    given = _parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     prepare_streams()
-    return run_cli("generate", lambda: _run(given))
+    return run_cli("generate", lambda: _run(args))
 
 
-def _run(given: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     options = Options(
-        max_tokens=given.max_tokens,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        seed=given.seed,
-        beams=given.beams,
-        length_penalty=given.length_penalty,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        beams=args.beams,
+        length_penalty=args.length_penalty,
     )
-    if problems := _problems(given, options):
+    if problems := _problems(args, options):
         raise ConfigError("\n  ".join(problems))
     try:
-        dtype = getattr(torch, given.dtype)
-        opened = open_model(given.run, device_of(given.device), dtype, given.tokenizer, ema=given.ema)
+        dtype = getattr(torch, args.dtype)
+        opened = open_model(args.run, device_of(args.device), dtype, args.tokenizer, ema=args.ema)
         for note in [*opened.notes, opened.source]:
             print(note, file=sys.stderr)
-        _require_family(given, opened)
-        prompt = given.prompt if given.source is None else given.source
+        _require_family(args, opened)
+        prompt = args.prompt if args.source is None else args.source
         if prompt is not None:
             print(answer(opened, prompt, options), file=sys.stderr)
-        if given.interactive:
+        if args.interactive:
             converse(opened, options)
     except KeyboardInterrupt:
         print(file=sys.stderr)

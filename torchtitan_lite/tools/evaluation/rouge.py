@@ -144,44 +144,44 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
-    given = _parser().parse_args(argv)
-    return run_cli("rouge", lambda: _run(given))
+    args = _parser().parse_args(argv)
+    return run_cli("rouge", lambda: _run(args))
 
 
-def _problems(given: argparse.Namespace) -> list[str]:
-    problems = Options(beams=given.beams, length_penalty=given.length_penalty).problems()
-    if given.samples < 1:
-        problems.append(f"--samples={given.samples} should be at least 1, e.g. 64")
-    if given.max_tokens < 0:
-        problems.append(f"--max-tokens={given.max_tokens} should be 0 (data.target_len of the run) or more")
-    return problems + device_problems(given.device)
+def _problems(args: argparse.Namespace) -> list[str]:
+    problems = Options(beams=args.beams, length_penalty=args.length_penalty).problems()
+    if args.samples < 1:
+        problems.append(f"--samples={args.samples} should be at least 1, e.g. 64")
+    if args.max_tokens < 0:
+        problems.append(f"--max-tokens={args.max_tokens} should be 0 (data.target_len of the run) or more")
+    return problems + device_problems(args.device)
 
 
-def _run(given: argparse.Namespace) -> int:
-    if problems := _problems(given):
+def _run(args: argparse.Namespace) -> int:
+    if problems := _problems(args):
         raise ConfigError("\n  ".join(problems))
     score = scorer()
-    checkpoint, _ = newest_complete(paths.expand(given.run))
+    checkpoint, _ = newest_complete(paths.expand(args.run))
     state = storage.read_state(checkpoint, named_by_step=False)
     config = config_of(checkpoint, state)
     if config.data.objective != "pairs":
         raise ConfigError(
-            f'{given.run} was trained with data.objective = "{config.data.objective}"; ROUGE compares answers with the '
+            f'{args.run} was trained with data.objective = "{config.data.objective}"; ROUGE compares answers with the '
             'targets of held-out pairs, which need data.objective = "pairs"'
         )
-    opened = open_model(given.run, device_of(given.device), getattr(torch, given.dtype))
+    opened = open_model(args.run, device_of(args.device), getattr(torch, args.dtype))
     for note in [*opened.notes, opened.source]:
         print(note, file=sys.stderr)
-    if given.beams > 1 and not answers(opened.model):
-        raise ConfigError(f"--beams is for encoder-decoders, and {given.run} holds a decoder: leave it out")
+    if args.beams > 1 and not answers(opened.model):
+        raise ConfigError(f"--beams is for encoder-decoders, and {args.run} holds a decoder: leave it out")
     options = Options(
-        max_tokens=given.max_tokens or config.data.target_len,
+        max_tokens=args.max_tokens or config.data.target_len,
         temperature=0.0,
-        beams=given.beams,
-        length_penalty=given.length_penalty,
+        beams=args.beams,
+        length_penalty=args.length_penalty,
     )
     began = time.perf_counter()
-    found = answer(opened, config, data_of(str(given.run), config, state), given.samples, options)
+    found = answer(opened, config, data_of(str(args.run), config, state), args.samples, options)
     scores = [score(one.reference, one.text) for one in found]
     means = {kind: sum(values[kind] for values in scores) / len(scores) for kind in KINDS}
     values = {
@@ -194,8 +194,8 @@ def _run(given: argparse.Namespace) -> int:
         "seconds": round(time.perf_counter() - began, 3),
     }
     record(hf.folder_of_tokenizer(checkpoint), values)
-    if given.out:
-        _write(given.out, [vars(one) | values for one, values in zip(found, scores, strict=True)])
+    if args.out:
+        _write(args.out, [vars(one) | values for one, values in zip(found, scores, strict=True)])
     for one in found[:SHOWN]:
         print(f"source     {_short(one.source)}\nreference  {_short(one.reference)}")
         print(f"answer     {_short(one.text)}\n")
