@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.likelihood import Window, in_turn, padded, sums_by_item
 from torchtitan_lite.scoring.statistics import Array, Sums, mean, ratio, ratio_difference
-from torchtitan_lite.scoring.validation import Score, Validation, evaluate
+from torchtitan_lite.scoring.validation import Score, Validation, evaluate, evaluate_average
 from torchtitan_lite.tools.evaluation import documents
 from torchtitan_lite.tools.evaluation.documents import Document, Scores, score_documents
 
@@ -42,12 +43,12 @@ def model_of(family: str) -> Transformer:
     return model
 
 
-def sharded(family: str, world: World, fsdp: FsdpConfig) -> Transformer:
+def sharded(family: str, world: World, fsdp: FsdpConfig, seed: int = 7) -> Transformer:
     mesh = DeviceMesh("cpu", torch.arange(world.world_size), mesh_dim_names=("dp_shard",))
     with torch.device("meta"):
         model = build(FAMILIES[family], VOCABULARY)
     apply_fsdp(model, mesh, fsdp)
-    materialise(model, CPU, 7)
+    materialise(model, CPU, seed)
     return model
 
 
@@ -157,6 +158,30 @@ def test_a_validation_with_fewer_sequences_than_ranks(samples: int, family: str,
             assert score.sources[name] == pytest.approx(both, rel=1e-6, nan_ok=True)
     assert math.isnan(one.loss_stderr) == (samples == 1)
     assert any(math.isnan(loss) for loss, _ in one.sources.values()) == (samples == 1)
+
+
+def validate_average(world: World, folder: Path) -> tuple[dict[str, Any], list[Score], str]:
+    """Validate a model whose averages are the weights of another: its record and line, and the scores of both."""
+    data = DataSet.of({"a": (1.0, folder)})
+    config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": 5}})
+    model, other = (sharded("llama, tied", world, FsdpConfig(), seed) for seed in (7, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter, average in zip(model.parameters(), other.parameters(), strict=True):
+        optimizer.state[parameter] = {"ema": average.detach().clone()}
+    validation = Validation.of(config, data, 2, world.rank, world.world_size)
+    before = evaluate(model, validation, CPU)
+    record, line = evaluate_average(3, model, optimizer, validation, CPU)
+    return record, [before, evaluate(model, validation, CPU), evaluate(other, validation, CPU)], line
+
+
+def test_the_average_of_a_tied_model_has_its_own_score(mixture: dict[str, Path]) -> None:
+    for record, (before, after, average), line in run_distributed(validate_average, 2, mixture["one"]):
+        assert repr(before) == repr(after), "the weights are the same again"
+        assert record.pop("eval_s") > 0
+        expected = {f"ema_{key}": value for key, value in average.record().items() if key.startswith("val_")}
+        assert record == {"step": 3, **expected}
+        assert average.loss != before.loss
+        assert line.startswith(f"eval    step 3  ema loss {average.loss:.4f} +- ")
 
 
 # --- documents --------------------------------------------------------------------------------------------------
