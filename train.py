@@ -45,10 +45,10 @@ from torchtitan_lite.monitoring.watchdog import Watchdog, explained
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory, start
 from torchtitan_lite.training.callbacks import build_callbacks, garbage_on_schedule
-from torchtitan_lite.training.evaluate import Validation
 from torchtitan_lite.training.preemption import Preemption, launcher_note, prepare_process
 from torchtitan_lite.training.session import Session, StepResult, Sums, due, settle, stream
 

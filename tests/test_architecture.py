@@ -24,7 +24,7 @@ ROOMS = [
     ["checkpointing"],
     ["huggingface"],
     ["monitoring"],
-    ["tasks"],
+    ["scoring"],
     ["training"],
     ["tools"],
     ["api"],
@@ -152,13 +152,18 @@ def test_a_command_module_is_only_a_name() -> None:
 # what a plain run has no use for: it is imported when it is asked for
 NOT_LOADED = (
     "torchtitan_lite.tools",
-    *("torchtitan_lite.tasks", "torchtitan_lite.training.tasks", "torchtitan_lite.training.sampling"),
+    *("torchtitan_lite.training.tasks", "torchtitan_lite.training.sampling"),
+    # tasks: all but the engine, its statistics and validation
+    *(
+        f"torchtitan_lite.scoring.{path.stem}"
+        for path in sorted((PACKAGE / "scoring").glob("*.py"))
+        if path.stem not in ("__init__", "likelihood", "statistics", "validation")
+    ),
     "torchtitan_lite.huggingface",
     "torchtitan_lite.data.prepare.__main__",
     *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.notify"),
     "torchtitan_lite.monitoring.profiler",
     "torchtitan_lite.optim.average",
-    "torchtitan_lite.training.average",
     *("torchtitan_lite.training.spikes", "torchtitan_lite.monitoring.sources"),
     *("plotly", "pyarrow", "rouge_score", "tensorboard", "wandb", "transformers"),
 )

@@ -8,7 +8,6 @@ Mistakes in arguments, files and configs raise `ttl.UserError` with what is wron
 mostly docstrings, so that it reads as a reference.
 """
 
-import argparse
 import contextlib
 import functools
 import inspect
@@ -45,11 +44,12 @@ from torchtitan_lite.errors import ConfigError, DataError, shortened
 from torchtitan_lite.errors import UserError as UserError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.models.generation import Sampler, answers, pieces
+from torchtitan_lite.models.generation import answers, pieces
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.tools import generate as generating
-from torchtitan_lite.tools.load_model import Opened
-from torchtitan_lite.tools.scoring import evaluate as scoring
+from torchtitan_lite.tools import load_model as loading
+from torchtitan_lite.tools.evaluation import evaluate as scoring
+from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.training import checks
 from torchtitan_lite.training.start import prepared
 
@@ -412,15 +412,12 @@ def generate(
     Raises:
         UserError: an argument is out of range, or the prompt is empty or too long.
     """
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    search = {"beams": beams, "length_penalty": length_penalty}
-    given = argparse.Namespace(prompt=prompt, source=None, interactive=False, device="auto", **sampling, **search)
-    if problems := generating.problems_of(given):
+    options = generating.Options(max_tokens, temperature, top_k, top_p, seed, beams, length_penalty)
+    if problems := options.problems():
         raise ConfigError("\n  ".join(_as_arguments(problem) for problem in problems))
     if beams > 1 and not answers(model):
         raise ConfigError(f"beams={beams} is for encoder-decoders, and this is a decoder: beams=1 works")
     opened = _opened(model, tokenizer)
-    options = generating.Options(max_tokens, Sampler(temperature, top_k, top_p, seed), beams, length_penalty)
     try:
         ids = generating.encode(opened, prompt)
     except ConfigError as error:
@@ -477,27 +474,35 @@ def evaluate(
         names = {os.fspath(text): os.fspath(text) for text in texts}
     if not names or "" in names:
         raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
-    given = argparse.Namespace(
+    options = scoring.Options(
         data=list(names),
-        target_len=0,  # as in training
+        split=split,  # type: ignore[arg-type]
+        text_key=text_key,
         text_suffixes=text_suffixes,
-        **{"split": split, "text_key": text_key, "documents": documents, "seq_len": seq_len, "batch_size": batch_size},
+        documents=documents,
+        seq_len=seq_len,
+        batch_size=batch_size,
     )
     config = data.config if isinstance(data, Data) else tokenizer.config
     named = scoring.Model("the model", _opened(model, tokenizer), config)
     device = model.tok_embeddings.weight.device
     try:
         with _evaluating(model):
-            found = dict(scoring.scores_of(named, given, World(0, 1, device, torch.get_num_threads())))
+            world = World(0, 1, device, torch.get_num_threads())
+            found = dict(scoring.scores_of(named, options, world, _warn))
     except ConfigError as error:
         raise ConfigError(_as_arguments(str(error))) from None
-    scores = scoring.with_total(found, {})
-    return {names.get(text, text): scoring.figures(part) for text, part in scores.items()}
+    scores = tables.with_total(found, {})
+    return {names.get(text, text): tables.figures(part) for text, part in scores.items()}
 
 
-def _opened(model: Transformer, tokenizer: Tokenizer) -> Opened:
+def _opened(model: Transformer, tokenizer: Tokenizer) -> loading.Opened:
     prefix = tokenizer.source_prefix
-    return Opened("the model", model, tokenizer.tokenizer, tokenizer.end_tokens, [], prefix)
+    return loading.Opened("the model", model, tokenizer.tokenizer, tokenizer.end_tokens, [], prefix)
+
+
+def _warn(note: str) -> None:
+    warnings.warn(_as_arguments(note), stacklevel=5)
 
 
 @contextlib.contextmanager

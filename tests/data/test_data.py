@@ -23,7 +23,8 @@ from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.data.tokenizer import end_token
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.training.evaluate import bytes_per_token, unigram_bits_per_byte
+from torchtitan_lite.scoring.likelihood import bytes_per_token
+from torchtitan_lite.scoring.validation import unigram_bits_per_byte
 
 
 def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: object) -> Path:

@@ -28,9 +28,9 @@ from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.monitoring import sources
+from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
-from torchtitan_lite.training.evaluate import Validation
 
 CPU = torch.device("cpu")
 

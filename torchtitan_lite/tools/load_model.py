@@ -1,24 +1,32 @@
-"""Loads a trained model with its tokenizer, in one process: from a run, a checkpoint, or a Hugging Face folder."""
+"""Opens a trained model with its tokenizer, in one process: from a run, a checkpoint, or a Hugging Face folder.
+
+Of a checkpoint also what it was trained with: its config, and its data if that has not changed since.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.find_text import kind_of
 from torchtitan_lite.config.rules import model_conflicts
-from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.config.schema import Config, ModelConfig, known_keys
 from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.pairs import source_prefix
-from torchtitan_lite.errors import CheckpointError, DataError
+from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.generation import answers
+
+_SECTIONS = "model", "data", "tokenizer", "train"  # of a config: what a reader of the checkpoint needs
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,20 @@ def open_model(
     run = hf.folder_of_tokenizer(folder)
     config = hf.trained_config(folder)
     return _ready(folder, config, hf.read_weights(folder, ema=ema), device, dtype, tokenizer or run, notes)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of --device: auto is the GPU, if there is one."""
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def device_problems(name: str) -> list[str]:
+    """What is wrong with --device."""
+    if name not in ("auto", "cpu", "cuda"):
+        return [f"--device={name} should be auto, cpu or cuda"]
+    if name == "cuda" and not torch.cuda.is_available():
+        return ["--device=cuda, but torch sees no GPU here; --device=cpu works"]
+    return []
 
 
 def newest_complete(path: Path) -> tuple[Path, list[str]]:
@@ -136,3 +158,43 @@ def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
         return tokenizer, hf.end_tokens(folder)
     end = hf.end_token(storage.read_state(folder, named_by_step=False), tokenizer)
     return tokenizer, () if end is None else (end,)
+
+
+def config_of(folder: Path, state: TrainState) -> Config:
+    """The model, data and lengths in a checkpoint's state. Keys that this version no longer has are ignored.
+
+    Raises:
+        CheckpointError: it holds none, or one that can't be read.
+    """
+    if not state.config:
+        raise CheckpointError(f"{folder} does not hold the config that it was trained with")
+    tree: dict[str, dict[str, Any]] = {}
+    for key in known_keys() & state.config.keys():
+        section, name = key.split(".", 1)
+        if section in _SECTIONS:
+            tree.setdefault(section, {})[name] = state.config[key]
+    try:
+        return Config.model_validate(tree)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: the config that it was trained with can't be read: {error}") from None
+
+
+def data_of(name: str, config: Config, state: TrainState) -> DataSet:
+    """The data of a run, prepared again if it is no longer in the cache.
+
+    Raises:
+        ConfigError: it has changed since the checkpoint was saved.
+    """
+    data = prepare_all(config.data, config.tokenizer, lambda _: None)
+    require_same_data(name, data, state)
+    return data
+
+
+def require_same_data(name: str, data: DataSet, state: TrainState) -> None:
+    """Raise ConfigError if this is not the data that a run was trained on."""
+    here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
+    if changed := [key for key, value in here.items() if state.identity.get(key, value) != value]:
+        raise ConfigError(
+            f"the data of {name} has changed since it was trained ({', '.join(changed)}); restore that text "
+            "(evaluate can score another one: --data TEXT)"
+        )

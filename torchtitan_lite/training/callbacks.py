@@ -18,7 +18,7 @@ from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring.console import fitted, step_line
 from torchtitan_lite.monitoring.metrics import peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
-from torchtitan_lite.training.evaluate import Validation, eval_line, evaluate
+from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 from torchtitan_lite.training.session import Callback, Session, StepResult, due, stream
 
 
@@ -128,8 +128,6 @@ def validate(validation: Validation, s: Session, _: StepResult) -> None:
     s.log.record({"step": step, **score.record(), "eval_samples": validation.n_samples, "eval_s": seconds})
     s.log.info(eval_line(step, score, validation, seconds))
     if s.config.optim.ema_decay:
-        from torchtitan_lite.training.average import evaluate_average
-
         record, line = evaluate_average(step, s.model, s.optimizer, validation, s.world.device)
         s.log.record(record)
         s.log.info(line)

