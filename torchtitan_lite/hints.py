@@ -27,20 +27,6 @@ _MEANT = {
     "vocab_size": "tokenizer.vocab_size",
 }
 _OF_THE_LAUNCHER = {"world_size", "nproc_per_node", "nproc", "gpus", "num_processes", "ngpu", "num_gpus"}
-# a value in place of an empty default, which shows nothing
-EXAMPLES: dict[str, Any] = {
-    "log.trackers": ["tensorboard"],
-    "optim.freeze": ["tok_embeddings.*", "layers.0.*"],
-    "optim.groups": [{"match": "*norm*", "lr_factor": 0.5}],
-    "fsdp.precision_overrides": [{"match": "layers.0.*", "param_dtype": "float32"}],
-    "fsdp.sharding_strategy": "FULL_SHARD",
-    "profile.steps": [10, 12],
-    "train.batch_schedule": [[0, 16], [1000, 64]],
-    "data.sources": {"data/web": 0.7, "data/code": 0.3},
-    "data.path": "my_text",
-    "data.skip_samples": [[800, 960]],
-    "sample.prompts": ["def "],
-}
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

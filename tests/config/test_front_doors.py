@@ -16,7 +16,6 @@ import train
 from tests.helpers import ranks, start, tiny
 from torchtitan_lite import errors
 from torchtitan_lite.config import cli, load, paths, schema, toml
-from torchtitan_lite.config.unread import RULES
 from torchtitan_lite.data.prepare import __main__, split
 from torchtitan_lite.errors import CheckpointError, ConfigError, UserError, run_cli
 from torchtitan_lite.huggingface import names
@@ -378,9 +377,10 @@ def test_what_a_cadence_of_0_switches_off_is_noted_and_kept() -> None:
     assert loaded.notes == ["command line: eval.samples = 5 has no effect without eval.every above 0"]
 
 
-def test_the_table_names_keys_that_exist() -> None:
+def test_rules_of_use_name_keys_that_exist() -> None:
     known = schema.known_keys()
-    for rule in RULES:
-        assert {*rule.keys, *rule.choice} <= known.keys()
+    rules = schema.usage_rules()
+    for key, rule in rules:
+        assert {key, *rule.decided_by.split()} <= known.keys()
     of_one = {k for k, field in known.items() if str(field.description).startswith(("gpt:", "llama:", "sgd:", "wsd:"))}
-    assert of_one - {"model.family"} <= {key for rule in RULES for key in rule.keys}
+    assert of_one - {"model.family"} <= {key for key, _ in rules}

@@ -168,9 +168,7 @@ def test_an_example_for_the_shell_is_an_option(key: str) -> None:
 
 
 def test_other_spellings_have_the_same_effect() -> None:
-    assert (
-        parse("--model.family=GPT", "--model.size=10M").config.model.dim == FAMILIES["gpt"].named_sizes()["10M"]["dim"]
-    )
+    assert parse("--model.family=GPT", "--model.size=10M").config.model.dim == FAMILIES["gpt"].sizes["10M"]["dim"]
     assert parse("--fsdp.sharding_strategy=shard_grad_op").config.fsdp.reshard_after_forward is False
     overrides = "--fsdp.precision_overrides=[{match = '*', param_dtype = 'bf16'}]"
     assert parse(overrides).config.fsdp.precision_overrides[0].param_dtype == "bfloat16"

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
+from torchtitan_lite.config.sections.optim import Optimizer
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.sharding import optimizer_tensors
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.optim import optimizer as optimizers
 from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, make_state, set_learning_rate
 
 
@@ -117,7 +117,7 @@ def test_an_optimizer_of_ones_own_has_its_state_before_its_first_step(
     monkeypatch: pytest.MonkeyPatch, model: Transformer
 ) -> None:
     """float16 may skip steps before the first save; what is saved must be what a resume expects."""
-    monkeypatch.setattr(optimizers, "_by_name", lambda groups, config: torch.optim.RMSprop(groups))
+    monkeypatch.setattr(Optimizer, "load", lambda entry: lambda groups, config: torch.optim.RMSprop(groups))
     optimizer = build_optimizer(model, OptimConfig(ema_decay=0.9))
     assert all({"square_avg", "ema"} <= optimizer.state[p].keys() for p in model.parameters())
 

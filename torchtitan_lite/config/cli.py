@@ -2,11 +2,13 @@
 
 import argparse
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_lite.config import load, paths, schema, toml
+from torchtitan_lite.config.section import spelled
 
 _BARE = "\0"  # an option without a value
 
@@ -74,10 +76,9 @@ def parse(
                 problems.append(f"command line: --{key} needs a value, {load.example(key)}")
                 continue
             parsed = True if given[key] == _BARE else load.parse_value(key, given[key])
-            if key in overrides:
-                from torchtitan_lite.config.presets import against
-
-                problems += against(key, known[key].annotation, overrides[key], given[key], parsed)
+            if key in overrides and spelled(known[key].annotation, parsed) != (meant := overrides[key]).value:
+                means = f"{meant.origin} means {key} = {json.dumps(meant.value)}"
+                problems.append(f"command line: --{key}={given[key]}: {means}; leave one of the two out")
             overrides[key] = load.ConfigValue(parsed, "command line")
     sizes = {"world_size": world_size, "n_gpus": n_gpus, "local_world_size": local_world_size}
     loaded = load.load(given["config"], overrides, elsewhere=elsewhere, problems=problems, checks=checks, **sizes)

@@ -22,12 +22,8 @@ class Layout:
 
 
 def derive(config: Config, world_size: int) -> Layout:
-    """Derive the layout, of the last steps if the batch grows. A dp_* of -1 takes all remaining ranks."""
-    replicate, shard = config.fsdp.dp_replicate, config.fsdp.dp_shard
-    if replicate == -1:
-        replicate = 1 if shard == -1 else max(world_size // shard, 1)
-    if shard == -1:
-        shard = max(world_size // replicate, 1)
+    """Derive the layout, of the last steps if the batch grows."""
+    replicate, shard = config.fsdp.mesh(world_size)
     train = config.train
     per_round = world_size * train.micro_batch_size
     size = train.batch_size(train.steps)
