@@ -15,7 +15,7 @@ from tests.helpers import ROOT, TINY, options, python, start, succeeded
 PACKAGE = ROOT / "torchtitan_lite"
 # Each room imports only from rooms above it, and from itself. Rooms on one line do not import from each other.
 ROOMS = [
-    ["terminal", "files", "explain", "hints"],
+    ["terminal", "files", "hints"],
     ["errors"],
     ["config"],
     ["models"],
