@@ -7,22 +7,12 @@ import pytest
 import tomli
 
 import train
+from tests.config.parsing import mistakes, parse
 from tests.helpers import ROOT
-from torchtitan_lite.config import cli, load, schema, toml
+from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import FsdpConfig, LogConfig, ModelConfig
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools import config_reference, plan
-
-
-def parse(*argv: str, world_size: int = 1) -> toml.Loaded:
-    return cli.parse(argv, world_size=world_size, n_gpus=0).loaded
-
-
-def mistakes(*argv: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse(*argv)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
