@@ -128,6 +128,8 @@ def test_every_key_that_is_only_used_with_another_says_so(
 def test_rules_of_use_name_keys_that_exist() -> None:
     known = schema.known_keys()
     rules = schema.usage_rules()
+    assert {f"model.{key}" for family in FAMILIES.values() for key in family.keys} <= known.keys()
+    assert {f"optim.{key}" for optimizer in OPTIMIZERS.values() for key in optimizer.keys} <= known.keys()
     for key, rule in rules:
         assert {key, *rule.decided_by.split()} <= known.keys()
     of_one = {k for k, field in known.items() if str(field.description).startswith(("gpt:", "llama:", "sgd:", "wsd:"))}

@@ -55,7 +55,7 @@ def quota_of_cores(root: Path = Path("/")) -> float:
 
     Each group limits those inside it. A container may see its own group at the path "/", or at the host's path.
     """
-    found = []
+    quotas = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -72,5 +72,5 @@ def quota_of_cores(root: Path = Path("/")) -> float:
                     quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
                 else:
                     quota, period = (folder / "cpu.max").read_text().split()
-                found.append(int(quota) / int(period))
-    return min((cores for cores in found if cores > 0), default=0)
+                quotas.append(int(quota) / int(period))
+    return min((cores for cores in quotas if cores > 0), default=0)

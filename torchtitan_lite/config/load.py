@@ -88,8 +88,8 @@ def read_file(path: Path, problems: list[str], files: list[str], chain: tuple[Pa
     inherited: ConfigValues = {}
     if base:
         beside = Path(base) if base[0] == "~" else path.parent / base
-        found = beside if beside.exists() or not Path(base).is_file() else Path(base)
-        inherited = read_file(found, problems, files, (*chain, where))
+        chosen = beside if beside.exists() or not Path(base).is_file() else Path(base)
+        inherited = read_file(chosen, problems, files, (*chain, where))
     return inherited | {key: ConfigValue(value, str(path), level=-len(chain)) for key, value in _leaves(tree)}
 
 
@@ -175,9 +175,9 @@ def build(
             left_out.add(key)
     config = _validate(layers, refused)
     for check in checks:
-        found = _conflicting(check(config), layers, refused)
-        problems += found.values()
-        if any(key.startswith("model.") for keys in (*found, *refused) for key in keys.split()):
+        broken = _accepted(check(config), layers, refused)
+        problems += broken.values()
+        if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
             break
     return config
 
@@ -218,15 +218,15 @@ def _validate(values: ConfigValues, refused: set[str]) -> Config:
     return Config.model_validate(tree, context="layers")
 
 
-def _conflicting(broken: Mapping[str, str], values: ConfigValues, refused: set[str]) -> dict[str, str]:
+def _accepted(broken: Mapping[str, str], values: ConfigValues, refused: set[str]) -> dict[str, str]:
     """The broken rules whose keys were all accepted, each with the origin of the value from the highest layer."""
-    found = {}
+    accepted = {}
     for keys, message in broken.items():
         if refused.isdisjoint(keys.split()):
             origins = [values[key] for key in keys.split() if key in values]
             last = max(origins, key=lambda v: (v.level, not v.origin.startswith("size ")), default=None)
-            found[keys] = f"{last.origin if last else 'default'}: {message}"
-    return found
+            accepted[keys] = f"{last.origin if last else 'default'}: {message}"
+    return accepted
 
 
 def _with_size(values: ConfigValues, problems: list[str], refused: set[str], notes: list[str]) -> ConfigValues:
