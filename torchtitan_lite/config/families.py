@@ -9,16 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Sizes = Mapping[str, Mapping[str, Any]]
-
 
 @dataclass(frozen=True)
 class Family:
     """A family of models."""
 
     model: str  # "module:class" of its Transformer
-    sizes: Sizes  # the [model] keys of each size
-    keys: tuple[str, ...] = ()  # family-specific [model] keys that this family reads
+    sizes: Mapping[str, Mapping[str, Any]]  # the [model] keys of each size
+    keys: tuple[str, ...] = ()  # [model] keys that only this family, or some of them, read
     hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
     fused_functions: bool = False  # whether its blocks can use models/fused.py
     encoder_decoder: bool = False  # whether tokens are an encoder's inputs, and targets of another length a decoder's
@@ -105,16 +103,9 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-
 # the family of a block's class in the package transformers
 BLOCKS = {
     **dict.fromkeys(("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"), "llama"),
     "GPT2Block": "gpt",
     "T5Block": "t5",
 }
-
-
-def families_with(key: str) -> list[str]:
-    """The families that read a key of [model]: all, unless the key is family-specific."""
-    listed = [name for name, family in FAMILIES.items() if key in family.keys]
-    return listed or list(FAMILIES)

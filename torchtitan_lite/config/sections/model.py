@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tomli
 from pydantic import Field, PositiveFloat, ValidationInfo, model_validator
 
-from torchtitan_lite.config.families import FAMILIES, families_with
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import problem
 from torchtitan_lite.config.section import (
     REFUSED,
@@ -29,17 +29,12 @@ if TYPE_CHECKING:
 else:
     FamilyName = Literal[tuple(FAMILIES)]
 
-_STARTS = Resume(
+_READ_AT_STEP_0 = Resume(
     "asks",
     "only read at step 0, so another one would have no effect (without one a resume is allowed)",
     changes_steps=False,
 )
-_STRETCHED = UsedIf(
-    "model.family model.rope_factor",
-    "model.rope_factor above 1",
-    # families without rotary positions: see `family` below
-    lambda c: c.model.family not in families_with("rope_factor") or c.model.rope_factor > 1,
-)
+_STRETCHED = UsedIf("model.family model.rope_factor", "model.rope_factor above 1", lambda c: c.model.rope_factor > 1)
 
 
 class ModelConfig(Section):
@@ -52,7 +47,7 @@ class ModelConfig(Section):
 t5: encoder and decoder"""
     size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False)] = "1M"
     """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
-    init_from: Annotated[PathText, _STARTS] = ""
+    init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
     """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
     vocab_size: SizeOrZero = 0
     """rows of the token embedding; 0: the size of the tokenizer's vocabulary"""
