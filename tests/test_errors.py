@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import start
-from torchtitan_lite import errors
+from torchtitan_lite import errors, hints
 from torchtitan_lite.errors import UserError, run_cli
 from torchtitan_lite.tools import migrate_accelerate
 
@@ -76,3 +76,18 @@ def test_full_disks_and_closed_pipes_end_a_command_without_a_traceback(tmp_path:
     for result in (full, gone):
         assert "Traceback" not in result.stderr
         assert "Exception ignored" not in result.stderr
+
+
+def test_a_long_value_is_shortened_and_its_length_is_told() -> None:
+    assert errors.shortened("x" * 200) == "x" * 200
+    assert errors.shortened("x" * 1201) == "x" * 200 + "... (1,201 characters)"
+
+
+@pytest.mark.parametrize(("n", "last"), [(16, "15 is 15 in the checkpoint and - here"), (17, "and 1 more")])
+def test_at_most_16_differences_of_a_checkpoint_are_listed(n: int, last: str) -> None:
+    lines = hints.differences({f"{i:02d}": i for i in range(n)}, {})
+    assert len(lines) == min(n, 17)
+    assert lines[-1] == last
+    assert hints.differences({"a": "f" * 64, "b": 1}, {"a": "e" * 64, "b": 1}) == [
+        f"a is {'f' * 12}... in the checkpoint and {'e' * 12}... here"
+    ]

@@ -251,6 +251,35 @@ def test_broken_toml_is_an_error_with_its_line(tmp_path: Path) -> None:
     assert "line 2" in mistakes("--config", str(file))
 
 
+@pytest.mark.parametrize(
+    ("last", "first_refused"),
+    [
+        (f"--run.seed={2**63 - 1}", f"--run.seed={2**63}"),
+        ("--run.name=" + "x" * 200, "--run.name=" + "x" * 201),
+        ("--run.name=" + "\u00e9" * 100, "--run.name=" + "\u00e9" * 101),  # bytes, not characters
+        ("--sample.temperature=1e-6", "--sample.temperature=9.99e-7"),
+        ("--sample.temperature=0", "--sample.temperature=-0.1"),
+        ("--fsdp.reshard_after_forward=true", "--fsdp.reshard_after_forward=1"),
+        ("--optim.warmup_steps=499", "--optim.warmup_steps=500"),
+        ("--train.seq_len=1024", "--train.seq_len=1025"),
+        (f"--data.skip_samples=[[0, {2**53 - 1}]]", f"--data.skip_samples=[[0, {2**53}]]"),
+        ("--data.skip_samples=[[0, 8], [8, 9]]", "--data.skip_samples=[[0, 8], [7, 9]]"),
+    ],
+)
+def test_bounds_are_where_they_are_said_to_be(last: str, first_refused: str) -> None:
+    assert parse(last)
+    assert "1 problem:" in mistakes(first_refused)
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[train]\nsteps = 60\n"
+    file = write(tmp_path / "long.toml", text)
+    monkeypatch.setattr(load, "_LONGEST", len(text))
+    assert parse("--config", str(file)).config.train.steps == 60
+    monkeypatch.setattr(load, "_LONGEST", len(text) - 1)
+    assert f"it has more than {len(text) - 1} bytes" in mistakes("--config", str(file))
+
+
 LOCAL = {
     "data.path": "no/such/text",
     "data.sources": {"no/such/text": 1.0},
