@@ -14,7 +14,7 @@ from torchtitan_lite.errors import shortened
 if TYPE_CHECKING:
     from torchtitan_lite.config.schema import Config
 
-_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"  # the name of one
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"  # the name of an environment variable
 _URL = r"https?://[^/?#\s@]+(?![^/?#]*@)"
 MIN_TEMPERATURE = 1e-6  # sampling is greedy well above this; far below, float32 overflows
 
