@@ -60,42 +60,45 @@ R = TypeVar("R")
 
 
 def _checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise ConfigError for an argument of a type that is not annotated. A compiled model stands for its original."""
+    """Raise ConfigError for an argument of another type than annotated. A compiled model stands for its original.
+
+    Unlike pydantic's validate_call, it accepts numpy's numbers, and never converts an argument.
+    """
 
     @functools.wraps(function)
     def checked(*args: P.args, **keys: P.kwargs) -> R:
         bound = inspect.signature(function).bind(*args, **keys)
-        hints = get_type_hints(function)
-        for name, value in bound.arguments.items():
-            if name not in hints:  # self
+        for name, hint in get_type_hints(function).items():
+            if name not in bound.arguments:  # a default, or "return"
                 continue
-            bound.arguments[name] = value = getattr(value, "_orig_mod", value)
-            if not _fits(value, hints[name]):
-                wanted = " or ".join(_name(one) for one in get_args(hints[name]) or [hints[name]])
-                raise ConfigError(f"{name} should be {wanted}, not {_name(type(value))}: {shortened(repr(value))}")
+            value = getattr(bound.arguments[name], "_orig_mod", bound.arguments[name])
+            if not _has_type(value, hint):
+                types = " or ".join(_type_name(option) for option in get_args(hint) or [hint])
+                raise ConfigError(f"{name} should be {types}, not {_type_name(type(value))}: {shortened(repr(value))}")
+            bound.arguments[name] = value
         return function(*bound.args, **bound.kwargs)
 
     return checked
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _has_type(value: Any, hint: Any) -> bool:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(_has_type(value, option) for option in inner)
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     if kind is Sequence:
-        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+        return isinstance(value, list | tuple) and all(_has_type(item, inner[0]) for item in value)
     if kind is Mapping:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     return isinstance(value, kind)
 
 
-def _name(kind: Any) -> str:
+def _type_name(hint: Any) -> str:
+    kind = get_origin(hint) or hint
     if kind is type(None):
         return "None"
-    plain = get_origin(kind) or kind
-    return plain.__qualname__ if plain.__module__ == "builtins" else f"{plain.__module__}.{plain.__qualname__}"
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 # --- config, data, model ----------------------------------------------------------------------------------------
@@ -259,14 +262,14 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
 
 
 def _load_initial(model: Transformer, config: Config) -> None:
-    given = weights.open_weights(Path(config.model.init_from), config.model)
+    source = weights.open_weights(Path(config.model.init_from), config.model)
     targets = own_tensors(model)
-    found = {name: shape for name, (_, shape) in dcp_storage.specs(given).items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in targets.items()}
-    storage.compare(Path("model.init_from"), found, wanted, "model", "use its [model] and its tokenizer")
+    source_shapes = {name: shape for name, (_, shape) in dcp_storage.specs(source).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+    storage.compare(Path("model.init_from"), source_shapes, shapes, "model", "use its [model] and its tokenizer")
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(given[name])
+            target.copy_(source[name])
 
 
 @_checked
@@ -291,21 +294,21 @@ def load_model(
         raise ConfigError(f"dtype={dtype} should be a floating-point type, e.g. torch.bfloat16")
     file = None if tokenizer is None else paths.expand(os.fspath(tokenizer))
     try:
-        opened = scoring.open_one(Path(path), _device(device), dtype, file)
+        scored = scoring.open_one(Path(path), _device(device), dtype, file)
     except DataError as error:
         raise DataError(_as_arguments(str(error))) from None
-    for note in opened.opened.notes:
+    opened = scored.opened
+    for note in opened.notes:
         warnings.warn(note, stacklevel=3)
-    model, own = opened.opened.model, opened.opened
-    return model.requires_grad_(), Tokenizer(own.tokenizer, own.ends, own.prefix, opened.config)
+    return opened.model.requires_grad_(), Tokenizer(opened.tokenizer, opened.ends, opened.prefix, scored.config)
 
 
-def _device(wanted: str) -> torch.device:
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device={wanted!r} should be auto, cpu or cuda")
-    if wanted == "cuda" and not torch.cuda.is_available():
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={name!r} should be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError('device="cuda", but torch sees no GPU here; device="cpu" works')
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 # --- in the loop ------------------------------------------------------------------------------------------------
@@ -484,12 +487,11 @@ def evaluate(
         batch_size=batch_size,
     )
     config = data.config if isinstance(data, Data) else tokenizer.config
-    named = scoring.Model("the model", _opened(model, tokenizer), config)
-    device = model.tok_embeddings.weight.device
+    scored = scoring.Model("the model", _opened(model, tokenizer), config)
+    world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
     try:
         with _evaluating(model):
-            world = World(0, 1, device, torch.get_num_threads())
-            found = dict(scoring.scores_of(named, options, world, _warn))
+            found = dict(scoring.scores_of(scored, options, world, _warn))
     except ConfigError as error:
         raise ConfigError(_as_arguments(str(error))) from None
     scores = tables.with_total(found, {})
@@ -508,13 +510,13 @@ def _warn(note: str) -> None:
 @contextlib.contextmanager
 def _evaluating(model: Transformer) -> Iterator[None]:
     """Without dropout, and without gradients."""
-    was = model.training
+    training = model.training
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was)
+        model.train(training)
 
 
 def _as_arguments(message: str) -> str:

@@ -16,8 +16,9 @@ from tests.data.test_data import stream_of
 from tests.helpers import python
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.load import ConfigValue, load
-from torchtitan_lite.config.presets import objective_conflicts, span_lengths
-from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
+from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig, conflicts
+from torchtitan_lite.config.section import Machine
+from torchtitan_lite.config.sections.data import span_lengths
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
@@ -212,7 +213,7 @@ def test_a_combination_that_does_not_work_names_one_that_does(
             )
             for s in sections
         }
-        assert any(expected in message for message in objective_conflicts(config.model_copy(update=update)).values())
+        assert any(expected in message for message in conflicts(Machine())(config.model_copy(update=update)).values())
         return
     with pytest.raises(ConfigError) as error:
         load(None, {key: ConfigValue(value, "--x") for key, value in values.items()})

@@ -100,14 +100,12 @@ def test_initial_values_never_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family, known in REGISTRY.items() for name in known.named_sizes()]
+    ("family", "name"), [(family, name) for family, known in REGISTRY.items() for name in known.sizes]
 )
 def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None:
     vocabulary, expected = PARAMETERS.get((family, name), (97, 0))
     values = (
-        {"family": family}
-        | dict(REGISTRY[family].named_sizes()[name])
-        | ({"tie_embeddings": True} if family == "gpt" else {})
+        {"family": family} | dict(REGISTRY[family].sizes[name]) | ({"tie_embeddings": True} if family == "gpt" else {})
     )
     with torch.device("meta"):
         model = build(ModelConfig.model_validate(values), vocabulary)

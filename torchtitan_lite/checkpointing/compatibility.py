@@ -16,7 +16,7 @@ from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config.derive import derive, flatten
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import Config, default_of, known_keys
+from torchtitan_lite.config.schema import Config, bitwise_keys, default_of, known_keys, resume_rule
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.parallelize import widens
@@ -124,43 +124,29 @@ def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> A
 
 
 FAST_PATHS = 3  # the order of their sums on a CPU; it was 1 in old checkpoints, which do not record it
-_REFUSED = (
-    *("train.seq_len", "run.seed", "optim.name", "optim.freeze", "data.packing", "data.document_mask"),
-    *("data.objective", "data.noise_density", "data.mean_span_length", "data.target_len", "data.blind_source"),
-)
 
 
 def is_refused(key: str) -> bool:
     """Whether a resume with another value of this key is refused. (Text and tokenizer are compared by hash.)"""
-    if key.startswith("model."):
-        return key not in ("model.size", "model.init_from")  # an alias for other keys; only read at step 0
-    return key in _REFUSED
-
-
-_LEARNED_WITH = (
-    *("train.global_batch_size", "train.batch_schedule", "train.z_loss", "model.init_from"),
-    "data.skip_samples",
-)
+    rule = resume_rule(key)
+    return rule.rule == "refused" and not rule.by_hash
 
 
 def is_learned_with(key: str) -> bool:
     """Whether a resume with another value learns in another way, which `--resume-with-changes` has to ask for."""
-    return key.startswith("optim.") or key in _LEARNED_WITH
+    return resume_rule(key).rule == "asks"
 
 
 def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
     """What must be the same for a bitwise resume. All of it changes the order of summation."""
     on_gpu = world.device.type == "cuda"
-    fsdp = config.fsdp.model_dump(mode="json")
-    keys = "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "precision_overrides", "grad_sync"
+    values = flatten(config)
     return {
         "world_size": world.world_size,
+        **{name: values[key] for key, name in bitwise_keys().items()},
+        # where a key has an effect only sometimes, what it means here:
         "dp_replicate": derive(config, world.world_size).dp_replicate,
-        "micro_batch_size": config.train.micro_batch_size,
-        **{key: fsdp[key] for key in keys},
-        "cpu_offload": fsdp["cpu_offload"],  # the optimizer then runs on the host
         "compile": config.compile.backend if config.compile.enabled else "off",
-        "chunked_loss": config.speed.chunked_loss,
         "block_attention": config.speed.block_attention and not on_gpu,
         "fused_functions": config.speed.fused_functions
         and FAMILIES[config.model.family].fused_functions

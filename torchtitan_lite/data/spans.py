@@ -7,8 +7,8 @@ the density and the mean length of spans, so that the inputs are full:
     inputs    the cat <0> the mat <1> <end>            <0>, <1>, ...: sentinels, each used once
     targets   <0> sat on <1> and slept <end>
 
-Every length is fixed: the numbers of replaced tokens and of spans (config/presets.py, span_lengths). The lengths of the
-spans, and of the text before each, are random compositions of these numbers. A sample begins with text.
+Every length is fixed: the numbers of replaced tokens and of spans (span_lengths in config/sections/data.py). The
+lengths of the spans, and of the text before each, are random compositions of these numbers. A sample begins with text.
 
 The spans are a function of the seed, and of the number of the sample in the run: each epoch draws new ones. They
 are made of raw random bits, because numpy may change the algorithms of its distributions.
@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand, problem
-from torchtitan_lite.config.presets import SpanLengths, span_lengths
 from torchtitan_lite.config.schema import Config, DataConfig
+from torchtitan_lite.config.sections.data import SpanLengths, span_lengths
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows, Samples

@@ -21,8 +21,8 @@ from torch import Tensor
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
 from torchtitan_lite.config import paths
-from torchtitan_lite.config.presets import started_from
 from torchtitan_lite.config.schema import Config, ModelConfig
+from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config

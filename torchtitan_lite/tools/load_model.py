@@ -16,8 +16,8 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.find_text import kind_of
-from torchtitan_lite.config.rules import model_conflicts
 from torchtitan_lite.config.schema import Config, ModelConfig, known_keys
+from torchtitan_lite.config.sections.model import shape_rules
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.pairs import source_prefix
@@ -123,7 +123,7 @@ def _ready(
     embeddings = weights.get("tok_embeddings.weight")
     if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
         raise CheckpointError(f"{folder} has no token embeddings: it holds a different kind of model")
-    if problems := model_conflicts(config):
+    if problems := dict(shape_rules(config)):
         raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
     with torch.device("meta"):
         model = build(config, embeddings.shape[0])

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import BLOCKS, FAMILIES
-from torchtitan_lite.config.presets import STRATEGIES
+from torchtitan_lite.config.sections.fsdp import STRATEGIES
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.tools.strict_yaml import read, shown

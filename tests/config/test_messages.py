@@ -1,93 +1,19 @@
-"""Files, `base`, overrides and their origins; and every mistake found at once, before any process group."""
+"""Each mistake in a config has a message with what works; all are found at once, before any process group."""
 
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
-from tests.helpers import ROOT, python, ranks, torchrun
-from torchtitan_lite.config import cli, schema, toml
-from torchtitan_lite.config.derive import derive
-from torchtitan_lite.config.schema import Config
+import train
+from tests.config.parsing import mistakes, parse, write
+from tests.helpers import python
+from torchtitan_lite.config import cli, load
+from torchtitan_lite.config.schema import Config, SampleConfig
+from torchtitan_lite.data.prepare import split
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.tools import config_reference
-
-
-def parse(*argv: str, world_size: int = 1, n_gpus: int = 0) -> toml.Loaded:
-    return cli.parse(argv, world_size=world_size, n_gpus=n_gpus).loaded
-
-
-def mistakes(*argv: str, world_size: int = 1) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse(*argv, world_size=world_size)
-    return str(caught.value)
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def test_without_arguments_everything_is_a_default() -> None:
-    loaded = parse()
-    assert loaded.config.train == Config().train
-    assert loaded.config.model.dim == 128  # of size "1M"
-
-
-def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path) -> None:
-    write(tmp_path / "base.toml", '[model]\nfamily = "gpt"\nsize = "10M"\n[train]\nsteps = 50\nseq_len = 64\n')
-    file = write(tmp_path / "mine.toml", 'base = "base.toml"\n[model]\nn_heads = 10\n[train]\nsteps = 60\n')
-    loaded = parse("--config", str(file), "--train.micro_batch_size=3", "--mixed-precision")
-    config = loaded.config
-    assert (config.model.dim, config.model.n_layers, config.model.n_heads) == (320, 8, 10)
-    assert (config.train.steps, config.train.seq_len, config.train.micro_batch_size) == (60, 64, 3)
-    assert config.fsdp.param_dtype == "bfloat16"
-    assert config.run.name == "mine"
-    origins = {key: Path(origin).name for key, origin in loaded.origins.items()}
-    assert origins["model.dim"] == 'size "10M"'
-    assert origins["model.n_heads"] == origins["train.steps"] == "mine.toml"
-    assert origins["train.seq_len"] == "base.toml"
-    assert origins["train.micro_batch_size"] == "command line"
-    assert origins["fsdp.param_dtype"] == "--mixed-precision"
-    shown = toml.to_toml_with_origins(loaded)
-    assert "steps = 60 " in shown
-    assert "mine.toml" in shown
-
-
-def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:
-    config = parse("--optim.betas=[0.8, 0.9]", '--data.path=["tests/*.py"]', "--optim.max_norm=inf").config
-    assert config.optim.betas == (0.8, 0.9)
-    for text in (toml.to_toml(config), toml.to_toml_with_origins(toml.Loaded(config, {}))):
-        file = write(tmp_path / "config.toml", text)
-        assert parse("--config", str(file)).config == config
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("--run.name=123", "123"),
-        ("--run.name='quoted'", "quoted"),
-        ("--run.out_dir=2024", "2024"),
-        ("--run.deterministic", True),
-        ("--run.deterministic=False", False),
-        ("--optim.lr=.5", 0.5),
-        ("--optim.lr=1", 1.0),
-        ("--train.steps=1_000", 1000),
-    ],
-)
-def test_values_on_the_command_line_are_parsed_by_type(argument: str, value: object) -> None:
-    section, key = argument.removeprefix("--").split("=")[0].split(".")
-    assert getattr(getattr(parse(argument).config, section), key) == value
-
-
-def test_more_processes_than_gpus_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="4 processes on this machine, and torch sees 2 GPUs; --nproc-per-node 2"):
-        cli.parse([], world_size=8, n_gpus=2, local_world_size=4)
-    assert cli.parse(["--run.device=cpu"], world_size=8, n_gpus=2, local_world_size=4)
-    assert cli.parse([], world_size=8, n_gpus=4, local_world_size=4)
-
-
-def test_a_value_may_follow_after_a_space() -> None:
-    assert parse("--train.steps", "77").config.train.steps == 77
+from torchtitan_lite.tools import generate, plan
+from torchtitan_lite.training.sampling import wrong_prompts
 
 
 def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path: Path) -> None:
@@ -189,10 +115,73 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--compile.backend=eager"], "compile.backend = eager has no effect without compile.enabled = true"),
         (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "0.match field required"),
         (["--fsdp.precision_overrides=[{match = '*', param_dtype = 'int8'}]"], "0.param_dtype should be 'float32'"),
+        (["--run.timeout_minutes=1e12"], "should be less than or equal to 525600"),
+        (["--checkpoint.resume=" + "x" * 5000], "File name too long"),
+        (["--run.name=" + "x" * 300], "should be the plain name of a folder, of at most 200 bytes"),
+        (["--run.name=a\0b"], "should have no NUL character"),
+        (["--run.name=a\udcff"], "should be UTF-8"),
+        (["--data.path=~nobody2/x"], "there is no user nobody2; write the path in full"),
+        (["--run.out_dir=~nobody2/x"], "there is no user nobody2; write the path in full"),
+        (["--run.seed=" + "9" * 30], "should be a number of at most 64 bits"),
+        (["--model.n_layers=1000000000"], "should be less than or equal to 2048"),
+        (["--sample.temperature=1e-40"], "should be 0 (greedy), or at least 1e-06"),
     ],
 )
 def test_each_invalid_option_has_its_message(argv: list[str], expected: str) -> None:
     assert expected in mistakes(*argv)
+
+
+def test_patterns_and_prompts_are_reported_with_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--optim.freeze=['no', 'nope']", "--optim.groups=[{match = 'none'}, {match = 'nil'}]", "--train.steps=x"]
+    argv += ["--fsdp.precision_overrides=[{match = 'nix', param_dtype = 'bfloat16'}]", "--sample.prompts=['']"]
+    assert train.main(["--check-config", *argv]) == 2
+    message = capsys.readouterr().err
+    assert "the configuration has 7 problems" in message
+    for pattern in ("no", "nope", "none", "nil", "nix"):
+        assert f'"{pattern}" matches no parameter' in message
+    assert "sample.prompts: '' has 0 tokens, and should have 1 to 1023" in message
+    assert "--train.steps=x: should be a valid integer" in message
+
+
+def test_prompts_are_checked_with_an_existing_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    split.byte_level().save(str(tmp_path / "tokenizer.json"))
+    argv = ["--check-config", "--model.max_seq_len=8", "--train.seq_len=8", "--sample.prompts=['12345678', '1234567']"]
+    assert train.main([*argv, f"--tokenizer.path={tmp_path / 'tokenizer.json'}"]) == 2
+    message = capsys.readouterr().err
+    assert "sample.prompts: '12345678' has 8 tokens, and should have 1 to 7: model.max_seq_len = 8" in message
+    assert "'1234567' has" not in message
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert train.main([*argv, f"--tokenizer.path={tmp_path / 'tokenizer.json'}"]) == 2
+    assert "can't be read as a tokenizer.json" in capsys.readouterr().err
+
+
+def test_a_prompt_that_the_tokenizer_can_t_encode_is_named() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>"))
+    config = Config(sample=SampleConfig(prompts=["def "]))
+    (wrong,) = wrong_prompts(config, tokenizer)
+    assert "sample.prompts: the tokenizer can't encode 'def '" in wrong
+
+
+@pytest.mark.parametrize("key", ["data.path", "tokenizer.path"])
+@pytest.mark.extended
+def test_plan_names_a_user_who_is_not_there(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([f"--{key}=~nobody-of-this-name/x", "--world-size", "1"]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--temperature=1e-40", "--temperature=nan", "--seed=-1", "--top-p=0", "--seed=" + "9" * 30]
+)
+def test_generate_refuses_invalid_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["no_such_run", "--prompt=a", option]) == 2
+    assert option.split("=")[0] in capsys.readouterr().err
+
+
+def test_more_processes_than_gpus_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="4 processes on this machine, and torch sees 2 GPUs; --nproc-per-node 2"):
+        cli.parse([], world_size=8, n_gpus=2, local_world_size=4)
+    assert cli.parse(["--run.device=cpu"], world_size=8, n_gpus=2, local_world_size=4)
+    assert cli.parse([], world_size=8, n_gpus=4, local_world_size=4)
 
 
 @pytest.mark.parametrize(
@@ -216,46 +205,11 @@ def test_compilation_without_a_compiler_is_an_error(
     assert parse("--compile.enabled", "--compile.backend=aot_eager")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "more", "expected"),
-    [
-        ("FULL_SHARD", [], (True, 1, 8)),
-        ("SHARD_GRAD_OP", [], (False, 1, 8)),
-        ("HYBRID_SHARD", [], (True, 2, 4)),
-        ("_HYBRID_SHARD_ZERO2", [], (False, 2, 4)),
-        ("HYBRID_SHARD", ["--fsdp.dp_replicate=4"], (True, 4, 2)),
-        ("HYBRID_SHARD", ["--fsdp.dp_shard=2"], (True, 4, 2)),
-        ("NO_SHARD", [], (False, 8, 1)),
-        ("FULL_SHARD", ["--fsdp.reshard_after_forward=true", "--fsdp.dp_shard=8"], (True, 1, 8)),
-    ],
-)
-def test_fsdp1_strategies_become_their_fsdp2_options(
-    strategy: str, more: list[str], expected: tuple[bool, int, int]
-) -> None:
-    """On two machines of four ranks each."""
-    argv = [f"--fsdp.sharding_strategy={strategy}", *more]
-    loaded = cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4).loaded
-    layout = derive(loaded.config, 8)
-    assert (loaded.config.fsdp.reshard_after_forward, layout.dp_replicate, layout.dp_shard) == expected
-    assert loaded.origins["fsdp.reshard_after_forward"] in (f'sharding_strategy "{strategy}"', "command line")
-
-
 def test_a_hybrid_strategy_without_shards_is_another_strategy() -> None:
     argv = ["--fsdp.sharding_strategy=_HYBRID_SHARD_ZERO2", "--fsdp.dp_shard=1"]
     with pytest.raises(ConfigError, match='without them use "NO_SHARD"'):
         cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4)
     assert cli.parse(argv, world_size=1, n_gpus=0), "one rank on a machine: the strategy itself means that"
-
-
-def test_minus_one_is_the_remaining_ranks() -> None:
-    for argv, expected in (
-        ([], (1, 8)),
-        (["--fsdp.dp_shard=1"], (8, 1)),
-        (["--fsdp.dp_shard=2"], (4, 2)),
-        (["--fsdp.dp_replicate=2"], (2, 4)),
-    ):
-        layout = derive(parse(*argv, world_size=8).config, 8)
-        assert (layout.dp_replicate, layout.dp_shard) == expected
 
 
 @pytest.mark.parametrize(
@@ -297,63 +251,56 @@ def test_broken_toml_is_an_error_with_its_line(tmp_path: Path) -> None:
     assert "line 2" in mistakes("--config", str(file))
 
 
-def test_batch_and_mesh_sizes_are_derived() -> None:
-    config = parse("--train.micro_batch_size=4", "--train.global_batch_size=30", "--fsdp.dp_replicate=2", world_size=4)
-    layout = derive(config.config, 4)
-    assert (layout.dp_replicate, layout.dp_shard) == (2, 2)
-    assert (layout.grad_accum_steps, layout.masked_sequences) == (2, 2)
-    assert layout.tokens_per_step == 30 * config.config.train.seq_len
-
-
-def test_plain_python_exits_with_2_and_no_traceback() -> None:
-    result = python("--train.step=5", "--train.steps=x")
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert "the configuration has 2 problems" in result.stderr
-
-
-@pytest.mark.extended
-def test_under_torchrun_the_message_is_printed_once_and_repeated_at_the_end() -> None:
-    result = torchrun(2, "--train.step=5")
-    assert result.returncode == 1  # torchrun's own
-    ours, torchruns = result.stderr.split("ChildFailedError", 1)
-    assert ours.count("the configuration has 1 problem") == 1
-    assert "the configuration has 1 problem" in torchruns
-    assert "exitcode  : 2" in result.stderr
-
-
-def test_help_lists_every_key_with_meaning_and_default() -> None:
-    result = python("--help")
-    assert result.returncode == 0
-    text = " ".join(result.stdout.split())
-    for key, field in schema.known_keys().items():
-        assert f"--{key}" in text
-        assert field.description, f"{key} has no help"
-        assert f"{field.description} (default: " in text
-
-
-def test_the_reference_is_made_from_the_config() -> None:
-    page = (ROOT / "docs/config.md").read_text()
-    assert page == "\n".join(config_reference.lines()) + "\n", (
-        "python -m torchtitan_lite.tools.config_reference > docs/config.md"
-    )
-
-
-def test_check_and_print_config_exit_with_0() -> None:
-    assert "the configuration is fine" in python("--check-config").stdout
-    assert "steps = 3   " in ranks(1, "--print-config", "--train.steps=3", "--optim.warmup_steps=0").stdout
-
-
 @pytest.mark.parametrize(
-    ("argv", "expected"),
+    ("last", "first_refused"),
     [
-        ([], True),
-        (["--model.dim=64"], False),
-        (["--model.size=1M", "--model.dim=64"], True),
-        (["--model.size=8B"], False),
+        (f"--run.seed={2**63 - 1}", f"--run.seed={2**63}"),
+        ("--run.name=" + "x" * 200, "--run.name=" + "x" * 201),
+        ("--run.name=" + "\u00e9" * 100, "--run.name=" + "\u00e9" * 101),  # bytes, not characters
+        ("--sample.temperature=1e-6", "--sample.temperature=9.99e-7"),
+        ("--sample.temperature=0", "--sample.temperature=-0.1"),
+        ("--fsdp.reshard_after_forward=true", "--fsdp.reshard_after_forward=1"),
+        ("--optim.warmup_steps=499", "--optim.warmup_steps=500"),
+        ("--train.seq_len=1024", "--train.seq_len=1025"),
+        (f"--data.skip_samples=[[0, {2**53 - 1}]]", f"--data.skip_samples=[[0, {2**53}]]"),
+        ("--data.skip_samples=[[0, 8], [8, 9]]", "--data.skip_samples=[[0, 8], [7, 9]]"),
     ],
 )
-def test_another_shape_is_a_plain_llama(argv: list[str], expected: bool) -> None:
-    """Switches of the default size are for its shape, unless the size is named."""
-    config = cli.parse([*argv, "--check-config"], world_size=1, n_gpus=0, local_world_size=1).loaded.config
-    assert config.model.qk_norm is expected
+def test_bounds_are_where_they_are_said_to_be(last: str, first_refused: str) -> None:
+    assert parse(last)
+    assert "1 problem:" in mistakes(first_refused)
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[train]\nsteps = 60\n"
+    file = write(tmp_path / "long.toml", text)
+    monkeypatch.setattr(load, "_LONGEST", len(text))
+    assert parse("--config", str(file)).config.train.steps == 60
+    monkeypatch.setattr(load, "_LONGEST", len(text) - 1)
+    assert f"it has more than {len(text) - 1} bytes" in mistakes("--config", str(file))
+
+
+LOCAL = {
+    "data.path": "no/such/text",
+    "data.sources": {"no/such/text": 1.0},
+    "tokenizer.path": "no.json",
+    "model.init_from": "no/such/run",
+    "model.vocab_size": 300,
+    "checkpoint.resume": "no/such/run",
+    "log.trackers": ["wandb"],
+    "log.notify": "NO_SUCH_VARIABLE",
+    "compile.enabled": True,
+}
+
+
+@pytest.mark.parametrize("key", LOCAL)
+def test_a_run_for_another_machine_needs_nothing_of_this_one(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, packages, a compiler, environment variables."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("RANK", raising=False)
+    values = {key: load.ConfigValue(LOCAL[key], "test")}
+    with pytest.raises(ConfigError, match="1 problem:") as caught:
+        load.load(None, values)
+    assert key in str(caught.value)
+    assert load.load(None, values, elsewhere=True)

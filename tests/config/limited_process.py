@@ -1,6 +1,6 @@
-"""train.py in a process that is not as it should be: `tests.helpers.ranks(..., entry="tests.config.door_worker")`.
+"""train.py in a process that is not as it should be: `tests.helpers.ranks(..., entry="tests.config.limited_process")`.
 
-The variable DOOR says how: "restricted" may read no file of another user, even as root; "homeless" has no name and no
+The variable LIMIT says how: "restricted" may read no file of another user, even as root; "homeless" has no name and no
 home; "denied" is refused a file while the data is prepared; "huge" asks for more memory than there is while it builds.
 """
 
@@ -17,7 +17,7 @@ from torchtitan_lite.training import start
 
 
 def main(argv: Sequence[str]) -> int:
-    how = os.environ["DOOR"]
+    how = os.environ["LIMIT"]
     if how == "restricted":
         _drop_the_right_to_read_everything()
     elif how == "homeless":
