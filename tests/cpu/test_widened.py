@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
+from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
-from torchtitan_lite.distributed import cpu_flags
+from torchtitan_lite.cpu import attention, widened
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.parallelize import apply_fast_paths, widens
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.models import Transformer, build, widened
-from torchtitan_lite.models.attention import attend
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import attention as plain
 
 # what oneDNN then offers is what a CPU with AVX2 has
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -58,12 +58,12 @@ def test_inputs_of_any_shape_have_gradients(shape: tuple[int, ...]) -> None:
     assert (x.grad.shape, weight.grad.shape) == (shape, (24, 40))
 
 
-@pytest.mark.parametrize("by_blocks", [True, False])
-def test_attention_computes_in_float32(by_blocks: bool) -> None:
+@pytest.mark.parametrize("attend", [attention.attend, plain.attend])
+def test_attention_computes_in_float32(attend: widened.Attend) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 24, 4, 8).bfloat16() for _ in range(3))
-    found = attend(q, k, v, by_blocks=by_blocks, widened=True)
-    expected = attend(q.float(), k.float(), v.float(), by_blocks=by_blocks)
+    found = widened.in_float32(attend, q, k, v)
+    expected = attend(q.float(), k.float(), v.float())
     assert found.dtype == torch.bfloat16
     assert found.equal(expected.bfloat16())
 
@@ -71,7 +71,8 @@ def test_attention_computes_in_float32(by_blocks: bool) -> None:
 def made(family: str, *, widen: bool, chunked: bool = True) -> Transformer:
     with torch.device("meta"):
         model = build(ModelConfig(family=family, **SIZES), 97)
-    apply_fast_paths(model, SpeedConfig(chunked_loss=chunked), widen=widen)
+    model.output.chunked = chunked
+    cpu.apply(model, SpeedConfig(), widen=widen)
     materialise(model, torch.device("cpu"), seed=3)
     return model.bfloat16()
 
@@ -111,7 +112,7 @@ def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bo
 @pytest.mark.parametrize(("env", "expected"), [({}, None), (AVX2, "('bfloat16', 'float16')")])
 @pytest.mark.extended
 def test_the_cpu_is_known_by_its_flags(env: dict[str, str], expected: str | None) -> None:
-    code = "from torchtitan_lite.distributed.cpu_flags import slow_dtypes; print(slow_dtypes())"
+    code = "from torchtitan_lite.cpu.widened import slow_dtypes; print(slow_dtypes())"
     said = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | env, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -149,11 +150,11 @@ def test_the_way_is_logged_recorded_and_switched_off(text: Path, tmp_path: Path)
 
 
 def test_only_slow_dtypes_of_a_cpu_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu = (World(0, 1, torch.device(device), 1) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (World(0, 1, torch.device(device), 1) for device in ("cpu", "cuda"))
     bf16 = Config.model_validate({"fsdp": {"param_dtype": "bfloat16"}})
     mixed = {"fsdp": {"precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]}}
     for slow, expected in ((("bfloat16", "float16"), True), (("float16",), False)):
-        monkeypatch.setattr(cpu_flags, "slow_on_rank0", lambda slow=slow: slow)
-        assert widens(bf16, cpu) == widens(Config.model_validate(mixed), cpu) == expected
-        assert not widens(bf16, gpu)
-        assert not widens(Config(), cpu)
+        monkeypatch.setattr(widened, "slow_on_rank0", lambda slow=slow: slow)
+        assert cpu.widens(bf16, on_cpu) == cpu.widens(Config.model_validate(mixed), on_cpu) == expected
+        assert not cpu.widens(bf16, on_gpu)
+        assert not cpu.widens(Config(), on_cpu)
