@@ -20,7 +20,7 @@ class Family:
     sizes: Sizes | str  # the [model] keys of each size, or "module:name" of them
     keys: tuple[str, ...] = ()  # family-specific [model] keys that this family reads
     hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
-    fused_functions: bool = False  # whether its blocks can use models/fused.py
+    fused_functions: bool = False  # whether cpu/fused.py replaces a part of its blocks
     encoder_decoder: bool = False  # whether tokens are an encoder's inputs, and targets of another length a decoder's
 
     def load(self) -> Any:

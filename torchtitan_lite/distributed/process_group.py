@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_lite.config.derive import Layout, quota_of_cores, usable_cores
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import process
+from torchtitan_lite.distributed.rendezvous import find_ranks
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import counted, flush, print_error
 
@@ -77,8 +78,6 @@ def process_group(run: RunConfig) -> Iterator[World]:
     process.die_with_launcher()
     timeout = timedelta(minutes=run.timeout_minutes)
     if "RANK" in os.environ:
-        from torchtitan_lite.distributed.rendezvous import find_ranks
-
         store, rank, world_size = find_ranks(timeout)
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
