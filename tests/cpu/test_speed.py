@@ -345,6 +345,34 @@ def test_each_key_switches_one_path_off() -> None:
     assert ran(fused_functions=False) == (False, False, True)
 
 
+@pytest.mark.parametrize("changed", ["compiling", "eps", "weight"])
+def test_norms_fall_back_to_the_plain_ones(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch.compile traces them, without an eps of their own, and without a weight."""
+    norm = torch.nn.RMSNorm(16, None if changed == "eps" else 1e-5, elementwise_affine=changed != "weight")
+    x = torch.randn(2, 16)
+    expected = norm(x)
+    fused.fuse_norms(norm)
+    if changed == "compiling":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert type(norm) is fused.RMSNorm
+    assert norm(x).equal(expected)
+
+
+def test_a_module_that_computes_attention_in_its_own_way_keeps_it() -> None:
+    """block_attention replaces only the models' own function, e.g. not the biased attention of an encoder-decoder."""
+
+    def own(*_: Any) -> Tensor:
+        raise NotImplementedError
+
+    with torch.device("meta"):
+        model = build(GPT, 97)
+    layers: list[Any] = list(model.layers)
+    layers[0].attention.attend = own
+    cpu.apply(model, SpeedConfig())
+    assert layers[0].attention.attend is own
+    assert layers[1].attention.attend is by_blocks.attend
+
+
 def test_fast_paths_do_not_change_logits_and_generation() -> None:
     plain, fast = made(LLAMA, PLAIN).eval(), made(LLAMA, SpeedConfig()).eval()
     tokens = torch.randint(97, (1, 30), generator=torch.Generator().manual_seed(4))

@@ -91,16 +91,19 @@ class Products16(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "chunked", "documents"),
+    [("gpt", True, False), ("gpt", False, True), ("llama", True, True), ("llama", False, False), ("t5", True, False)],
+)
+def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bool, documents: bool) -> None:
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([*range(10), *range(13)]).repeat(2, 1) if documents else None
     plain, wide = (made(family, widen=widen, chunked=chunked) for widen in (False, True))
     assert list(wide.state_dict()) == list(plain.state_dict())
     values = []
     for model in (plain, wide):
         with Products16() as products:
-            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss = model(tokens[:, :-1], tokens[:, 1:], None, positions)
             loss.backward()
         assert bool(products.found) == (model is plain), products.found
         values.append((loss, torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])))

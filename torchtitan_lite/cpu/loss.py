@@ -18,10 +18,10 @@ def chunked_cross_entropy(
     """models.loss.chunked_cross_entropy; with `product_dtype`, its products are computed in that dtype."""
     if x.device.type != "cpu":
         return plain.chunked_cross_entropy(x, weight, targets, z_loss)
-    learns = torch.is_grad_enabled()
-    wanted = learns and x.requires_grad, learns and weight.requires_grad
-    rows, goals = x.flatten(0, 1), targets.flatten()
-    return _ChunkedCrossEntropy.apply(rows, weight, goals, *wanted, z_loss, product_dtype or weight.dtype)  # type: ignore[no-untyped-call]
+    wants_dx = torch.is_grad_enabled() and x.requires_grad
+    wants_dw = torch.is_grad_enabled() and weight.requires_grad
+    rows, goals, dtype = x.flatten(0, 1), targets.flatten(), product_dtype or weight.dtype
+    return _ChunkedCrossEntropy.apply(rows, weight, goals, wants_dx, wants_dw, z_loss, dtype)  # type: ignore[no-untyped-call]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

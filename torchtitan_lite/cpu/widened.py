@@ -107,11 +107,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad
         grad = grads[0].float()
         rows, inputs = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (grad, x.float()))
         return (
-            (grad @ weight.float()).to(x.dtype) if wanted[0] else None,
-            (rows.T @ inputs).to(weight.dtype) if wanted[1] else None,
-            rows.sum(0).to(weight.dtype) if wanted[2] else None,
+            (grad @ weight.float()).to(x.dtype) if wants_dx else None,
+            (rows.T @ inputs).to(weight.dtype) if wants_dw else None,
+            rows.sum(0).to(weight.dtype) if wants_db else None,
         )

@@ -155,20 +155,20 @@ def _dtypes(
     group: str, parameters: list[str], config: FsdpConfig
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
     """param_dtype, reduce_dtype and output_dtype, which all parameters of a group share."""
-    found: dict[tuple[str, str, str], str] = {}
+    first_with: dict[tuple[str, str, str], str] = {}
     for name in parameters:
         dtypes = {key: getattr(config, key) for key in ("param_dtype", "reduce_dtype", "output_dtype")}
         i = first_match(name, [override.match for override in config.precision_overrides])
         if i is not None:
             dtypes |= config.precision_overrides[i].model_dump(exclude={"match"}, exclude_none=True)
-        found.setdefault((dtypes["param_dtype"], dtypes["reduce_dtype"], dtypes["output_dtype"]), name)
-    if len(found) > 1:
-        one, other = list(found.values())[:2]
+        first_with.setdefault((dtypes["param_dtype"], dtypes["reduce_dtype"], dtypes["output_dtype"]), name)
+    if len(first_with) > 1:
+        one, other = list(first_with.values())[:2]
         raise ConfigError(
             f"fsdp.precision_overrides: {one} and {other} would get different dtypes, but group '{group}' is "
             f"gathered and cast together; a pattern has to match all of: {', '.join(parameters)}"
         )
-    param, reduce, output = next(iter(found))
+    param, reduce, output = next(iter(first_with))
     return getattr(torch, param), getattr(torch, reduce), getattr(torch, output) if output else None
 
 

@@ -54,9 +54,10 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, z_loss: fl
         weight: (V, D), of the same dtype.
         targets: (B, T) int64, or IGNORE.
     """
-    learns = torch.is_grad_enabled()
-    wanted = learns and x.requires_grad, learns and weight.requires_grad
-    return _ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *wanted, z_loss)  # type: ignore[no-untyped-call]
+    wants_dx = torch.is_grad_enabled() and x.requires_grad
+    wants_dw = torch.is_grad_enabled() and weight.requires_grad
+    rows, goals = x.flatten(0, 1), targets.flatten()
+    return _ChunkedCrossEntropy.apply(rows, weight, goals, wants_dx, wants_dw, z_loss)  # type: ignore[no-untyped-call]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

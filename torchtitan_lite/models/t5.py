@@ -93,10 +93,10 @@ def buckets(distances: Tensor, *, both_ways: bool) -> Tensor:
     n = BUCKETS // 2 if both_ways else BUCKETS
     exact = n // 2
     far = distances.abs() if both_ways else (-distances).clamp(min=0)
-    found = far.clamp(max=exact)
+    bucket = far.clamp(max=exact)
     for i in range(1, n - exact):
-        found = found + (far >= math.ceil(exact * (MAX_DISTANCE / exact) ** (i / (n - exact)))).long()
-    return found + n * (distances > 0) if both_ways else found
+        bucket = bucket + (far >= math.ceil(exact * (MAX_DISTANCE / exact) ** (i / (n - exact)))).long()
+    return bucket + n * (distances > 0) if both_ways else bucket
 
 
 class FeedForward(nn.Module):
