@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite import cpu
-from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, Config, ModelConfig, SpeedConfig
 from torchtitan_lite.cpu import attention, widened
 from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models import attention as plain
@@ -68,11 +70,13 @@ def test_attention_computes_in_float32(attend: widened.Attend) -> None:
     assert found.equal(expected.bfloat16())
 
 
-def made(family: str, *, widen: bool, chunked: bool = True) -> Transformer:
+def made(family: str, *, widen: bool, chunked: bool = True, mode: str = "none", backend: str = "") -> Transformer:
     with torch.device("meta"):
         model = build(ModelConfig(family=family, **SIZES), 97)
     model.output.chunked = chunked
     cpu.apply(model, SpeedConfig(), widen=widen)
+    apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
+    apply_compile(model, CompileConfig.model_validate({"enabled": bool(backend), "backend": backend or "eager"}))
     materialise(model, torch.device("cpu"), seed=3)
     return model.bfloat16()
 
@@ -110,6 +114,22 @@ def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bo
     (loss, grads), (wide_loss, wide_grads) = values
     assert wide_loss.item() == pytest.approx(loss.item(), rel=2e-3)
     assert (wide_grads - grads).norm() < 0.05 * grads.norm()
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_all_blocks_are_compiled_as_one(family: str, mode: str) -> None:
+    """Each block has functions of its own, but equal ones."""
+    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    counters.clear()
+    gradients = []
+    for backend in ("", "aot_eager"):
+        model = made(family, widen=True, mode=mode, backend=backend)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
 
 
 @pytest.mark.parametrize(("env", "expected"), [({}, None), (AVX2, "('bfloat16', 'float16')")])

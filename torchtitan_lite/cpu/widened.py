@@ -65,13 +65,12 @@ def widen(model: Transformer) -> None:
 
     Whatever computes attention by then goes on doing so, on float32 copies.
     """
-    widened: dict[Attend, Attend] = {}  # one function for all layers: torch.compile would compile each again
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
         elif hasattr(module, "attend"):
-            plain: Attend = module.attend  # type: ignore[assignment]
-            module.attend = widened.setdefault(plain, functools.partial(in_float32, plain))  # type: ignore[assignment]
+            attention: Any = module
+            attention.attend = functools.partial(in_float32, attention.attend)
     model.output.linear = linear  # type: ignore[assignment]  # its first argument has another name
     model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, product_dtype=torch.float32)
 

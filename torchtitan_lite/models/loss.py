@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.models import fused_loss
+from torchtitan_lite.models import loss_operators
 
 IGNORE = -100  # the target of a position without a loss
 LOGITS_BYTES = 1 << 30  # of a chunk's logits. They bound memory; each chunk costs a pass over the weight's gradient
@@ -75,11 +75,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), chunk):
             part, goals = x[start : start + chunk], targets[start : start + chunk]
             logits = torch.mm(part, weight.T, out=buffer[: len(part)])
-            loss += fused_loss.logits_to_gradient_(logits, goals, IGNORE, wants_dx or wants_dw, z_loss).sum()
+            loss += loss_operators.logits_to_gradient_(logits, goals, IGNORE, wants_dx or wants_dw, z_loss).sum()
             if dx is not None:
                 torch.mm(logits, weight, out=dx[start : start + chunk])
             if dw is not None:
-                fused_loss.add_product(dw, logits.T, part, first=start == 0)
+                loss_operators.add_product(dw, logits.T, part, first=start == 0)
         ctx.save_for_backward(dx, dw.zero_() if dw is not None and not len(x) else dw)
         ctx.dtype = weight.dtype
         return loss

@@ -21,10 +21,11 @@ PLAIN_ROWS = 1024  # rows that plain operators compute at a time on a GPU: they 
 
 def plain_logits_to_gradient_(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float) -> Tensor:
     """The loss of each row, (n,) float32. If `write`, logits (n, V) become the gradient of their sum (see loss.py)."""
-    losses = F.cross_entropy(logits.float(), targets, ignore_index=ignore, reduction="none")
+    log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
+    losses = F.nll_loss(log_p, targets, ignore_index=ignore, reduction="none")
     if write:
         counts = (targets != ignore)[:, None]
-        p = torch.softmax(logits, -1, dtype=torch.float32)
+        p = log_p.exp_()
         if z_loss:
             p *= 1 + 2 * z_loss * logits.float().logsumexp(-1, keepdim=True)
         p.scatter_add_(1, torch.where(counts, targets[:, None], 0), torch.full_like(p[:, :1], -1.0))

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fake_cuda.operators import OperatorLog
 from tests.helpers import ROOT
 from tests.models import triton_stand_in
-from torchtitan_lite.models import fused_loss
 from torchtitan_lite.models import loss as head
+from torchtitan_lite.models import loss_operators
 from torchtitan_lite.models.loss import IGNORE
 
 Launch = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
@@ -30,7 +30,7 @@ def compare(launch: Launch, columns: int, dtype: torch.dtype, z_loss: float = 0.
     targets = torch.randint(columns, (9,), generator=generator)
     targets[::4], targets[1], targets[2] = IGNORE, columns - 1, 0
     exact = wide[:, :columns].clone()
-    expected = fused_loss.logits_to_gradient_(exact, targets, IGNORE, True, z_loss)
+    expected = loss_operators.logits_to_gradient_(exact, targets, IGNORE, True, z_loss)
     for write in (False, True):
         made, losses = wide.clone(), torch.full((9,), -1.0)
         launch(made[:, :columns], targets, losses, IGNORE, write, z_loss)
@@ -70,7 +70,7 @@ def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
 
 _INTERPRETED = """
 import torch
-from tests.models.test_fused_loss import compare
+from tests.models.test_loss_operators import compare
 from torchtitan_lite.models import loss_kernel
 for block in (32768, 1024):
     loss_kernel.MAX_BLOCK = block
@@ -116,13 +116,13 @@ def test_the_loss_in_the_gpus_chunks_is_the_loss(n: int, dtype: torch.dtype, mon
 
 def test_no_gradient_is_computed_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
-    real = fused_loss.logits_to_gradient_
+    real = loss_operators.logits_to_gradient_
 
     def noted(*args: Any) -> Tensor:
         written.append(args[3])
         return real(*args)
 
-    monkeypatch.setattr(fused_loss, "logits_to_gradient_", noted)
+    monkeypatch.setattr(loss_operators, "logits_to_gradient_", noted)
     x, weight, targets = torch.randn(1, 6, 4), torch.randn(9, 4, requires_grad=True), torch.zeros(1, 6).long()
     head.chunked_cross_entropy(x, weight, targets).backward()
     assert weight.grad is not None
@@ -154,12 +154,14 @@ def elementwise_bytes(compute: Callable[..., Tensor]) -> int:
     return log.bytes(without=("aten.mm", "aten.addmm"))
 
 
-def test_the_kernel_moves_an_eighth_of_the_bytes() -> None:
+def test_the_kernel_moves_an_eighth_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the products: per logit of bfloat16 a read and a write, per weight the float32 gradient once more."""
     logits, weights = 8192 * 128_256, 128_256 * 2048
     found = elementwise_bytes(head.chunked_cross_entropy)
     assert found == pytest.approx(4 * logits + (4 + 2) * weights, rel=0.03)
     assert elementwise_bytes(plainly) > 7 * found
+    monkeypatch.setattr(loss_operators, "logits_to_gradient_", loss_operators.plain_logits_to_gradient_)
+    assert elementwise_bytes(head.chunked_cross_entropy) > 7 * found, "without Triton"
 
 
 def test_without_triton_a_gpu_computes_the_same_with_plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +170,14 @@ def test_without_triton_a_gpu_computes_the_same_with_plain_operators(monkeypatch
     def broken(*_: Any) -> None:
         raise ModuleNotFoundError("No module named 'triton'")
 
-    monkeypatch.setattr(fused_loss, "_launch", broken)
-    monkeypatch.setattr(fused_loss, "PLAIN_ROWS", 3)
+    monkeypatch.setattr(loss_operators, "_launch", broken)
+    monkeypatch.setattr(loss_operators, "PLAIN_ROWS", 3)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
     logits, targets = torch.randn(7, 91), torch.tensor([0, 90, 5, IGNORE, 7, 8, 9])
     expected = logits.clone()
-    losses = fused_loss.logits_to_gradient_(expected, targets, IGNORE, True, 0.01)
+    losses = loss_operators.logits_to_gradient_(expected, targets, IGNORE, True, 0.01)
     with pytest.warns(UserWarning, match="without its GPU kernel, which is slower: No module named 'triton'"):
-        found = fused_loss._on_cuda(logits, targets, IGNORE, True, 0.01)
+        found = loss_operators._on_cuda(logits, targets, IGNORE, True, 0.01)
     torch.testing.assert_close((found, logits), (losses, expected))
-    fused_loss.kernel_works.cache_clear()
+    loss_operators.kernel_works.cache_clear()
