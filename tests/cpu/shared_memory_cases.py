@@ -201,18 +201,20 @@ def late(world: World) -> str:
     """The last rank comes after the timeout."""
     group: Any = dist.group.WORLD
     shared = SharedMemory(group)
-    limit_group_timeouts(1 / 60)
+    limit_group_timeouts(2 / 60)
     store = dist.distributed_c10d._get_default_store()
     if world.rank == world.world_size - 1:
         store.wait([str(rank) for rank in range(world.rank)], timedelta(minutes=5))
         store.set("all", "noticed")
         dist.destroy_process_group()
         return "late"
+    store.set(f"{world.rank} is here", "")  # or a busy machine makes more than one rank late
+    store.wait([f"{rank} is here" for rank in range(world.world_size - 1)], timedelta(minutes=5))
     began = time.monotonic()
     error = error_of(shared.barrier)
-    assert time.monotonic() - began >= 0.9
+    assert time.monotonic() - began >= 1.8
     assert is_lost(error), error
-    assert "1000ms" in str(error), error
+    assert "2000ms" in str(error), error
     assert str(error).endswith(f": rank {world.world_size - 1}"), "only the rank that has not arrived"
     store.set(str(world.rank), "noticed")
     if world.rank == 0:  # which has the store

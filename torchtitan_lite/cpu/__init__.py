@@ -3,12 +3,12 @@
 The models hold plain functions. `apply` replaces some on a built model, before activation checkpointing, compilation
 and `fully_shard`. A new one falls back to the plain one where that is as fast, e.g. for long sequences.
 
-    key                       replaces
-    speed.block_attention     attend              attention.py: large products over blocks of queries
-    speed.fused_functions     RMSNorm, rotate     fused.py: few passes over memory
-    speed.chunked_loss        cross_entropy       loss.py: in place, in chunks that fit into the cache
-    speed.widened_products    products of 16 bits widened.py: in float32, on CPUs without instructions for them
-    speed.shared_memory       FSDP's collectives  shared_memory.py: after `fully_shard`
+    key                       replaces             by
+    speed.block_attention     attend               attention.py: large products over blocks of queries
+    speed.fused_functions     RMSNorm, rotate      fused.py: few passes over memory
+    speed.chunked_loss        cross_entropy        loss.py: in place, in chunks that fit into the cache
+    speed.widened_products    products of 16 bits  widened.py: float32, on CPUs without instructions for them
+    speed.shared_memory       FSDP's collectives   shared_memory.py: mapped memory, set up after `fully_shard`
 """
 
 from torchtitan_lite.config.schema import SpeedConfig
