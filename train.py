@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
-from torchtitan_lite import models
+from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing.compatibility import continued, fresh_state
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import cli
@@ -128,7 +128,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     mesh = build_mesh(derive(config, world.world_size), world.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
-    model = sharded_model(config, data.vocab_size, mesh, widen=parallelize.widens(config, world))
+    model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, world))
     materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: it holds the DTensors, so its moments are sharded as the parameters are.
@@ -204,16 +204,16 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
         model = models.build(config.model, vocab_size)
     optim.freeze(model, config.optim.freeze)
     model.output.z_loss = config.train.z_loss
-    parallelize.apply_fast_paths(model, config.speed, widen=widen)
+    model.output.chunked = config.speed.chunked_loss
+    if mesh.device_type == "cpu":
+        cpu.apply(model, config.speed, widen=widen)
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
     parallelize.apply_compile(model, config.compile)
     parallelize.apply_fsdp(model, mesh, config.fsdp)
-    if config.speed.shared_memory and mesh.size() > 1:
-        from torchtitan_lite.distributed.shared_memory import apply_shared_memory
-
-        apply_shared_memory(model, mesh)
+    if config.speed.shared_memory:
+        cpu.apply_shared_memory(model, mesh)
     return model
 
 

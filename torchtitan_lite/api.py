@@ -26,7 +26,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from torchtitan_lite import models
+from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.schema import Config
@@ -252,7 +252,8 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
         model = models.build(config.model, size)
     optim.freeze(model, config.optim.freeze)
     model.output.z_loss = config.train.z_loss
-    parallelize.apply_fast_paths(model, config.speed)
+    model.output.chunked = config.speed.chunked_loss
+    cpu.apply(model, config.speed)
     parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
     parallelize.apply_compile(model, config.compile)
     materialise(model, _device(config.run.device), config.run.seed)

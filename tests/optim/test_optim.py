@@ -12,6 +12,7 @@ from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.sharding import optimizer_tensors
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.optim.guarded import HostGuarded
 from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, make_state, set_learning_rate
 
 

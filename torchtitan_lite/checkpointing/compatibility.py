@@ -17,9 +17,9 @@ from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config.derive import derive, flatten
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, bitwise_keys, default_of, known_keys, resume_rule
+from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed import sharding
-from torchtitan_lite.distributed.parallelize import widens
 from torchtitan_lite.distributed.process_group import World
 
 

@@ -18,7 +18,7 @@ class Family:
     sizes: Mapping[str, Mapping[str, Any]]  # the [model] keys of each size
     keys: tuple[str, ...] = ()  # [model] keys that only this family, or some of them, read
     hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
-    fused_functions: bool = False  # whether its blocks can use models/fused.py
+    fused_functions: bool = False  # whether cpu/fused.py replaces a part of its blocks
     encoder_decoder: bool = False  # whether tokens are an encoder's inputs, and targets of another length a decoder's
 
     def load(self) -> Any:

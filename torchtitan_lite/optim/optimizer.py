@@ -13,7 +13,7 @@ from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.errors import ConfigError, shortened
-from torchtitan_lite.optim.guarded import AdamW, GuardedOptimizer, HostGuarded, multiply_gradients
+from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded, multiply_gradients
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

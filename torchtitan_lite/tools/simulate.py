@@ -32,18 +32,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lite import models
+from torchtitan_lite import cpu, models
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.cpu.fused import fuse_norms
 from torchtitan_lite.distributed.parallelize import (
     apply_activation_checkpointing,
-    apply_fast_paths,
     apply_fsdp,
     before_micro_batch,
 )
 from torchtitan_lite.distributed.process_group import build_mesh
-from torchtitan_lite.models import loss as head
-from torchtitan_lite.models.fused import RMSNorm
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
 from torchtitan_lite.tools.estimate.attention import efficient_attention
 from torchtitan_lite.tools.estimate.work import Recorder, Work
@@ -303,13 +301,14 @@ def _simulate(config: Config, world_size: int, vocab_size: int, depths: list[int
         model = models.build(config.model.model_copy(update=keys), vocab_size)
     freeze(model, config.optim.freeze)
     model.output.z_loss = config.train.z_loss
-    off = {"block_attention": False, "fused_functions": False} if on_gpu else {}
-    apply_fast_paths(model, config.speed.model_copy(update=off))
+    model.output.chunked = config.speed.chunked_loss
+    if on_gpu:
+        fuse_norms(model)  # CUDA's kernel keeps as little as our CPU version
+    else:
+        cpu.apply(model, config.speed)
     apply_activation_checkpointing(model, config.activation_checkpointing)
     apply_fsdp(model, mesh, fsdp)
     if on_gpu:
-        for norm in (module for module in model.modules() if isinstance(module, RMSNorm)):
-            norm.fused = True  # CUDA's kernel keeps as little as our CPU version
         attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "dropout", None), float)]
         for attention in attentions:
             attention.dropout = 0.0
@@ -324,7 +323,6 @@ def _simulate(config: Config, world_size: int, vocab_size: int, depths: list[int
         _follow_state(timeline, model, optimizer)
         if on_gpu:
             stack.enter_context(patch.object(functional, "scaled_dot_product_attention", efficient_attention))
-        stack.enter_context(patch.object(head, "KERNEL_ON", {"cpu"} if on_gpu else set()))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary positions for the CPU, with their own backward and few passes over memory.
+"""RMSNorm and rotary positions with their own backward and few passes over memory.
 
 PyTorch builds both from small operators, which each read and write all activations and keep float32 copies for
 backward. These versions compute in float32 too, but mostly in place, and keep only their input.
@@ -9,8 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan_lite.models import llama
 
-def use_fused(x: Tensor) -> bool:
+
+def fuse_norms(model: nn.Module) -> None:
+    """Make every nn.RMSNorm a fused one, in place."""
+    for module in model.modules():
+        if type(module) is nn.RMSNorm:
+            module.__class__ = RMSNorm
+
+
+def fuse_rotations(model: nn.Module) -> None:
+    """Replace llama's `rotate` wherever a module holds it."""
+    for module in model.modules():
+        if getattr(module, "rotate", None) is llama.rotate:
+            module.rotate = rotate  # type: ignore[assignment]
+
+
+def _use_fused(x: Tensor) -> bool:
     """Whether these functions are faster than PyTorch's. (torch.compile fuses the plain ones better.)"""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -29,11 +45,9 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm over the last dim (Zhang and Sennrich, 2019)."""
 
-    fused = False  # set by parallelize.apply_fast_paths
-
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        if self.fused and self.eps is not None and use_fused(x):
+        if self.eps is not None and self.weight is not None and _use_fused(x):
             return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return super().forward(x)
 
@@ -66,6 +80,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Backward is the inverse rotation, which requires tables with equal halves, as rotary_tables makes them.
     """
+    if not _use_fused(x):
+        return llama.rotate(x, cos, sin)
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
 
 

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fake_cuda.operators import OperatorLog
 from tests.helpers import ROOT
 from tests.models import triton_stand_in
-from torchtitan_lite.models import fused_loss
 from torchtitan_lite.models import loss as head
+from torchtitan_lite.models import loss_operators
 from torchtitan_lite.models.loss import IGNORE
 
 Launch = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
@@ -30,7 +30,7 @@ def compare(launch: Launch, columns: int, dtype: torch.dtype, z_loss: float = 0.
     targets = torch.randint(columns, (9,), generator=generator)
     targets[::4], targets[1], targets[2] = IGNORE, columns - 1, 0
     exact = wide[:, :columns].clone()
-    expected = fused_loss.logits_to_gradient_(exact, targets, IGNORE, True, z_loss)
+    expected = loss_operators.logits_to_gradient_(exact, targets, IGNORE, True, z_loss)
     for write in (False, True):
         made, losses = wide.clone(), torch.full((9,), -1.0)
         launch(made[:, :columns], targets, losses, IGNORE, write, z_loss)
@@ -70,7 +70,7 @@ def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
 
 _INTERPRETED = """
 import torch
-from tests.models.test_fused_loss import compare
+from tests.models.test_loss_operators import compare
 from torchtitan_lite.models import loss_kernel
 for block in (32768, 1024):
     loss_kernel.MAX_BLOCK = block
@@ -108,23 +108,21 @@ def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("n", [1, 60, 200, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_in_the_gpus_chunks_is_the_loss(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "KERNEL_ON", {"cpu"})
-    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
+    monkeypatch.setattr(head, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
     found, expected = (results(way, dtype, n) for way in (head.chunked_cross_entropy, plainly))
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_no_gradient_is_computed_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "KERNEL_ON", {"cpu"})
     written = []
-    real = fused_loss.logits_to_gradient_
+    real = loss_operators.logits_to_gradient_
 
     def noted(*args: Any) -> Tensor:
         written.append(args[3])
         return real(*args)
 
-    monkeypatch.setattr(fused_loss, "logits_to_gradient_", noted)
+    monkeypatch.setattr(loss_operators, "logits_to_gradient_", noted)
     x, weight, targets = torch.randn(1, 6, 4), torch.randn(9, 4, requires_grad=True), torch.zeros(1, 6).long()
     head.chunked_cross_entropy(x, weight, targets).backward()
     assert weight.grad is not None
@@ -135,46 +133,51 @@ def test_no_gradient_is_computed_that_nobody_wants(monkeypatch: pytest.MonkeyPat
 
 
 def test_chunks_are_equal_and_bounded_by_bytes() -> None:
-    assert fused_loss.chunk_size(8192, 128_256, 2) == 4096
-    assert fused_loss.chunk_size(8192, 32_000, 2) == 8192  # all at once
-    assert fused_loss.chunk_size(4500, 128_256, 2) == 2304  # not 4096 and 404
-    assert fused_loss.chunk_size(5, 128_256, 2) == 128
-    assert fused_loss.chunk_size(0, 517, 4) == 1
+    assert head.chunk_size(8192, 128_256, 2) == 4096
+    assert head.chunk_size(8192, 32_000, 2) == 8192  # all at once
+    assert head.chunk_size(4500, 128_256, 2) == 2304  # not 4096 and 404
+    assert head.chunk_size(5, 128_256, 2) == 128
+    assert head.chunk_size(0, 517, 4) == 1
     for n, vocabulary, itemsize in ((16384, 151_936, 4), (100_000, 256_000, 2)):
-        size = fused_loss.chunk_size(n, vocabulary, itemsize)
-        assert size * vocabulary * itemsize <= fused_loss.LOGITS_BYTES
+        size = head.chunk_size(n, vocabulary, itemsize)
+        assert size * vocabulary * itemsize <= head.LOGITS_BYTES
         assert size % 128 == 0
 
 
-def elementwise_bytes(kernel_on: set[str], monkeypatch: pytest.MonkeyPatch) -> int:
+def elementwise_bytes(compute: Callable[..., Tensor]) -> int:
     """Of forward and backward of a bfloat16 head, as on a GPU, without the matrix products."""
-    monkeypatch.setattr(head, "KERNEL_ON", kernel_on)
-    monkeypatch.setitem(head.CHUNK, "cpu", head.CHUNK["cuda"])
     with FakeTensorMode():
         x = torch.empty(1, 8192, 2048, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(128_256, 2048, dtype=torch.bfloat16, requires_grad=True)
         with OperatorLog() as log:
-            head.chunked_cross_entropy(x, weight, torch.empty(1, 8192, dtype=torch.int64)).backward()
+            compute(x, weight, torch.empty(1, 8192, dtype=torch.int64)).backward()
     return log.bytes(without=("aten.mm", "aten.addmm"))
 
 
 def test_the_kernel_moves_an_eighth_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the products: per logit of bfloat16 a read and a write, per weight the float32 gradient once more."""
     logits, weights = 8192 * 128_256, 128_256 * 2048
-    found = elementwise_bytes({"cpu"}, monkeypatch)
+    found = elementwise_bytes(head.chunked_cross_entropy)
     assert found == pytest.approx(4 * logits + (4 + 2) * weights, rel=0.03)
-    assert elementwise_bytes(set(), monkeypatch) > 7 * found
+    assert elementwise_bytes(plainly) > 7 * found
+    monkeypatch.setattr(loss_operators, "logits_to_gradient_", loss_operators.plain_logits_to_gradient_)
+    assert elementwise_bytes(head.chunked_cross_entropy) > 7 * found, "without Triton"
 
 
-def test_without_triton_a_gpu_computes_the_plain_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says so."""
+def test_without_triton_a_gpu_computes_the_same_with_plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And warns, once. Rows are computed in groups: the plain operators make copies of them."""
 
     def broken(*_: Any) -> None:
         raise ModuleNotFoundError("No module named 'triton'")
 
-    monkeypatch.setattr(fused_loss, "logits_to_gradient_", broken)
+    monkeypatch.setattr(loss_operators, "_launch", broken)
+    monkeypatch.setattr(loss_operators, "PLAIN_ROWS", 3)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+    logits, targets = torch.randn(7, 91), torch.tensor([0, 90, 5, IGNORE, 7, 8, 9])
+    expected = logits.clone()
+    losses = loss_operators.logits_to_gradient_(expected, targets, IGNORE, True, 0.01)
     with pytest.warns(UserWarning, match="without its GPU kernel, which is slower: No module named 'triton'"):
-        assert not fused_loss._runs(torch.device("cpu"), torch.float32, 91)
-    fused_loss._runs.cache_clear()
+        found = loss_operators._on_cuda(logits, targets, IGNORE, True, 0.01)
+    torch.testing.assert_close((found, logits), (losses, expected))
+    loss_operators.kernel_works.cache_clear()
