@@ -371,9 +371,9 @@ def prepare_and_run(command: cli.Command) -> None:
     loaded, data = starting.prepared(command.loaded)
     config = loaded.config
     if not command.trains:
-        from torchtitan_lite.tools import instead
+        from torchtitan_lite.tools import modes
 
-        instead.run(command, loaded, data, build, train_step, sharded_model)
+        modes.run(command, loaded, data, build, train_step, sharded_model)
         return
     with process_group(config.run) as world, explained(world):
         lock = run_folder.lock(config.folder, world)

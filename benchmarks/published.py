@@ -15,8 +15,8 @@ from typing import Any
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.monitoring.mfu import DEVICES, Device
+from torchtitan_lite.tools.estimate.command import Plan, make_plan
 from torchtitan_lite.tools.estimate.work import Product, Work
-from torchtitan_lite.tools.plan import Plan, make_plan
 
 TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Dec 2024)"
 TORCHTITAN_A100 = "torchtitan, docs/performance.md at 1ea476e9f (2024)"

@@ -12,7 +12,7 @@ from torchtitan_lite.config import load
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.monitoring.mfu import Device
-from torchtitan_lite.tools import plan
+from torchtitan_lite.tools.estimate import command as plan
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 BIG = [file for file in CONFIGS if load.load(file, {}).config.model.dim >= 512]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
+from torchtitan_lite import plan
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
-from torchtitan_lite.tools import plan
 from torchtitan_lite.training.sampling import wrong_prompts
 
 

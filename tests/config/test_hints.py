@@ -8,11 +8,12 @@ import tomli
 
 import train
 from tests.helpers import ROOT
+from torchtitan_lite import plan
 from torchtitan_lite.config import cli, load, schema, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import FsdpConfig, LogConfig, ModelConfig
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.tools import config_reference, plan
+from torchtitan_lite.tools import config_reference
 
 
 def parse(*argv: str, world_size: int = 1) -> toml.Loaded:

@@ -20,7 +20,7 @@ from torchtitan_lite.distributed import initialize, parallelize
 from torchtitan_lite.models import build, fused_loss
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
-from torchtitan_lite.tools.simulate import simulate
+from torchtitan_lite.tools.estimate.simulate import simulate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 

@@ -13,7 +13,8 @@ from tests.helpers import ROOT
 from tests.tools.memory_cases import VOCABULARY, config_of
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
-from torchtitan_lite.tools import plan, simulate
+from torchtitan_lite.tools.estimate import command as plan
+from torchtitan_lite.tools.estimate import simulate
 from torchtitan_lite.tools.estimate.step_time import SUSTAINED, Machine, micro_batch
 from torchtitan_lite.tools.estimate.work import Attention, Product, Traffic, Work
 

@@ -22,9 +22,10 @@ from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, named
-from torchtitan_lite.tools import plan, simulate
+from torchtitan_lite.tools.estimate import command as plan
+from torchtitan_lite.tools.estimate import simulate
+from torchtitan_lite.tools.estimate.simulate import Collective
 from torchtitan_lite.tools.estimate.step_time import link_s
-from torchtitan_lite.tools.simulate import Collective
 
 
 def mark_of(name: str) -> str:

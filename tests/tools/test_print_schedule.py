@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.helpers import TINY, losses, options, python, ranks, records, succeeded, tiny
+from torchtitan_lite import plan
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.optim.optimizer import learning_rate
-from torchtitan_lite.tools import plan
 from torchtitan_lite.tools.estimate.schedule import COLUMNS, ROWS
 
 Table = dict[int, tuple[float, int, int, str]]

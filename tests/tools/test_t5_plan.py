@@ -14,7 +14,8 @@ from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
-from torchtitan_lite.tools import plan, simulate
+from torchtitan_lite.tools.estimate import command as plan
+from torchtitan_lite.tools.estimate import simulate
 
 
 def config_of(world_size: int, **more: Any) -> Config:

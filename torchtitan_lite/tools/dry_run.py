@@ -27,8 +27,8 @@ from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
-from torchtitan_lite.tools.plan import Plan, make_plan
-from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
+from torchtitan_lite.tools.estimate.command import Plan, make_plan
+from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, check_previous_step
 from torchtitan_lite.training.start import require_same_data

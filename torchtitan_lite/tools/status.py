@@ -194,8 +194,8 @@ def _speed(folder: Path, steps: list[dict[str, Any]], of: int | None, *, with_pl
 def _planned(folder: Path, rate: float) -> str:
     """The speed that `plan` expects of this run on its device."""
     from torchtitan_lite.monitoring.mfu import named
+    from torchtitan_lite.tools.estimate.command import make_plan
     from torchtitan_lite.tools.incidents.record import config_of
-    from torchtitan_lite.tools.plan import make_plan
 
     about = json.loads((folder / "run.json").read_bytes())
     device = named(str(about.get("device", "")).removeprefix("cuda "))

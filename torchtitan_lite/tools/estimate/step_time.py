@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields
 
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.monitoring.mfu import Device
+from torchtitan_lite.tools.estimate.simulate import Collective
 from torchtitan_lite.tools.estimate.work import Attention, Product, Traffic, Work
-from torchtitan_lite.tools.simulate import Collective
 
 # share of the nominal peak that very large products reach
 SUSTAINED = {"a100": 0.76, **dict.fromkeys(("h100", "h200", "gh200"), 0.59)}

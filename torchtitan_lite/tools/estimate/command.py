@@ -28,8 +28,8 @@ from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.schedule import schedule_lines
+from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 from torchtitan_lite.tools.estimate.work import Product, Work
-from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Simulated, simulate
 from torchtitan_lite.training import epochs
 
 GIB = 2**30
