@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import ROOT, ranks, succeeded
 from tests.tools.memory_cases import CASES, EXTENDED, SLOW, VOCABULARY, config_of
+from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import ModelConfig
@@ -22,10 +23,10 @@ from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, named
-from torchtitan_lite.tools.estimate import command as plan
-from torchtitan_lite.tools.estimate import simulate
-from torchtitan_lite.tools.estimate.simulate import Collective
-from torchtitan_lite.tools.estimate.step_time import link_s
+from torchtitan_lite.tools.estimate import memory, simulate
+from torchtitan_lite.tools.estimate.communication import link_s
+from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, make_plan, vocabulary
+from torchtitan_lite.tools.estimate.work import Collective
 
 
 def mark_of(name: str) -> str:
@@ -101,7 +102,7 @@ def test_flops_of_llama_8b() -> None:
 @pytest.mark.extended
 def test_communication_follows_from_the_shards() -> None:
     config = config_of("llama", 8, **{"train.global_batch_size": 3 * 8 * 4, "model.n_layers": 9})
-    found = plan.make_plan(config, 8, DEVICES["h100"])
+    found = make_plan(config, 8, DEVICES["h100"])
     assert found.layout.grad_accum_steps == 3
     sent: dict[str, int] = {}
     for collective, times in found.collectives.items():
@@ -192,7 +193,7 @@ def test_invalid_options_are_errors_that_say_what_works(
 def test_no_advice_is_more_ranks_than_a_plan_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "MOST_RANKS", 6)
+    monkeypatch.setattr(memory, "MOST_RANKS", 6)
     figures = ["--peak-tflops=100", "--memory-gib=0.01", "--memory-gbs=99", "--intra-node-gbs=9", "--inter-node-gbs=1"]
     assert plan.main(["--device=mine", *figures, "--world-size=2"]) == 0
     out = capsys.readouterr().out
@@ -275,11 +276,11 @@ def test_the_work_of_a_plan_does_not_grow_with_the_world() -> None:
 
     def operators(world_size: int) -> int:
         with CountedOperators() as counted:  # type: ignore[no-untyped-call]
-            plan.make_plan(load.load(None, {}).config, world_size, DEVICES["h100"])
+            make_plan(load.load(None, {}).config, world_size, DEVICES["h100"])
         return counted.n
 
     assert operators(2048) < 1.2 * operators(128)
-    assert operators(plan.MOST_RANKS) < 1.2 * operators(128)
+    assert operators(MOST_RANKS) < 1.2 * operators(128)
 
 
 def test_no_process_group_remains_after_a_plan() -> None:
@@ -318,7 +319,7 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     """That of the prepared folder or of the tokenizer; if neither is named, of the one that is trained."""
 
     def found(key: str, value: object) -> tuple[int, str]:
-        return plan.vocabulary(load.load(None, {key: load.ConfigValue(value, "test")}, elsewhere=True).config)
+        return vocabulary(load.load(None, {key: load.ConfigValue(value, "test")}, elsewhere=True).config)
 
     split.byte_level().save(str(tmp_path / "tokenizer.json"))
     assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")

@@ -9,13 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import python, ranks, succeeded, tiny
 from tests.tools.memory_cases import VOCABULARY
+from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
-from torchtitan_lite.tools.estimate import command as plan
 from torchtitan_lite.tools.estimate import simulate
+from torchtitan_lite.tools.estimate.planned_run import make_plan
 
 
 def config_of(world_size: int, **more: Any) -> Config:
@@ -120,7 +121,5 @@ def test_a_dry_run_is_as_planned(text: Path, tmp_path: Path) -> None:
 def test_a_plan_has_the_memory_of_the_z_loss() -> None:
     """Computed from all logits, it keeps more of them for backward."""
     for chunked, grows in ((False, True), (True, False)):
-        off, on = (
-            plan.make_plan(config_of(1, train__z_loss=z, speed__chunked_loss=chunked), 1, None) for z in (0, 0.1)
-        )
+        off, on = (make_plan(config_of(1, train__z_loss=z, speed__chunked_loss=chunked), 1, None) for z in (0, 0.1))
         assert (sum(on.device_bytes.values()) > sum(off.device_bytes.values())) == grows

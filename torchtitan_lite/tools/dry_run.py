@@ -27,7 +27,8 @@ from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
-from torchtitan_lite.tools.estimate.command import Plan, make_plan
+from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, check_previous_step
@@ -139,10 +140,10 @@ def compare(plan: Plan, measured: Measured, folder: Path) -> str:
         real = measured.bytes.get(kind)
         ratio = f"{real / guess:.2f}" if real and guess else ""
         rows.append((f"  {kind}", size(guess), "" if real is None else size(real), ratio))
-    least = f"at least {plan.least_s(plan.device):.3f} s" if plan.device else ""
+    least = f"at least {step_time.least_s(plan, plan.device):.3f} s" if plan.device else ""
     rows.append(("time of a step", least, f"{measured.step_s:.3f} s", ""))
     steps = config.train.steps
-    least = f"at least {duration(plan.least_s(plan.device) * steps)}" if plan.device else ""
+    least = f"at least {duration(step_time.least_s(plan, plan.device) * steps)}" if plan.device else ""
     rows.append((f"{steps:,} steps", least, duration(measured.step_s * steps), ""))
     rows.append(("tokens per second", "", f"{layout.tokens_per_step / measured.step_s:,.0f}", ""))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
