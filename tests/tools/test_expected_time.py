@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import published
 from tests.helpers import ROOT
-from tests.tools.memory_cases import VOCABULARY, config_of
+from tests.tools.memory import VOCABULARY, config_of
 from torchtitan_lite import plan
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import python, ranks, succeeded, tiny
-from tests.tools.memory_cases import VOCABULARY
+from tests.tools.memory import VOCABULARY
 from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, ModelConfig
@@ -44,25 +44,6 @@ def test_flops_match_those_counted_by_torch(more: dict[str, Any]) -> None:
     # self-attention is counted as products, cross-attention, which has a kernel, is not
     scores = 12 * 64 * 2 * 32 * 48
     assert flops_per_token(model, 48, 32) == pytest.approx((products / 2 + scores) / 32, rel=0.02)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"activation_checkpointing__mode": "full", "activation_checkpointing__every": 2},
-    ],
-    ids=["plain", "full"],
-)
-def test_extrapolation_matches_a_simulation_at_full_depth(more: dict[str, Any]) -> None:
-    config = config_of(4, model__n_layers=9, model__n_decoder_layers=7, model__hidden_dim=96, **more)
-    found = simulate.simulate(config, 4, VOCABULARY, on_gpu=False)
-    with simulate.fake_world(4):
-        whole = simulate._simulate(config, 4, VOCABULARY, [9, 7], False)
-    assert found.peak == whole.peak
-    assert found.kept == whole.kept
-    assert found.collectives == whole.collectives
 
 
 def test_a_gpu_does_not_store_the_scores() -> None:

@@ -249,11 +249,11 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     few = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
     few = [depth if depth <= least + period else least for depth, least in zip(depths, few, strict=True)]
     with fake_world(world_size):
-        shallow = whole = _simulate(config, world_size, vocab_size, few, on_gpu)
+        shallow = whole = simulate_depths(config, world_size, vocab_size, few, on_gpu)
         for i, depth in enumerate(depths):
             if depth > few[i]:
                 deeper = [least + period * (j == i) for j, least in enumerate(few)]
-                more = _simulate(config, world_size, vocab_size, deeper, on_gpu)
+                more = simulate_depths(config, world_size, vocab_size, deeper, on_gpu)
                 whole = _extrapolated(whole, shallow, more, (depth - few[i]) // period)
     return whole
 
@@ -278,7 +278,8 @@ def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) 
     )
 
 
-def _simulate(config: Config, world_size: int, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
+def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
+    """Simulate a model of these depths, one for each stack of blocks, inside `fake_world`."""
     layout, fsdp = derive(config, world_size), config.fsdp.model_copy(update={"cpu_offload": False})
     timeline = Timeline()
     mesh = build_mesh(layout, torch.device("cpu"))
