@@ -73,10 +73,10 @@ def _port(value: Any) -> int | None:
 
 
 def _launch_port(value: Any) -> Outcome:
-    """Accelerate takes a free port for 0."""
-    if _port(value) is None:
-        return Missing(f"{shown(value)} is not a port; torchrun --standalone takes a free one")
-    return LAUNCHER
+    """With 0, Accelerate takes a free port."""
+    if _port(value):
+        return LAUNCHER
+    return Missing(f"{shown(value)} is not a port; torchrun --standalone takes a free one")
 
 
 def _clipping(value: Any) -> Outcome:
@@ -127,8 +127,8 @@ STRATEGY: dict[Any, Outcome] = {theirs: {"fsdp.sharding_strategy": ours} for the
 NO_SHARD: Outcome = {"fsdp.sharding_strategy": "NO_SHARD"}
 
 
-def _switch(key: str) -> Choice:
-    return Choice({True: {key: True}, False: {key: False}})
+def _switch(key: str, on: Any = True, off: Any = False) -> Choice:
+    return Choice({True: {key: on}, False: {key: off}})
 
 
 def _dtype(name: str) -> Outcome:
@@ -173,7 +173,7 @@ TOP: dict[str, Rule] = {
     "tpu_use_cluster": TPU,
     "tpu_use_sudo": TPU,
     "tpu_zone": TPU,
-    "use_cpu": Choice({True: {"run.device": "cpu"}, False: {"run.device": "auto"}}),
+    "use_cpu": _switch("run.device", "cpu", "auto"),
     "enable_cpu_affinity": Missing("start torchrun under numactl"),
     "gpu_ids": Missing("set CUDA_VISIBLE_DEVICES in the environment"),
 }
@@ -199,9 +199,7 @@ FSDP: dict[str, Rule] = {
     "fsdp_cpu_ram_efficient_loading": OWN_ROWS,
     "fsdp_sync_module_states": OWN_ROWS,
     "fsdp_offload_params": _switch("fsdp.cpu_offload"),
-    "fsdp_activation_checkpointing": Choice(
-        {True: {"activation_checkpointing.mode": "full"}, False: {"activation_checkpointing.mode": "none"}}
-    ),
+    "fsdp_activation_checkpointing": _switch("activation_checkpointing.mode", "full", "none"),
     "fsdp_state_dict_type": Choice(
         {
             "FULL_STATE_DICT": {"checkpoint.state_dict": "full"},

@@ -101,7 +101,7 @@ class Timeline(TorchDispatchMode):
 
     def part(self, name: str) -> None:
         """Begin a part of the step."""
-        self.recorder.end_of_kernel(self.phase if self._parts else "forward")
+        self.recorder.end_of_kernel(self.phase)
         self._parts.append((self.now + 1, name))
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
