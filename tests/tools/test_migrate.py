@@ -98,6 +98,10 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
             {"fsdp.sharding_strategy": "NO_SHARD", "fsdp.param_dtype": "bfloat16", "fsdp.reduce_dtype": "float32"},
         ),
         ("{use_cpu: true, fsdp_config: {fsdp_offload_params: true}}", {"run.device": "cpu"}),
+        (
+            "{use_cpu: true, fsdp_config: {fsdp_offload_params: false}}",
+            {"run.device": "cpu", "fsdp.cpu_offload": False},
+        ),
         ("deepspeed_config: {zero_stage: 1}", {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}),
         ("deepspeed_config: {zero_stage: 0}", {"fsdp.sharding_strategy": "NO_SHARD"}),
         ("deepspeed_config: {gradient_clipping: 0}", {"optim.max_norm": math.inf}),
@@ -237,7 +241,7 @@ KNOWN = {
     *("fsdp.sharding_strategy", "fsdp.reshard_after_forward", "fsdp.dp_replicate", "fsdp.dp_shard"),
     *("fsdp.explicit_prefetching", "fsdp.forward_prefetch", "fsdp.cpu_offload", "fsdp.param_dtype"),
     *("fsdp.reduce_dtype", "run.device", "activation_checkpointing.mode", "checkpoint.state_dict"),
-    *("optim.max_norm", "compile.enabled", "compile.backend"),
+    *("optim.max_norm", "optim.name", "compile.enabled", "compile.backend"),
 }
 
 

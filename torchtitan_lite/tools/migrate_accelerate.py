@@ -294,10 +294,12 @@ def _reconcile(t: Translation) -> None:
         for key, value in STRATEGIES[strategy].items():
             if not (key.startswith("dp_") and {"fsdp.dp_replicate", "fsdp.dp_shard"} & specific):
                 t.sets.setdefault(f"fsdp.{key}", (value, source))
-    if t.sets.get("run.device", ("", ""))[0] == "cpu" and t.sets.pop("fsdp.cpu_offload", (False, ""))[0]:
-        t.no_counterpart["fsdp_offload_params"] = "on a CPU, parameters are on the host anyway"
-    if t.sets.get("fsdp.cpu_offload", (False, ""))[0]:
-        t.set("optim.name", "adamw", f"{t.sets['fsdp.cpu_offload'][1]} (the default, muon, needs gradients on the GPU)")
+    offload, offload_source = t.sets.get("fsdp.cpu_offload", (False, ""))
+    if offload and t.sets.get("run.device", ("", ""))[0] == "cpu":
+        del t.sets["fsdp.cpu_offload"]
+        t.no_counterpart[offload_source.split(":")[0]] = "on a CPU, parameters are on the host anyway"
+    elif offload:
+        t.set("optim.name", "adamw", f"{offload_source} (the default, muon, needs gradients on the GPU)")
     if source.startswith("distributed_type") and "fsdp.reduce_dtype" in t.sets:
         t.sets["fsdp.reduce_dtype"] = "float32", f"{source}: DDP with autocast sums in float32"
 
