@@ -9,10 +9,11 @@ import tomli
 import train
 from tests.config.parsing import mistakes, parse
 from tests.helpers import ROOT
+from torchtitan_lite import plan
 from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import FsdpConfig, LogConfig, ModelConfig
-from torchtitan_lite.tools import config_reference, plan
+from torchtitan_lite.tools import config_reference
 
 
 @pytest.mark.parametrize(

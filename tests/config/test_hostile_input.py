@@ -22,7 +22,7 @@ import pytest
 import tomli_w
 
 import train
-from torchtitan_lite import models
+from torchtitan_lite import models, plan
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
@@ -33,7 +33,7 @@ from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.distributed.sharding import own_tensors
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.huggingface import weights as hf
-from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate, plan
+from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate
 from torchtitan_lite.tools.report import report
 
 Main = Callable[[Sequence[str]], int]

@@ -18,8 +18,8 @@ from torchtitan_lite.config.schema import Config, OptimConfig
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.optim.average import averaged
 from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.tools.estimate.simulate import OPTIMIZER, simulate
 from torchtitan_lite.tools.report import runs as report_runs
-from torchtitan_lite.tools.simulate import OPTIMIZER, simulate
 
 WAY = [pytest.param(way, marks=[] if way == "sharded, dcp" else [pytest.mark.extended]) for way in WAYS]
 EMA = {"optim__ema_decay": DECAY}

@@ -194,8 +194,9 @@ def _speed(folder: Path, steps: list[dict[str, Any]], of: int | None, *, with_pl
 def _planned(folder: Path, rate: float) -> str:
     """The speed that `plan` expects of this run on its device."""
     from torchtitan_lite.monitoring.mfu import named
+    from torchtitan_lite.tools.estimate.planned_run import make_plan
+    from torchtitan_lite.tools.estimate.step_time import expected
     from torchtitan_lite.tools.incidents.record import config_of
-    from torchtitan_lite.tools.plan import make_plan
 
     about = json.loads((folder / "run.json").read_bytes())
     device = named(str(about.get("device", "")).removeprefix("cuda "))
@@ -207,8 +208,8 @@ def _planned(folder: Path, rate: float) -> str:
         return f"not known: {error}"
     if plan.config.fsdp.cpu_offload:
         return "not known: copies to the host are not estimated"
-    expected = plan.layout.tokens_per_step / plan.expected(device).total
-    return f"expects {expected:,.0f} tokens per second: the run has {rate / expected:.0%}"
+    planned_rate = plan.layout.tokens_per_step / expected(plan, device).total
+    return f"expects {planned_rate:,.0f} tokens per second: the run has {rate / planned_rate:.0%}"
 
 
 def _newest_checkpoint(checkpoints: Path) -> str:

@@ -17,7 +17,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,32 +42,12 @@ from torchtitan_lite.distributed.parallelize import (
 )
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
-from torchtitan_lite.tools.estimate.attention import efficient_attention
-from torchtitan_lite.tools.estimate.work import Recorder, Work
+from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local
 
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
     *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),
 )
 KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS)
-
-
-@dataclass
-class Storage:
-    """Bytes that were held from one moment to another; `died` is None if they still are."""
-
-    born: int
-    bytes: int
-    kind: str
-    died: int | None = None
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective over `ranks`; `bytes` is the full size that is gathered, scattered or summed."""
-
-    kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce"
-    bytes: int
-    ranks: int
 
 
 Peaks = dict[str, dict[str, int]]  # by part of the step: bytes by kind at its peak
@@ -83,6 +62,7 @@ class Simulated:
     collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, or fewer
     work: list[Counter[Work]]  # in the same way
     optimizer: Counter[Work]  # clipping and the update
+    exchanges: Counter[Collective] = field(default_factory=Counter)  # of Muon: see `make_plan`
 
     @property
     def peak(self) -> dict[str, int]:
@@ -112,14 +92,14 @@ class Timeline(TorchDispatchMode):
         self.now = 0
         self.storages: list[Storage] = []
         self.collectives: Counter[Collective] = Counter()
-        self.recorder = Recorder()
+        self.recorder = Recorder(self._storage_of)
         self.phase, self.micro = "forward", 0
         self._parts: list[tuple[int, str]] = [(0, "start")]  # first moment and name of each part of the step
         self._alive: dict[int, tuple[Any, Storage]] = {}  # by id: the weak reference that reports its release
 
     def part(self, name: str) -> None:
         """Begin a part of the step."""
-        self.recorder.end_of_kernel(self.phase if self._parts else "forward")
+        self.recorder.end_of_kernel(self.phase)
         self._parts.append((self.now + 1, name))
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,10 +109,10 @@ class Timeline(TorchDispatchMode):
         else:
             for tensor in tree_leaves(out):
                 if isinstance(tensor, Tensor):
-                    self.follow(_local(tensor), ACTIVATIONS)
+                    self.follow(local(tensor), ACTIVATIONS)
             fused = "block" in self._parts[-1][1] and function.namespace != "fsdp"
             if function.namespace != "prim":
-                self.recorder.see(function, args, kwargs, out, self.phase, self._alive, fused)
+                self.recorder.count(function, args, kwargs, out, self.phase, fused=fused)
         return out
 
     def follow(self, tensor: Tensor, kind: str) -> None:
@@ -145,6 +125,10 @@ class Timeline(TorchDispatchMode):
                 known[1].kind = kind
             return
         self._born(key, weakref.ref(storage, lambda _: self._dead(key)), storage.nbytes(), kind)
+
+    def _storage_of(self, tensor: Tensor) -> Storage | None:
+        _, storage = self._alive.get(id(tensor.untyped_storage()), (None, None))
+        return storage
 
     def _born(self, key: int, reference: Any, n_bytes: int, kind: str) -> None:
         self.now += 1
@@ -169,17 +153,17 @@ class Timeline(TorchDispatchMode):
         name = function.__name__.split(".")[0]
         if name == "_allgather_base_":
             whole, part = args[0], args[1]
-            found = Collective(f"all-gather, {self.phase}", whole.nbytes, whole.numel() // part.numel())
+            collective = Collective(f"all-gather, {self.phase}", whole.nbytes, whole.numel() // part.numel())
         elif name == "_reduce_scatter_base_":
             part, whole = args[0], args[1]
-            found = Collective("reduce-scatter", whole.nbytes, whole.numel() // part.numel())
+            collective = Collective("reduce-scatter", whole.nbytes, whole.numel() // part.numel())
         elif name == "allreduce_":
-            found = Collective("all-reduce", sum(t.nbytes for t in args[0]), 0)
+            collective = Collective("all-reduce", sum(t.nbytes for t in args[0]), 0)
             whole = args[0][0]
         else:
             return
         self.follow(whole, SENDING)
-        self.collectives[found] += 1
+        self.collectives[collective] += 1
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -208,7 +192,7 @@ class Timeline(TorchDispatchMode):
         changes = [(s.born, s.bytes) for s in self.storages]
         changes += [(s.died, -s.bytes) for s in self.storages if s.died is not None]
         changes.sort()
-        found, held, i = {}, 0, 0
+        peaks, held, i = {}, 0, 0
         ends = [start for start, _ in self._parts[1:]] + [self.now + 1]
         for (start, name), end in zip(self._parts, ends, strict=True):
             most, when = held, start - 1
@@ -217,11 +201,11 @@ class Timeline(TorchDispatchMode):
                 if held > most:
                     most, when = held, changes[i][0]
                 i += 1
-            found[name] = dict.fromkeys(KINDS, 0)
+            peaks[name] = dict.fromkeys(KINDS, 0)
             for s in self.storages:
                 if s.born <= when and (s.died is None or s.died > when):
-                    found[name][s.kind] += s.bytes
-        return found
+                    peaks[name][s.kind] += s.bytes
+        return peaks
 
 
 @contextlib.contextmanager
@@ -254,45 +238,46 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
         on_gpu: attention with dropout needs T x T matrices on the CPU only.
     """
     prefetch, group = 1, config.fsdp.blocks_per_group
-    every = group
+    period = group  # blocks after which the model repeats
     if config.fsdp.explicit_prefetching:
         prefetch = max(config.fsdp.forward_prefetch, config.fsdp.backward_prefetch)
     if config.activation_checkpointing.mode != "none":
-        every = math.lcm(group, config.activation_checkpointing.every)
+        period = math.lcm(group, config.activation_checkpointing.every)
     depths = list(config.model.stacks)
-    few = [-(-(prefetch + 3) * group // every) * every + depth % every for depth in depths]
-    few = [depth if depth <= least + every else least for depth, least in zip(depths, few, strict=True)]
+    few = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
+    few = [depth if depth <= least + period else least for depth, least in zip(depths, few, strict=True)]
     with fake_world(world_size):
-        one = found = _simulate(config, world_size, vocab_size, few, on_gpu)
+        shallow = whole = simulate_depths(config, world_size, vocab_size, few, on_gpu)
         for i, depth in enumerate(depths):
             if depth > few[i]:
-                deeper = [least + every * (j == i) for j, least in enumerate(few)]
-                more = _simulate(config, world_size, vocab_size, deeper, on_gpu)
-                found = _extrapolated(found, one, more, (depth - few[i]) // every)
-    return found
+                deeper = [least + period * (j == i) for j, least in enumerate(few)]
+                more = simulate_depths(config, world_size, vocab_size, deeper, on_gpu)
+                whole = _extrapolated(whole, shallow, more, (depth - few[i]) // period)
+    return whole
 
 
-def _extrapolated(found: Simulated, one: Simulated, more: Simulated, times: int) -> Simulated:
-    """`found` plus `times` the difference between `more` and `one`."""
-    peaks = {
-        name: {kind: n + times * (more.peaks[name][kind] - one.peaks[name][kind]) for kind, n in kinds.items()}
-        for name, kinds in found.peaks.items()
-    }
+def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) -> Simulated:
+    """`base` plus `times` the difference between `more` and `one`."""
 
-    def deeper(base: Counter[Any], a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
-        return Counter({key: base[key] + times * (b[key] - a[key]) for key in {*base, *a, *b}})
+    def total(start: Counter[Any], a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
+        return Counter({key: start[key] + times * (b[key] - a[key]) for key in {**start, **a, **b}})
 
-    collectives = zip(found.collectives, one.collectives, more.collectives, strict=True)
     return Simulated(
-        peaks,
-        found.kept + times * (more.kept - one.kept),
-        [deeper(*counters) for counters in collectives],
-        [deeper(*counters) for counters in zip(found.work, one.work, more.work, strict=True)],
-        deeper(found.optimizer, one.optimizer, more.optimizer),
+        peaks={
+            part: {kind: n + times * (more.peaks[part][kind] - one.peaks[part][kind]) for kind, n in kinds.items()}
+            for part, kinds in base.peaks.items()
+        },
+        kept=base.kept + times * (more.kept - one.kept),
+        collectives=[
+            total(*counts) for counts in zip(base.collectives, one.collectives, more.collectives, strict=True)
+        ],
+        work=[total(*counts) for counts in zip(base.work, one.work, more.work, strict=True)],
+        optimizer=total(base.optimizer, one.optimizer, more.optimizer),
     )
 
 
-def _simulate(config: Config, world_size: int, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
+def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
+    """Simulate a model of these depths, one for each stack of blocks, inside `fake_world`."""
     layout, fsdp = derive(config, world_size), config.fsdp.model_copy(update={"cpu_offload": False})
     timeline = Timeline()
     mesh = build_mesh(layout, torch.device("cpu"))
@@ -322,7 +307,7 @@ def _simulate(config: Config, world_size: int, vocab_size: int, depths: list[int
         make_state(optimizer)
         _follow_state(timeline, model, optimizer)
         if on_gpu:
-            stack.enter_context(patch.object(functional, "scaled_dot_product_attention", efficient_attention))
+            stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _attention_on_gpu))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
 
 
@@ -353,15 +338,11 @@ def _names_of_blocks(depths: tuple[int, ...]) -> Iterator[str]:
 
 def _follow_state(timeline: Timeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
-        timeline.follow(_local(tensor), PARAMETERS)
+        timeline.follow(local(tensor), PARAMETERS)
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
-                timeline.follow(_local(value), OPTIMIZER)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                timeline.follow(local(value), OPTIMIZER)
 
 
 def _step(
@@ -383,7 +364,7 @@ def _step(
             del loss
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    timeline.follow(_local(parameter.grad), GRADIENTS)
+                    timeline.follow(local(parameter.grad), GRADIENTS)
             collectives.append(timeline.collectives)
             timeline.collectives = Counter()
             work.append(timeline.recorder.take())
@@ -394,3 +375,26 @@ def _step(
         optimizer.zero_grad()
     kept = timeline.held(ACTIVATIONS, between)
     return Simulated(timeline.peaks(), kept, collectives, work, timeline.recorder.take())
+
+
+_attention: Any = functional.scaled_dot_product_attention
+
+
+def _attention_on_gpu(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Attention as on a GPU, where a bias with a gradient has a fused kernel too. The CPU would store all scores."""
+    if attn_mask is None or not attn_mask.requires_grad:
+        return _attention(*args, attn_mask=attn_mask, **kwargs)
+    return _GradientOfBias.apply(_attention(*args, attn_mask=attn_mask.detach(), **kwargs), attn_mask)  # type: ignore[no-untyped-call]
+
+
+class _GradientOfBias(torch.autograd.Function):
+    """The memory of the gradient that the kernel writes: of the size of all scores."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, bias: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = bias.shape, bias.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
