@@ -18,13 +18,12 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data import pairs as pairs_module
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import PairSamples
 from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.token_files import read_meta
+from torchtitan_lite.data.token_files import document_ends, read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.training.sampling import Prompts

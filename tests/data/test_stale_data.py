@@ -15,7 +15,7 @@ from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import packing, token_files
 from torchtitan_lite.data.dataset import prepare
-from torchtitan_lite.data.prepare import content, corpus, plan, worker, writer
+from torchtitan_lite.data.prepare import corpus, plan, worker, writer
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.samples import Samples
@@ -42,7 +42,7 @@ def test_other_text_of_the_same_size_and_time_is_noticed(
     in_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not in_full:
-        monkeypatch.setattr(content, "HASHED_BYTES", 1)
+        monkeypatch.setattr(corpus, "HASHED_BYTES", 1)
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.txt"):
         lines = [f"{name}, line {i}: an apple fell from the tree\n" for i in range(400)]
@@ -68,7 +68,7 @@ def test_a_cache_of_before_is_found_and_nothing_is_read_twice(
     for record in tmp_path.glob("*.content.json"):
         record.unlink()  # as the version before had it
     assert make(text, tmp_path) == folder
-    monkeypatch.setattr(content, "_hashes", None)
+    monkeypatch.setattr(corpus, "_hashes", None)
     assert make(text, tmp_path) == folder
     for record in tmp_path.glob("*.content.json"):
         record.write_text("{")

@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 
 from torchtitan_lite.config.find_text import reading
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.documents import document_ends
-from torchtitan_lite.data.repair import remedy
-from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, TokenFiles, spots
+from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, TokenFiles, document_ends, remedy, spots
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 

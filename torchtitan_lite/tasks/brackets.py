@@ -10,8 +10,7 @@ import numpy as np
 
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.documents import document_ends
-from torchtitan_lite.data.token_files import PAIRS, TokenFiles
+from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.tasks.questions import Question, Task
 

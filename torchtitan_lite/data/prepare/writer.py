@@ -27,7 +27,7 @@ from torchtitan_lite.data.prepare import plan as plan_module
 from torchtitan_lite.data.prepare import worker
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.readers import Chunk, unit_of
-from torchtitan_lite.data.repair import foreign
+from torchtitan_lite.data.token_files import foreign
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import flush_to_disk, naming, write_durably
 

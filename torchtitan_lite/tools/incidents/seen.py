@@ -14,11 +14,10 @@ from tokenizers import Tokenizer
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet, Source
-from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.loader import Loader, MicroBatch
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare.writer import PLACE_BITS, origins_name, read_origins
-from torchtitan_lite.data.token_files import PAIRS, TokenFiles
+from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
 from torchtitan_lite.errors import DataError
 
 _SHOWN = 64  # tokens of a text that are shown
