@@ -89,7 +89,15 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     # 4. The data: the order of sequences is a function of the seed and one integer.
     samples = open_samples(data, "train", config)
     per_rank = config.train.micro_batch_size, world.rank, world.world_size
-    loader = Loader(samples, *per_rank, config.run.seed, config.data.document_mask, pin=world.device.type == "cuda")
+    loader = Loader(
+        samples,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=config.run.seed,
+        document_mask=config.data.document_mask,
+        pin=world.device.type == "cuda",
+    )
     prefetching = PrefetchingLoader(loader, world.device)
     validation, options = Validation.of(config, data, *per_rank), starting.options(config, data, world)
 

@@ -94,8 +94,11 @@ def test_every_world_size_consumes_the_same_global_batch(
     prepared: Path, world_size: int, micro_batch_size: int
 ) -> None:
     samples = Samples(prepared, "train", 32)
-    reference = Loader(samples, 12, 0, 1, seed=1).batch(24, 12)
-    loaders = [Loader(samples, micro_batch_size, rank, world_size, seed=1) for rank in range(world_size)]
+    reference = Loader(samples, micro_batch_size=12, rank=0, world_size=1, seed=1).batch(24, 12)
+    loaders = [
+        Loader(samples, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, seed=1)
+        for rank in range(world_size)
+    ]
     batches = [loader.batch(24, 12) for loader in loaders]
     assert sorted(row for batch in batches for row in rows(batch)) == sorted(rows(reference))
     assert len({len(batch.micro_batches) for batch in batches}) == 1, "ranks would wait for each other"
@@ -107,7 +110,7 @@ def test_every_world_size_consumes_the_same_global_batch(
 
 def test_targets_are_the_next_tokens(prepared: Path) -> None:
     samples = Samples(prepared, "train", 32)
-    micro = Loader(samples, 2, 0, 1, seed=None).batch(0, 2).micro_batches[0]
+    micro = Loader(samples, micro_batch_size=2, rank=0, world_size=1, seed=None).batch(0, 2).micro_batches[0]
     stream = torch.tensor(stream_of(prepared, "train")[:65])
     assert micro.tokens.flatten().equal(stream[:64])
     assert micro.targets.flatten().equal(stream[1:65])

@@ -163,7 +163,10 @@ def test_a_batch_is_the_same_in_every_layout_but_for_padding(prepared: Path) -> 
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
     one = samples.sources[0].draw(np.arange(7, 17), 3)
     for world_size, micro_batch in ((1, 10), (2, 3), (3, 2), (4, 1)):
-        found = [Loader(samples, micro_batch, rank, world_size, 3).batch(7, 10) for rank in range(world_size)]
+        found = [
+            Loader(samples, micro_batch_size=micro_batch, rank=rank, world_size=world_size, seed=3).batch(7, 10)
+            for rank in range(world_size)
+        ]
         micros = [micro for parts in zip(*(b.micro_batches for b in found), strict=True) for micro in parts]
         rows = [
             (tokens[tokens != 0].tolist(), targets[targets != IGNORE].tolist())

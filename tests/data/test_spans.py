@@ -121,7 +121,10 @@ def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Pat
     assert samples.target_len == config.target_len == span_lengths(SEQ_LEN, 0.15, 3.0).targets
     whole = samples.draw(np.arange(5, 15), 3)
     for world_size, micro_batch in ((1, 10), (2, 3), (3, 2), (4, 1)):
-        found = [Loader(samples, micro_batch, rank, world_size, 3).batch(5, 10) for rank in range(world_size)]
+        found = [
+            Loader(samples, micro_batch_size=micro_batch, rank=rank, world_size=world_size, seed=3).batch(5, 10)
+            for rank in range(world_size)
+        ]
         micros = [micro for parts in zip(*(b.micro_batches for b in found), strict=True) for micro in parts]
         tokens, targets = (torch.cat([getattr(m, what) for m in micros]) for what in ("tokens", "targets"))
         np.testing.assert_array_equal(tokens[:10], whole.tokens)

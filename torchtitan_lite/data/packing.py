@@ -4,6 +4,8 @@ A document of L tokens, including its end token, takes L of the T places of a se
 of T. In each window of 32,768 documents, the pieces are placed longest first, each into the sequence with the least
 sufficient room (best-fit decreasing). The rest of a sequence is padding. An epoch has every token exactly once.
 
+A sequence is its documents, each preceded by the previous end token, from which its first token is predicted.
+
     packed-T-HASH/train.pieces   (P, 2) int64: the start of each piece in the token stream, and its length
     packed-T-HASH/train.rows     (R + 1, 2) int64: the number of pieces, and of tokens, before sequence r
     packed-T-HASH/hashes.json    sizes and hashes of these files, checked at each start
@@ -25,7 +27,19 @@ from numpy.typing import NDArray
 
 from torchtitan_lite.config.find_text import reading
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, TokenFiles, document_ends, remedy, spots
+from torchtitan_lite.data.order import Indices
+from torchtitan_lite.data.samples import Array, Rows, Samples
+from torchtitan_lite.data.token_files import (
+    HASHED_BYTES,
+    SPLITS,
+    File,
+    Meta,
+    TokenFiles,
+    document_ends,
+    read_meta,
+    remedy,
+    spots,
+)
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
@@ -35,6 +49,45 @@ NAMES = tuple(f"{split}.{what}" for split in SPLITS for what in ("pieces", "rows
 HASHES = "hashes.json"
 REMEDY = f"delete the files {', '.join(NAMES)} and {HASHES} and this folder: the next start makes them again"
 _checked: dict[Path, tuple[tuple[int, ...], ...]] = {}  # each verified index and the stats of its files
+
+
+class PackedSamples(Samples):
+    """The packed sequences of one split of a prepared folder."""
+
+    def __init__(self, folder: Path, split: str, seq_len: int) -> None:
+        """
+        Raises:
+            DataError: the folder or its index is damaged, or the index can't be written.
+        """
+        meta = read_meta(folder)
+        self.seq_len = self.target_len = seq_len
+        self._stream, self._n_tokens = TokenFiles(folder, meta, split), meta.tokens(split)
+        self._index = pack(folder, meta, seq_len, lambda _: None)
+        self._pieces: Array = np.memmap(self._index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
+        self._rows: Array = np.memmap(self._index / f"{split}.rows", dtype=np.int64, mode="r").reshape(-1, 2)
+        self.n_samples = len(self._rows) - 1
+        self.mean_tokens = (self._n_tokens - 1) / self.n_samples
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        rows = Rows.empty(len(run_samples), self.seq_len)
+        for row, index in enumerate(self.indices(run_samples, seed).tolist()):
+            at = 0
+            for begin, length in self._pieces[self._rows[index, 0] : self._rows[index + 1, 0]].tolist():
+                if not (0 < begin < begin + length <= self._n_tokens and at + length <= self.seq_len):
+                    raise DataError(
+                        f"{self._index} is damaged: sequence {index:,} takes {length:,} tokens from {begin:,} on, "
+                        f"after {at:,} others; {REMEDY}"
+                    )
+                tokens = self._stream.read(begin - 1, begin + length)
+                rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = tokens[:-1], tokens[1:]
+                rows.begins[row, at] = True
+                at += length
+            rows.begins[row, at : at + 1] = True  # the padding does not belong to the last document
+        return rows
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        indices = self.indices(run_samples, seed)
+        return int((self._rows[indices + 1, 1] - self._rows[indices, 1]).sum())
 
 
 def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> Path:
@@ -216,23 +269,6 @@ def _rows(pieces: Pairs, seq_len: int) -> Iterator[Any]:
             with_room[left].append(row)
     for row_pieces in sorted(sorted(row) for row in rows):
         yield pieces[row_pieces]
-
-
-def fill(rows: Any, row: int, pieces: Pairs, stream: TokenFiles, n_tokens: int, damaged: str) -> None:
-    """Write a sequence's pieces of the stream to a row of samples.Rows.
-
-    Raises:
-        DataError: a piece is outside the stream, or does not fit. `damaged` begins the message.
-    """
-    at, seq_len = 0, rows.tokens.shape[1]
-    for begin, length in pieces.tolist():
-        if not (0 < begin < begin + length <= n_tokens and at + length <= seq_len):
-            raise DataError(f"{damaged} takes {length:,} tokens from {begin:,} on, after {at:,} others; {REMEDY}")
-        tokens = stream.read(begin - 1, begin + length)
-        rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = tokens[:-1], tokens[1:]
-        rows.begins[row, at] = True
-        at += length
-    rows.begins[row, at : at + 1] = True  # the padding does not belong to the last document
 
 
 def pack_all(data: DataSet, seq_len: int, info: Callable[[str], None]) -> None:

@@ -151,7 +151,14 @@ class Seen:
         self.reads = [Reads(source._stream) for source in self.mixture.sources]
         for source, reads in zip(self.mixture.sources, self.reads, strict=True):
             source._stream = reads  # type: ignore[assignment]  # it reads in the same way
-        self._loader = Loader(self.mixture, 1, 0, 1, config.run.seed, config.data.document_mask)
+        self._loader = Loader(
+            self.mixture,
+            micro_batch_size=1,
+            rank=0,
+            world_size=1,
+            seed=config.run.seed,
+            document_mask=config.data.document_mask,
+        )
         self._seed = config.run.seed
         self.causal = config.data.objective == "causal"
 
