@@ -393,29 +393,6 @@ def test_other_tokens_of_the_same_size_are_noticed_at_once(tmp_path: Path) -> No
         read_meta(tmp_path / "out")
 
 
-def test_a_killed_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtitan_lite.data.prepare import worker
-
-    source = write(tmp_path / "a.jsonl", TEXTS * 50)
-    command = ["--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]
-    succeeds(source, "--out", tmp_path / "straight", "--tokenizer", "bytes")
-    honest = worker.Worker.encode
-
-    def killed_at_the_second(self: worker.Worker, chunk: readers.Chunk) -> worker.Result:
-        if chunk.number == 1:
-            self._process.kill()
-            self._process.wait()
-        return honest(self, chunk)
-
-    monkeypatch.setattr(worker.Worker, "encode", killed_at_the_second)
-    monkeypatch.setattr(writer, "COMMIT_EVERY_S", 0.0)
-    assert main(list(map(str, [source, *command]))) == 1
-    assert json.loads((tmp_path / "out.partial/progress.json").read_text())["chunk"] == 1
-    monkeypatch.setattr(worker.Worker, "encode", honest)
-    succeeds(source, *command)
-    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
-
-
 KILLED = """
 import sys
 from torchtitan_lite.data.prepare import __main__ as command, plan, writer
