@@ -1,5 +1,6 @@
 """Text, tokens, order and batches; errors of unusable text."""
 
+import itertools
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +65,8 @@ def test_permutation_visits_each_sample_once(n: int, seed: int) -> None:
 def test_epochs_are_whole_and_differ() -> None:
     epochs = [[sample_index(i, 100, seed=3) for i in range(e * 100, e * 100 + 100)] for e in range(3)]
     assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != list(range(100))
+    orders = [list(range(100)), *epochs]
+    assert all(one != other for one, other in itertools.combinations(orders, 2))
     assert [sample_index(i, 100, seed=4) for i in range(100)] != epochs[0]
 
 

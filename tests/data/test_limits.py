@@ -153,6 +153,11 @@ def test_verify_finds_an_end_token_too_many_or_too_few_anywhere(
         tokens[place] = meta.vocab_size
         tokens.tofile(file)
         assert f"token {place}" in summary.wrong_documents(tmp_path / "out", meta)[0]
+    for end in document_ends(tmp_path / "out", meta, "train").tolist():
+        tokens = good.copy()
+        tokens[[end - 1, end - 2]] = tokens[[end - 2, end - 1]]  # as many end tokens as before
+        tokens.tofile(file)
+        assert summary.wrong_documents(tmp_path / "out", meta), f"the end at {end}"
 
 
 def test_the_cut_pairs_are_counted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,10 +146,12 @@ def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
         assert count == pytest.approx(n * share, abs=1)
         assert count > source.n_samples
     which, numbers = mixture.interleave.locate(np.arange(n))
-    smallest = int(np.argmin([source.n_samples for source in mixture.sources]))
-    source = mixture.sources[smallest]
-    indices = source.indices(numbers[which == smallest], seed=1)[: source.n_samples * 2].reshape(2, -1)
-    assert all(sorted(epoch) == list(range(source.n_samples)) for epoch in indices.tolist())
+    for k, source in enumerate(mixture.sources):
+        drawn = source.indices(numbers[which == k], seed=1)
+        epochs = [drawn[i : i + source.n_samples].tolist() for i in range(0, len(drawn), source.n_samples)]
+        in_file_order = list(range(source.n_samples))
+        assert all(sorted(epoch) == in_file_order for epoch in epochs[:-1])
+        assert len({tuple(epoch) for epoch in [in_file_order, *epochs]}) == len(epochs) + 1, "an order is repeated"
     seen = sources.seen(mixture, n)
     assert [s["tokens"] for s in seen.values()] == [count * 32 for count in consumed]
 

@@ -147,7 +147,10 @@ def test_an_epoch_has_every_pair_once_in_blocks_of_similar_length(
     assert n > 200
     epochs = [samples.indices(np.arange(first, first + n), 3) for first in (0, n, 2 * n)]
     assert all(sorted(epoch.tolist()) == list(range(n)) for epoch in epochs)
-    assert epochs[0].tolist() != epochs[1].tolist()
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 3
+    for i in range(0, n - n % 100, 100):
+        windows = [set(epoch[i : i + 100].tolist()) for epoch in epochs]
+        assert windows[0] != windows[1] != windows[2] != windows[0], "a window has the same pairs in another epoch"
     # one sample at a time is the same
     assert [int(samples.indices(np.array([i]), 3)[0]) for i in range(n + 5)] == [*epochs[0].tolist(), *epochs[1][:5]]
     spreads = [np.ptp(samples.lengths(epochs[0][i : i + 10])[:, 0]) for i in range(0, 100, 10)]

@@ -108,11 +108,12 @@ def test_rows_come_from_the_text_and_change_with_the_epoch(folder: Path) -> None
         kept = [t for t in (*tokens[: lengths.inputs - 1], *targets[:-1]) if t <= first - lengths.spans]
         assert sorted(kept) == sorted(text)
     n = samples.n_samples
-    # the same text in the next epoch, with other gaps
-    places = {int(samples.indices(np.array([i]), 3)[0]): i for i in range(n)}
-    again = {int(samples.indices(np.array([i]), 3)[0]): i for i in range(n, 2 * n)}
-    once, twice = (samples.draw(np.array([where[0]]), 3) for where in (places, again))
-    assert (once.tokens != twice.tokens).any()
+    # the same text in the next epoch, with other gaps; few of the 228 choices of gaps coincide
+    order = [samples.indices(np.arange(first, first + n), 3) for first in (0, n)]
+    once, again = (
+        samples.draw(np.arange(first, first + n), 3).tokens[np.argsort(order[i])] for i, first in enumerate((0, n))
+    )
+    assert (once != again).any(axis=1).mean() > 0.95
 
 
 def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Path) -> None:
