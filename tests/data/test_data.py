@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
@@ -53,13 +51,6 @@ def prepared(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- order ------------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None, derandomize=True, max_examples=30)
-@given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
-@pytest.mark.extended
-def test_permutation_visits_each_sample_once(n: int, seed: int) -> None:
-    assert sorted(sample_index(i, n, seed) for i in range(n)) == list(range(n))
 
 
 def test_epochs_are_whole_and_differ() -> None:
@@ -283,26 +274,6 @@ def test_json_lines_are_read(tmp_path: Path) -> None:
     assert list(documents(found, Options())) == texts
     folder = make(tmp_path, tmp_path / "cache", 260, text_key="body")
     assert read_meta(folder).documents == 300
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (b'{"text": "cut', r"a\.jsonl: line 3: not JSON: "),
-        (b"\xff\xfe", r"a\.jsonl: line 3: not JSON: .*can't decode"),
-        (b'{"body": "x"}', r'a\.jsonl: line 3: no "text": its keys are body; data\.text_key names the key'),
-        (b'{"text": "\\ud83d"}', r'a\.jsonl: line 3: "text" is not valid text: surrogates not allowed'),
-        (b'["text"]', r'a\.jsonl: line 3: no "text": it is not an object'),
-        (b'{"text": null}', r'a\.jsonl: line 3: "text" should be text, but is null'),
-        (b'{"text": ""}', r'a\.jsonl: line 3: "text" should be text, but is ""'),
-        (b'{"text": [1, 2]}', r'a\.jsonl: line 3: "text" should be text, but is \[1, 2\]'),
-    ],
-)
-def test_a_bad_json_line_is_named(line: bytes, expected: str, tmp_path: Path) -> None:
-    good = b'{"text": "good"}\n'
-    (tmp_path / "a.jsonl").write_bytes(good + good + line + b"\n" + good)
-    with pytest.raises(DataError, match=expected):
-        list(documents(corpus.find(str(tmp_path)), Options()))
 
 
 def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -> None:

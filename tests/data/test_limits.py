@@ -46,8 +46,8 @@ def best_fit_fills(lengths: list[int], seq_len: int) -> list[int]:
     return fills
 
 
-@pytest.mark.parametrize("window", [1, 4, 7])
-@pytest.mark.parametrize("seq_len", [16, 64])
+@pytest.mark.parametrize("window", [1, 4, 7, 1 << 15])
+@pytest.mark.parametrize("seq_len", [1, 16, 64])
 def test_every_window_is_packed_by_best_fit_and_every_token_once(
     window: int, seq_len: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

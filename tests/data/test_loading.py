@@ -21,7 +21,7 @@ from torchtitan_lite.data.dataset import prepare, prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.order import Interleave, sample_index, sample_indices, shares_of
-from torchtitan_lite.data.packing import PackedSamples, _pieces, _rows
+from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Mixture, Samples
 from torchtitan_lite.data.token_files import read_meta
@@ -65,7 +65,7 @@ def test_indexing_many_samples_equals_indexing_each(n: int, seed: int, first: in
 
 
 @settings(deadline=None, derandomize=True, max_examples=30)
-@given(st.integers(1, 2000), st.integers(0, 2**31), st.integers(0, 5))
+@given(st.integers(1, 2000), st.integers(0, 2**63 - 1), st.integers(0, 5))
 def test_each_epoch_has_every_sample_once(n: int, seed: int, epoch: int) -> None:
     assert sorted(sample_indices(np.arange(epoch * n, (epoch + 1) * n), n, seed).tolist()) == list(range(n))
 
@@ -261,20 +261,6 @@ def test_data_that_changed_before_a_resume_is_refused(text: Path, tmp_path: Path
 
 
 # --- packing ----------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 32))
-def test_every_piece_is_packed_once_and_fits(lengths: list[int], seq_len: int) -> None:
-    ends = 1 + np.cumsum(lengths)
-    pieces = _pieces(1, ends, seq_len)
-    packed = [tuple(piece) for row in _rows(pieces, seq_len) for piece in row.tolist()]
-    assert sorted(packed) == [tuple(piece) for piece in pieces.tolist()]
-    covered = [token for start, length in sorted(packed) for token in range(start, start + length)]
-    assert covered == list(range(1, int(ends[-1])))
-    fill = [int(row[:, 1].sum()) for row in _rows(pieces, seq_len)]
-    assert max(fill) <= seq_len
-    assert sum(f <= seq_len // 2 for f in fill) <= 1, "two sequences would have fitted into one"
 
 
 def test_packed_sequences_hold_whole_documents(folders: dict[str, Path]) -> None:

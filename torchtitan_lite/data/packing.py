@@ -126,13 +126,13 @@ def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, info
     state = tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
     if _checked.get(index) == state:
         return
-    wanted = _hashes_of(index)
-    if wanted is None:  # written by an older version
+    expected = _hashes_of(index)
+    if expected is None:  # written by an older version
         info(f"data    checking the index {index}, which has no hashes yet ...")
-        wanted = _make(folder, meta, seq_len, None)
+        expected = _make(folder, meta, seq_len, None)
         with contextlib.suppress(OSError), FileLock(folder / f"{index.name}.lock"):  # a read-only folder: at each start
-            _write_hashes(index, wanted)
-    for problem in _problems(index, wanted):
+            _write_hashes(index, expected)
+    for problem in _problems(index, expected):
         raise DataError(problem)
     _checked[index] = state
 
@@ -141,34 +141,34 @@ def damaged_indices(folder: Path, meta: Meta) -> Iterator[str]:
     """Read every byte of the indices in a prepared folder. A line for each damaged file."""
     for index in sorted(folder.glob(f"packed-*-{meta.tokens_sha256[:12]}")):
         try:
-            wanted = _hashes_of(index) or _make(folder, meta, int(index.name.split("-")[1]), None)
-            yield from _problems(index, wanted, read_all=True)
+            expected = _hashes_of(index) or _make(folder, meta, int(index.name.split("-")[1]), None)
+            yield from _problems(index, expected, read_all=True)
         except DataError as error:
             yield str(error)
 
 
-def _problems(index: Path, wanted: dict[str, File], *, read_all: bool = False) -> Iterator[str]:
-    for name, file in wanted.items():
-        if wrong := _what_is_wrong(index / name, file, read_all):
-            yield f"{index}: the index of packed documents is damaged ({name} {wrong}); {REMEDY}"
+def _problems(index: Path, expected: dict[str, File], *, read_all: bool = False) -> Iterator[str]:
+    for name, file in expected.items():
+        if problem := _problem_of(index / name, file, read_all):
+            yield f"{index}: the index of packed documents is damaged ({name} {problem}); {REMEDY}"
 
 
 def _write_hashes(index: Path, files: dict[str, File]) -> None:
     write_durably(index / HASHES, json.dumps({name: vars(file) for name, file in files.items()}).encode())
 
 
-def _what_is_wrong(path: Path, wanted: File, read_all: bool) -> str:
+def _problem_of(path: Path, expected: File, read_all: bool) -> str:
     if not path.is_file():
         return "is missing"
-    if path.stat().st_size != wanted.bytes:
-        return f"has {path.stat().st_size:,} bytes instead of {wanted.bytes:,}"
-    if wanted.bytes > HASHED_BYTES and wanted.spots and not read_all:
-        same = spots(path) == wanted.spots
+    if path.stat().st_size != expected.bytes:
+        return f"has {path.stat().st_size:,} bytes instead of {expected.bytes:,}"
+    if expected.bytes > HASHED_BYTES and expected.spots and not read_all:
+        same = spots(path) == expected.spots
     else:
         with path.open("rb") as stream:
-            same = hashlib.file_digest(stream, "sha256").hexdigest() == wanted.sha256
-        if read_all and wanted.spots:
-            same = same and spots(path) == wanted.spots
+            same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.sha256
+        if read_all and expected.spots:
+            same = same and spots(path) == expected.spots
     return "" if same else "has changed since it was made"
 
 
@@ -263,10 +263,10 @@ def _rows(pieces: Pairs, seq_len: int) -> Iterator[Any]:
             room, row = seq_len, len(rows)
             rows.append([])
         rows[row].append(piece)
-        if left := room - length:
-            if not with_room[left]:
-                bisect.insort(rooms, left)
-            with_room[left].append(row)
+        if rest := room - length:
+            if not with_room[rest]:
+                bisect.insort(rooms, rest)
+            with_room[rest].append(row)
     for row_pieces in sorted(sorted(row) for row in rows):
         yield pieces[row_pieces]
 

@@ -101,9 +101,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(folder: Path) -> int:
-    wrong = verify(folder)
-    if wrong:
-        raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *wrong]))
+    problems = verify(folder)
+    if problems:
+        raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *problems]))
     if damaged := list(damaged_indices(folder, read_meta(folder))):
         raise DataError("\n  ".join(damaged))
     print(f"{folder}: complete and undamaged. {summary(read_meta(folder))}")
@@ -120,10 +120,10 @@ def _make_of_megatron(arguments: argparse.Namespace) -> int:
         *("train_tokenizer", "sentinels", "text_key", "text_suffixes", "source_key", "target_key", "source_prefix"),
         "on_error",
     )
-    given = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults[name]]
-    given += [str(source) for source in arguments.sources[:1]]
-    if given:
-        raise ConfigError(f"--from-megatron reads tokens, not text: leave out {', '.join(given)}")
+    unsuitable = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults[name]]
+    unsuitable += [str(source) for source in arguments.sources[:1]]
+    if unsuitable:
+        raise ConfigError(f"--from-megatron reads tokens, not text: leave out {', '.join(unsuitable)}")
     settings = megatron.Settings.of(Path(arguments.tokenizer), arguments.end_token, arguments.val_fraction)
     megatron.prepare(arguments.from_megatron, settings, _out(arguments.out))
     return 0
@@ -150,8 +150,8 @@ def _make(arguments: argparse.Namespace) -> int:
             vocab_size=arguments.train_tokenizer or TokenizerConfig().vocab_size,
         )
     except ValidationError as error:
-        wrong = [f"--{e['loc'][0]} {e['input']!a}: {e['msg']}".replace("_", "-") for e in error.errors()]
-        raise ConfigError("; ".join(wrong).replace("Value error, ", "")) from None
+        problems = [f"--{e['loc'][0]} {e['input']!a}: {e['msg']}".replace("_", "-") for e in error.errors()]
+        raise ConfigError("; ".join(problems).replace("Value error, ", "")) from None
     options = Options(arguments.on_error, arguments.max_document_bytes, arguments.workers, keep_partial=True)
     corpus = _corpus(arguments)
     sentinels = arguments.sentinels or bool(corpus.target_key)
@@ -189,11 +189,11 @@ def _corpus(arguments: argparse.Namespace) -> corpora.Corpus:
     return replace(corpus, target_key=target, source_prefix=prefix)
 
 
-def _out(given: Path) -> Path:
+def _out(path: Path) -> Path:
     """Raise ConfigError if the path has no name."""
-    out = expanded(given, "--out")
+    out = expanded(path, "--out")
     if out.name in ("", ".."):
-        raise ConfigError(f"--out {given} should name a new folder, e.g. --out {out / 'prepared'}")
+        raise ConfigError(f"--out {path} should name a new folder, e.g. --out {out / 'prepared'}")
     return out
 
 

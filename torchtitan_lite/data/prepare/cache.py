@@ -23,8 +23,8 @@ def cache_folder(data: DataConfig) -> Path:
     """The cache folder of prepared data."""
     if data.cache_dir:
         return expanded(data.cache_dir, "data.cache_dir")
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return expanded(given, "XDG_CACHE_HOME") / "torchtitan_lite"
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return expanded(folder, "XDG_CACHE_HOME") / "torchtitan_lite"
     try:
         return Path.home() / ".cache" / "torchtitan_lite"
     except RuntimeError:
@@ -43,12 +43,12 @@ def prepared_in_cache(
         DataError: a text is missing, unusable or too short.
     """
     cache = cache_folder(data)
-    given = " ".join(path if isinstance(path, str) else " ".join(path) for path in paths)
-    pairs, default = data.objective == "pairs", data.objective == "pairs" and not given
-    if pairs and given and not data.target_key:
+    names = " ".join(path if isinstance(path, str) else " ".join(path) for path in paths)
+    pairs, default = data.objective == "pairs", data.objective == "pairs" and not names
+    if pairs and names and not data.target_key:
         raise DataError(
-            f'data.objective = "pairs" needs prepared pairs, and {given} is not: run python -m '
-            f"torchtitan_lite.data.prepare {given} --source-key NAME --target-key NAME --out data/pairs, "
+            f'data.objective = "pairs" needs prepared pairs, and {names} is not: run python -m '
+            f"torchtitan_lite.data.prepare {names} --source-key NAME --target-key NAME --out data/pairs, "
             "and use data.path = data/pairs; or name its columns or keys with data.source_key and data.target_key"
         )
     if default and data.source_key:

@@ -111,14 +111,14 @@ def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
 
 def _checked(text_suffixes: Collection[str]) -> tuple[str, ...]:
     """The suffixes in lower case. Raises DataError for what is no suffix of plain text."""
-    found = tuple(dict.fromkeys(suffix.lower() for suffix in text_suffixes))
-    for suffix in found:
+    suffixes = tuple(dict.fromkeys(suffix.lower() for suffix in text_suffixes))
+    for suffix in suffixes:
         if not re.fullmatch(r"\.[^./\0\s]+", suffix) or suffix in (*KINDS[1:], *COMPRESSED):
             raise DataError(
                 f'data.text_suffixes (prepare: --text-suffixes): "{suffix}" should be the suffix of plain text, with '
                 "its dot, e.g. .md; .jsonl, .csv and .parquet have readers of their own, and .gz and .zst follow it"
             )
-    return found
+    return suffixes
 
 
 def find(path: str | list[str], text_key: str = "text", text_suffixes: Collection[str] = ()) -> Corpus:
@@ -144,23 +144,23 @@ def find(path: str | list[str], text_key: str = "text", text_suffixes: Collectio
 
 def _texts(entry: str, text_suffixes: Collection[str], ignored: set[Path]) -> list[Path]:
     """The files of one entry of `[data] path`, each once, even if a link leads to it as well."""
-    found: list[tuple[Path, bool]] = []
+    files: list[tuple[Path, bool]] = []
     for path, linked in find_text.matching(find_text.expanded(entry, "data.path")):
         if find_text.is_folder(path):
-            found += [(text, linked or through_link) for text, through_link in _below(path, text_suffixes, ignored)]
+            files += [(file, linked or through_link) for file, through_link in _below(path, text_suffixes, ignored)]
         elif find_text.is_file(path):
-            found.append((path, linked))
+            files.append((path, linked))
         else:
             ignored.add(path)
-    if not found:
+    if not files:
         raise _nothing(entry, ignored)
-    places = {_place(path) for path, linked in found if not linked}
-    once = []
-    for path, linked in found:
+    places = {_place(path) for path, linked in files if not linked}
+    texts = []
+    for path, linked in files:
         if not linked or _place(path) not in places:
-            once.append(path)
+            texts.append(path)
             places.add(_place(path))
-    return once
+    return texts
 
 
 def _place(file: Path) -> str:
@@ -168,14 +168,14 @@ def _place(file: Path) -> str:
 
 
 def _below(folder: Path, text_suffixes: Collection[str], ignored: set[Path]) -> list[tuple[Path, bool]]:
-    found = []
+    files = []
     for below in find_text.folders_below(folder, hidden=True):
         for file in (below.path / name for name in below.names):
             if _suffix(file) in (*KINDS, *text_suffixes) and find_text.is_file(file):
-                found.append((file, below.linked))
+                files.append((file, below.linked))
             else:
                 ignored.add(file)
-    return sorted(found)
+    return sorted(files)
 
 
 def _nothing(entry: str, ignored: set[Path]) -> DataError:
@@ -198,13 +198,13 @@ def not_read(texts: Iterable[Corpus], option: str) -> list[str]:
 def listed(ignored: list[Path]) -> str:
     """A list of ignored files for a message: counts by suffix, or names; at most ten."""
     suffixes = Counter(file.suffix if file.suffix and _suffix(file) not in KINDS else "" for file in ignored)
-    found = [f"{count:,} x {suffix}" for suffix, count in suffixes.most_common() if suffix]
+    entries = [f"{count:,} x {suffix}" for suffix, count in suffixes.most_common() if suffix]
     for file in ignored:
         if _suffix(file) in KINDS:
-            found.append(f"{file.name} ({find_text.kind_of(file)})")
+            entries.append(f"{file.name} ({find_text.kind_of(file)})")
         elif not file.suffix:
-            found.append(file.name)
-    return ", ".join(found[:10] + ["..."] * (len(found) > 10))
+            entries.append(file.name)
+    return ", ".join(entries[:10] + ["..."] * (len(entries) > 10))
 
 
 # --- changed text -------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def _functions_of(file: Path) -> list[tuple[str, str]]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):  # written for another version of Python
         return []
-    lines, found = text.split("\n"), []  # as ast counts them: splitlines() also splits at form feeds
+    lines, pairs = text.split("\n"), []  # as ast counts them: splitlines() also splits at form feeds
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
             begin = min(one.lineno for one in (node.body[1], *getattr(node.body[1], "decorator_list", ())))
@@ -321,18 +321,18 @@ def _functions_of(file: Path) -> list[tuple[str, str]]:
             paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
             sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
             if sentence:
-                found.append((body, sentence))
-    return found
+                pairs.append((body, sentence))
+    return pairs
 
 
 def _standard_library() -> Corpus:
     root = sysconfig.get_paths()["stdlib"]
-    found: list[str] = []
+    paths: list[str] = []
     for folder, below, names in os.walk(root):  # much faster than Path.rglob
         below[:] = [name for name in below if name not in _SKIPPED]
-        found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     # without empty __init__.py files
-    files = sorted(Path(file) for file in found if os.path.isfile(file) and os.stat(file).st_size)
+    files = sorted(Path(file) for file in paths if os.path.isfile(file) and os.stat(file).st_size)
     if not files:
         raise DataError(f"Python's standard library has no source files at {root}; set data.path to text of your own")
     return Corpus(tuple(files), python_source=True)

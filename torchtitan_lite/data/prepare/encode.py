@@ -216,10 +216,10 @@ def _finish(folder: Path, job: plan_module.Job, progress: Progress, options: Opt
         skipped=dict(sorted(progress.skipped.items())),
         skipped_first=skipped_first,
     )
-    if wrong := summary.wrong_documents(folder, meta):
+    if problems := summary.wrong_documents(folder, meta):
         (folder / "progress.json").unlink()  # the next run starts over
         raise DataError(
-            f"{folder}: the files differ from what was written: {wrong[0]}; run the same command again to start over"
+            f"{folder}: the files differ from what was written: {problems[0]}; run the same command again to start over"
         )
     write_durably(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
     (folder / "progress.json").unlink()

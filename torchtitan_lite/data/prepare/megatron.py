@@ -123,8 +123,8 @@ def _make(indices: list[Index], settings: Settings, out: Path, made_from: str) -
     _finish(indices, settings, partial, splits, made_from)
     partial.rename(out)
     sync_folder(out.parent)
-    if n != (theirs := sum(index.n_documents for index in indices)):
-        print(f"data    {theirs:,} documents in the files; cut at end tokens, and without empty ones, {n:,}")
+    if n != (in_files := sum(index.n_documents for index in indices)):
+        print(f"data    {in_files:,} documents in the files; cut at end tokens, and without empty ones, {n:,}")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------

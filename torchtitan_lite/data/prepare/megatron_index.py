@@ -72,14 +72,14 @@ def read_index(prefix: Path) -> Index:
     idx, tokens = (prefix.parent / f"{prefix.name}.{end}" for end in ("idx", "bin"))
     if prefix.is_dir() and not idx.exists():
         inside = [str(file.with_suffix("")) for file in sorted(prefix.glob("*.idx"))[:3]]
-        what = f"it has {', '.join(inside)}" if inside else "it has no .idx file"
+        content = f"it has {', '.join(inside)}" if inside else "it has no .idx file"
         raise DataError(
-            f"{prefix} is a folder; --from-megatron takes the common name of a .bin and an .idx file: {what}"
+            f"{prefix} is a folder; --from-megatron takes the common name of a .bin and an .idx file: {content}"
         )
     for file in (idx, tokens):
         if not file.is_file():
-            what = f"is {kind_of(file)}" if file.exists() else "does not exist"
-            raise DataError(f"{file} {what}; --from-megatron takes the common name of a .bin and an .idx file")
+            problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
+            raise DataError(f"{file} {problem}; --from-megatron takes the common name of a .bin and an .idx file")
     try:
         size, bin_size = idx.stat().st_size, tokens.stat().st_size
         with idx.open("rb") as stream:
@@ -110,16 +110,16 @@ def _parse_header(idx: Path, header: bytes, size: int) -> tuple[np.dtype[Any], i
     if version != 1:
         raise DataError(f"{idx} has version {version} of Megatron's format; version 1 can be read")
     if code not in DTYPES:
-        what = f"{_FLOATS[code]}, which tokens can't be" if code in _FLOATS else "unknown"
+        meaning = f"{_FLOATS[code]}, which tokens can't be" if code in _FLOATS else "unknown"
         known = ", ".join(f"{number} ({name})" for number, name in DTYPES.items())
-        raise DataError(f"{idx}: the dtype {code} is {what}; these can be read: {known}")
+        raise DataError(f"{idx}: the dtype {code} is {meaning}; these can be read: {known}")
     expected = _HEADER.size + 12 * n_sequences + 8 * n_ends
     if n_sequences and size == expected + n_sequences:
         raise DataError(f"{idx} has a mode for each sequence: multimodal data can't be read, only text")
     if size != expected:
-        what = "was truncated or damaged" if size < expected else "is damaged, or has another format"
+        problem = "was truncated or damaged" if size < expected else "is damaged, or has another format"
         raise DataError(
-            f"{idx} {what}: it has {size:,} bytes, but with {n_sequences:,} sequences and {n_ends:,} document "
+            f"{idx} {problem}: it has {size:,} bytes, but with {n_sequences:,} sequences and {n_ends:,} document "
             f"boundaries it would have {expected:,}"
         )
     return np.dtype(DTYPES[code]).newbyteorder("<"), n_sequences, n_ends

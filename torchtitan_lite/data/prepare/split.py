@@ -60,16 +60,16 @@ def plan_for(
     Args:
         sentinels: a tokenizer that is trained gets pad and sentinels.
     """
-    given = None
+    loaded = None
     if config.path:
-        given = byte_level(sentinels=sentinels) if config.path == BYTES else bpe.load(Path(config.path))
+        loaded = byte_level(sentinels=sentinels) if config.path == BYTES else bpe.load(Path(config.path))
     inputs = {
         "format": FORMAT_VERSION,
         "texts": [[corpus.identity(), corpus.text_key] for corpus in texts],
         "python": platform.python_version() if any(corpus.python_source for corpus in texts) else "",
-        "tokenizer": [bpe.sha256(given), config.end_token] if given else config.vocab_size,
+        "tokenizer": [bpe.sha256(loaded), config.end_token] if loaded else config.vocab_size,
         "val_fraction": val_fraction,
-    } | ({"sentinels": True} if sentinels and not given else {})
+    } | ({"sentinels": True} if sentinels and not loaded else {})
     if pairs := [[corpus.target_key, corpus.source_prefix] for corpus in texts if corpus.target_key]:
         inputs["pairs"] = pairs
     if suffixes := sorted({suffix for corpus in texts for suffix in corpus.text_suffixes}):
@@ -85,11 +85,12 @@ def plan_for(
             if stored is None:
                 _log_preparation(texts, info)
                 below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
-                chosen = given or train(training_texts(texts, below, options), config.vocab_size, sentinels=sentinels)
+                chosen = loaded or train(training_texts(texts, below, options), config.vocab_size, sentinels=sentinels)
                 end = bpe.end_token(chosen, config.end_token)
                 stored = {"below": below, "end": end, "tokenizer": chosen.to_str(pretty=True)}
                 write_durably(file, json.dumps(stored).encode())
     tokenizer = special_tokens.literal(stored["tokenizer"])
+    unknown = special_tokens.unknown(tokenizer, stored["end"])
     jobs = [
         plan.Job(
             tokenizer=stored["tokenizer"],
@@ -97,7 +98,7 @@ def plan_for(
             end_token=stored["end"],
             text_key=corpus.text_key,
             held_out_below=below,
-            unknown=special_tokens.unknown(tokenizer, stored["end"]),
+            unknown=unknown,
             target_key=corpus.target_key,
             source_prefix=corpus.source_prefix,
         )

@@ -83,14 +83,14 @@ def verify(folder: Path) -> list[str]:
     """
     meta = read_meta(folder)
     now = all_files(folder, list(meta.files))
-    wrong = [f"{name}: its SHA-256 is not the one in meta.json" for name in now if now[name] != meta.files[name]]
+    problems = [f"{name}: its SHA-256 is not the one in meta.json" for name in now if now[name] != meta.files[name]]
     if (identity_in_place if meta.format_version == IN_PLACE else identity)(now) != meta.tokens_sha256:
-        wrong.append("meta.json: tokens_sha256 is not that of the token files")
+        problems.append("meta.json: tokens_sha256 is not that of the token files")
     try:
         read_origins(folder)
     except DataError as error:
-        wrong.append(str(error))
-    return wrong + wrong_documents(folder, meta)
+        problems.append(str(error))
+    return problems + wrong_documents(folder, meta)
 
 
 def wrong_documents(folder: Path, meta: Meta) -> list[str]:
