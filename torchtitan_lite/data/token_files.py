@@ -175,6 +175,7 @@ class TokenFiles:
             numbers = np.arange(len(lengths))
             self._pieces = np.stack((numbers * meta.shard_tokens, lengths, numbers, np.zeros_like(numbers)))
             self._sources = [(folder / shard_name(split, i), self._dtype) for i in range(len(lengths))]
+        self._positions = self._pieces[0]
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """Tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
@@ -182,21 +183,25 @@ class TokenFiles:
         Raises:
             DataError: a file is unreadable or truncated, or has a token outside the vocabulary.
         """
+        number = max(int(np.searchsorted(self._positions, first, "right")) - 1, 0)
+        begin, n, file, at = self._piece(number)
+        if begin <= first and end <= begin + n:  # the usual case: one piece has all of it
+            return self._read_file(file, at + first - begin, end - first).astype(self._dtype, copy=False)
         stream = np.full(end - first, self._meta.end_token, self._dtype)
-        positions = self._pieces[0]
-        number = max(int(np.searchsorted(positions, first, "right")) - 1, 0)
-        while number < len(positions) and (begin := int(positions[number])) < end:
-            _, n, file, at = self._pieces[:, number].tolist()
-            if not (
-                self._in_place <= begin < begin + n <= self._n_tokens and 0 <= file < len(self._sources) and at >= 0
-            ):
-                extents = self._folder / f"{self._split}.extents"
-                raise DataError(f"{extents} is damaged: piece {number:,}; {remedy(self._folder)}")
+        while number < len(self._positions) and self._positions[number] < end:
+            begin, n, file, at = self._piece(number)
             low, high = max(first, begin), min(end, begin + n)
             if low < high:
                 stream[low - first : high - first] = self._read_file(file, at + low - begin, high - low)
             number += 1
         return stream
+
+    def _piece(self, number: int) -> tuple[int, int, int, int]:
+        begin, n, file, at = self._pieces[:, number].tolist()
+        if not (self._in_place <= begin < begin + n <= self._n_tokens and 0 <= file < len(self._sources) and at >= 0):
+            extents = self._folder / f"{self._split}.extents"
+            raise DataError(f"{extents} is damaged: piece {number:,}; {remedy(self._folder)}")
+        return begin, n, file, at
 
     def _read_file(self, number: int, first: int, n: int) -> NDArray[Any]:
         if number not in self._files:
