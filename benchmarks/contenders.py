@@ -129,7 +129,13 @@ def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
     widen = cpu.widens(config, world)
     model = train.sharded_model(config, shape.vocab_size, build_mesh(layout, world.device), widen=widen)
     materialise(model, world.device, seed=0)
-    loader = Loader(RandomSamples(shape), shape.micro_batch_size, world.rank, world.world_size, seed=None)
+    loader = Loader(
+        RandomSamples(shape),
+        micro_batch_size=shape.micro_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=None,
+    )
     return bare_session(config, world, model, loader)
 
 

@@ -186,7 +186,14 @@ class Data:
             raise ConfigError(f"first_step={first_step} should be 1 or more")
         train, data = self.config.train, self.config.data
         samples = open_samples(self.dataset, "train", self.config)
-        loader = Loader(samples, train.micro_batch_size, 0, 1, self.config.run.seed, data.document_mask)
+        loader = Loader(
+            samples,
+            micro_batch_size=train.micro_batch_size,
+            rank=0,
+            world_size=1,
+            seed=self.config.run.seed,
+            document_mask=data.document_mask,
+        )
 
         def steps() -> Iterator[tuple[int, Batch]]:
             end = 0

@@ -8,11 +8,12 @@ from tokenizers import Tokenizer, models
 import train
 from tests.config.parsing import mistakes, parse, write
 from tests.helpers import python
+from torchtitan_lite import plan
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.tools import generate, plan
+from torchtitan_lite.tools import generate
 from torchtitan_lite.training.sampling import wrong_prompts
 
 

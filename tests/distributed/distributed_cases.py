@@ -494,7 +494,7 @@ class FixedLoader(Loader):
 
 def case_a_validation_sums_over_ranks_and_leaves_shards_behind() -> None:
     model = sharded(make_mesh(MESHES["4"]))
-    loader = FixedLoader(None, 1, dist.get_rank(), 4, seed=None)  # type: ignore[arg-type]
+    loader = FixedLoader(None, micro_batch_size=1, rank=dist.get_rank(), world_size=4, seed=None)  # type: ignore[arg-type]
     score = evaluate(model, Validation(loader, 4, torch.full((517,), 2)), CPU)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert model.training
@@ -534,7 +534,7 @@ def case_a_validation_knows_its_standard_error() -> None:
         nats = [float(reference(tokens[i : i + 1], targets[i : i + 1])) for i in range(10)]
     known = [row[row != IGNORE] for row in targets]
     for micro_batch_size in (1, 2, 3):
-        loader = Loader(Uneven(), micro_batch_size, dist.get_rank(), 4, seed=None)
+        loader = Loader(Uneven(), micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=4, seed=None)
         score = evaluate(model, Validation(loader, 10, lengths), CPU)
         for found, stderr, sizes, unit in (
             (score.loss, score.loss_stderr, [float(len(k)) for k in known], 1.0),

@@ -40,7 +40,9 @@ def training(config: Config, world: World) -> Session:
     model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device), widen=widen)
     materialise(model, world.device, seed=7, offload=config.fsdp.cpu_offload)
     samples = FixedSamples(config.train.seq_len)
-    loader = Loader(samples, config.train.micro_batch_size, world.rank, world.world_size, seed=None)
+    loader = Loader(
+        samples, micro_batch_size=config.train.micro_batch_size, rank=world.rank, world_size=world.world_size, seed=None
+    )
     return bare_session(config, world, model, loader)
 
 

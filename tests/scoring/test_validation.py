@@ -14,6 +14,7 @@ from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch
+from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Mixture, Samples
 from torchtitan_lite.monitoring.resumed import validation_change
@@ -38,7 +39,7 @@ def sequences(*validations: Validation) -> list[tuple[int, ...]]:
 
 
 def in_file_order(folder: Path, packing: str = "concat") -> list[tuple[int, ...]]:
-    samples = Samples(folder, "val", 16, packing)
+    samples = (PackedSamples if packing == "best_fit" else Samples)(folder, "val", 16)
     return [tuple(row) for row in samples.draw(np.arange(samples.n_samples), None).tokens.tolist()]
 
 

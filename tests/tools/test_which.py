@@ -237,7 +237,9 @@ def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]
     first = sum(config.train.batch_size(before) for before in range(1, step))
     size, rows = config.train.batch_size(step), {}
     for rank in range(world_size):
-        batch = Loader(samples, 2, rank, world_size, config.run.seed).batch(first, size)
+        batch = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed).batch(
+            first, size
+        )
         for i, micro in enumerate(batch.micro_batches):
             for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
                 rows[i * 2 * world_size + rank * 2 + row] = both

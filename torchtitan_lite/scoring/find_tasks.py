@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torchtitan_lite.config.paths import problem
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.documents import document_ends
-from torchtitan_lite.data.token_files import PAIRS, TokenFiles
+from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.hints import nearest
 from torchtitan_lite.scoring.brackets import brackets

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare.literal import LiteralEncoder, LiteralError, literal
+from torchtitan_lite.data.prepare.special_tokens import LiteralEncoder, LiteralError, literal
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.likelihood import Window

@@ -47,7 +47,14 @@ class Validation:
         """eval.samples random sequences, or all if there are fewer; sources are mixed as in training."""
         samples = open_samples(data, "val", config)
         n_samples = samples.longest_prefix(config.eval.samples)
-        loader = Loader(samples, micro_batch_size, rank, world_size, SUBSET_SEED, config.data.document_mask)
+        loader = Loader(
+            samples,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=SUBSET_SEED,
+            document_mask=config.data.document_mask,
+        )
         tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
         lengths = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
         mixture = samples if len(samples.sources) > 1 else None

@@ -21,9 +21,8 @@ from torchtitan_lite.config.paths import expand, is_prepared, problem
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.token_files import TokenFiles
+from torchtitan_lite.data.token_files import TokenFiles, document_ends
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, DataError

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.data.prepare import corpus, split
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.samples import Mixture
-from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, read_meta
+from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, document_ends, read_meta
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models import Transformer

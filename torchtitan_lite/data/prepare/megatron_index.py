@@ -48,19 +48,19 @@ class Index:
 
     def extents(self, document: int) -> list[tuple[int, int]]:
         """Where the tokens of a document are: (first token in the file, number of tokens), adjacent ones together."""
-        found: list[tuple[int, int]] = []
+        extents: list[tuple[int, int]] = []
         for i in range(int(self.documents[document]), int(self.documents[document + 1])):
             first, n = int(self.pointers[i]) // self.dtype.itemsize, int(self.lengths[i])
-            if found and sum(found[-1]) == first:
-                found[-1] = found[-1][0], found[-1][1] + n
+            if extents and sum(extents[-1]) == first:
+                extents[-1] = extents[-1][0], extents[-1][1] + n
             elif n:
-                found.append((first, n))
-        return found
+                extents.append((first, n))
+        return extents
 
 
-def prefix_of(given: Path) -> Path:
-    """PREFIX, also if PREFIX.bin or PREFIX.idx is given."""
-    return given.with_suffix("") if given.suffix in (".bin", ".idx") else given
+def prefix_of(path: Path) -> Path:
+    """PREFIX, also of PREFIX.bin or PREFIX.idx."""
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def read_index(prefix: Path) -> Index:
@@ -72,19 +72,19 @@ def read_index(prefix: Path) -> Index:
     idx, tokens = (prefix.parent / f"{prefix.name}.{end}" for end in ("idx", "bin"))
     if prefix.is_dir() and not idx.exists():
         inside = [str(file.with_suffix("")) for file in sorted(prefix.glob("*.idx"))[:3]]
-        what = f"it has {', '.join(inside)}" if inside else "it has no .idx file"
+        content = f"it has {', '.join(inside)}" if inside else "it has no .idx file"
         raise DataError(
-            f"{prefix} is a folder; --from-megatron takes the common name of a .bin and an .idx file: {what}"
+            f"{prefix} is a folder; --from-megatron takes the common name of a .bin and an .idx file: {content}"
         )
     for file in (idx, tokens):
         if not file.is_file():
-            what = f"is {kind_of(file)}" if file.exists() else "does not exist"
-            raise DataError(f"{file} {what}; --from-megatron takes the common name of a .bin and an .idx file")
+            problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
+            raise DataError(f"{file} {problem}; --from-megatron takes the common name of a .bin and an .idx file")
     try:
         size, bin_size = idx.stat().st_size, tokens.stat().st_size
         with idx.open("rb") as stream:
             header = stream.read(_HEADER.size)
-        dtype, n_sequences, n_ends = _parsed(idx, header, size)
+        dtype, n_sequences, n_ends = _parse_header(idx, header, size)
         data = np.memmap(idx, mode="r")
     except OSError as error:
         raise DataError(f"{error.filename or idx} can't be read: {error.strerror or error}") from None
@@ -98,7 +98,7 @@ def read_index(prefix: Path) -> Index:
     return index
 
 
-def _parsed(idx: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
+def _parse_header(idx: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
     """The dtype, the number of sequences, and that of documents and 1."""
     if header.startswith(_LEGACY):
         raise DataError(f"{idx} has Megatron's old format TNTIDX; make the files again with preprocess_data.py")
@@ -110,17 +110,17 @@ def _parsed(idx: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, in
     if version != 1:
         raise DataError(f"{idx} has version {version} of Megatron's format; version 1 can be read")
     if code not in DTYPES:
-        what = f"{_FLOATS[code]}, which tokens can't be" if code in _FLOATS else "unknown"
+        meaning = f"{_FLOATS[code]}, which tokens can't be" if code in _FLOATS else "unknown"
         known = ", ".join(f"{number} ({name})" for number, name in DTYPES.items())
-        raise DataError(f"{idx}: the dtype {code} is {what}; these can be read: {known}")
-    wanted = _HEADER.size + 12 * n_sequences + 8 * n_ends
-    if n_sequences and size == wanted + n_sequences:
+        raise DataError(f"{idx}: the dtype {code} is {meaning}; these can be read: {known}")
+    expected = _HEADER.size + 12 * n_sequences + 8 * n_ends
+    if n_sequences and size == expected + n_sequences:
         raise DataError(f"{idx} has a mode for each sequence: multimodal data can't be read, only text")
-    if size != wanted:
-        what = "was truncated or damaged" if size < wanted else "is damaged, or has another format"
+    if size != expected:
+        problem = "was truncated or damaged" if size < expected else "is damaged, or has another format"
         raise DataError(
-            f"{idx} {what}: it has {size:,} bytes, but with {n_sequences:,} sequences and {n_ends:,} document "
-            f"boundaries it would have {wanted:,}"
+            f"{idx} {problem}: it has {size:,} bytes, but with {n_sequences:,} sequences and {n_ends:,} document "
+            f"boundaries it would have {expected:,}"
         )
     return np.dtype(DTYPES[code]).newbyteorder("<"), n_sequences, n_ends
 

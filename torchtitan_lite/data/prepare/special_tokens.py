@@ -1,4 +1,4 @@
-"""Encodes text that looks like a special token as plain text.
+"""Encodes text that looks like a special token as ordinary text.
 
 The library's `encode_special_tokens` is enough for byte-level BPE. Other tokenizers still produce special tokens: a
 Unigram, WordLevel or WordPiece vocabulary may contain the end token as a piece, and added tokens may have
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.tokenizer import reason
 from torchtitan_lite.errors import DataError
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -130,7 +129,7 @@ def _without(definition: str, strings: frozenset[str]) -> Tokenizer:
 
 
 def literal(definition: str) -> Tokenizer:
-    """A tokenizer that does not look for special tokens in the text; see literal.py."""
+    """A tokenizer that does not look for special tokens in the text; see above."""
     tokenizer = Tokenizer.from_str(definition)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -138,8 +137,8 @@ def literal(definition: str) -> Tokenizer:
     return tokenizer
 
 
-def unknown(tokenizer: Tokenizer) -> int | None:
-    """The id of the unknown token; None if the vocabulary can encode everything.
+def unknown(tokenizer: Tokenizer, end: int) -> int:
+    """The id of the unknown token; -1 if the vocabulary can encode everything, or the end token stands for it.
 
     Raises:
         DataError: the tokenizer silently drops unknown characters.
@@ -147,18 +146,18 @@ def unknown(tokenizer: Tokenizer) -> int | None:
     model = json.loads(tokenizer.to_str())["model"]
     index = model.get("unk_id") if model.get("unk_token") is None else tokenizer.token_to_id(model["unk_token"])
     if index is not None:
-        return int(index)
+        return -1 if index == end else int(index)
     probe = "\u4e2d\U0001f600"
     try:
-        spelled = tokenizer.decode(tokenizer.encode(probe).ids)
+        decoded = tokenizer.decode(tokenizer.encode(probe).ids)
     except BaseException as error:
         raise DataError(
-            f"the tokenizer can't encode unknown characters ({reason(error)}); use one with byte-level "
+            f"the tokenizer can't encode unknown characters ({bpe.reason(error)}); use one with byte-level "
             "pre-tokenization, with byte_fallback, or with an unk_token in its vocabulary"
         ) from None
-    if not set(probe) <= set(spelled):
+    if not set(probe) <= set(decoded):
         raise DataError(
             "the tokenizer silently drops unknown characters; use one with byte-level pre-tokenization, with "
             "byte_fallback, or with an unk_token"
         )
-    return None
+    return -1

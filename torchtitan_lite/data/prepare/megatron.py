@@ -3,15 +3,16 @@
 One pass reads all tokens, to check them and to decode each document: as for text, the hash of a document's text decides
 whether it is held out. A document ends with its end token in the file (preprocess_data.py --append-eod), or at its end.
 Where a file has end tokens within a document, it is cut there. Empty documents are left out.
+
+data/token_files.py describes the folder, and reads it.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import shutil
+import struct
 import sys
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -27,19 +28,17 @@ from tqdm import tqdm
 from torchtitan_lite.config import paths
 from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.megatron.index_file import Index, prefix_of, read_index
-from torchtitan_lite.data.megatron.tokens import SOURCES, BinFile
-from torchtitan_lite.data.prepare import content, literal, plan, summary
+from torchtitan_lite.data.prepare import corpus, plan, special_tokens, summary
 from torchtitan_lite.data.prepare.encode import partial_folder
-from torchtitan_lite.data.repair import foreign
+from torchtitan_lite.data.prepare.megatron_index import Index, prefix_of, read_index
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.files import sync_folder, write_durably
+from torchtitan_lite.files import flush_to_disk, sync_folder, write_durably
 from torchtitan_lite.terminal import counted
 
 _TOGETHER = 256  # documents decoded at a time
 _BLOCK = 1 << 24  # tokens read at a time
-_BUFFERED = 1 << 16  # numbers of a file that are written at a time
-_COLUMNS = "position", "n", "file", "at"
+_PIECE = struct.Struct("<4q")
+_PIECES = 1 << 16  # copied at a time
 
 
 @dataclass(frozen=True)
@@ -61,19 +60,22 @@ class Settings:
     unknown: int
     val_fraction: float
 
+    @classmethod
+    def of(cls, path: Path, end_token: str, val_fraction: float) -> "Settings":
+        """
+        Args:
+            path: the tokenizer with which the files were made.
 
-def settings(path: Path, end_token: str, val_fraction: float) -> Settings:
-    """Load the tokenizer with which the files were made. Raises DataError: it is none, or has no such end token."""
-    given = bpe.load(path)
-    end = bpe.end_token(given, end_token)
-    tokenizer = literal.literal(given.to_str(pretty=True))
-    unknown = literal.unknown(tokenizer)
-    return Settings(
-        tokenizer, bpe.size(tokenizer), end, -1 if unknown in (None, end) else int(unknown or 0), val_fraction
-    )
+        Raises:
+            DataError: it is not a tokenizer, or has no such end token.
+        """
+        original = bpe.load(path)
+        end = bpe.end_token(original, end_token)
+        tokenizer = special_tokens.literal(original.to_str(pretty=True))
+        return cls(tokenizer, bpe.size(tokenizer), end, special_tokens.unknown(tokenizer, end), val_fraction)
 
 
-def prepare(prefixes: Sequence[Path], made_with: Settings, out: Path) -> None:
+def prepare(prefixes: Sequence[Path], settings: Settings, out: Path) -> None:
     """Make the folder `out`, unless it has been made of the same files.
 
     Raises:
@@ -82,62 +84,65 @@ def prepare(prefixes: Sequence[Path], made_with: Settings, out: Path) -> None:
     indices = [read_index(prefix_of(paths.expand(prefix)).absolute()) for prefix in prefixes]
     if len({index.bin for index in indices}) < len(indices):
         raise DataError("--from-megatron names the same files twice; data.sources gives a text more weight")
-    before = _made_from(indices, made_with)
+    made_from = _made_from(indices, settings)
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = out.with_name(f".{out.name}.lock")
     try:
         with FileLock(lock, blocking=False), contextlib.ExitStack() as after:
             after.callback(lock.unlink, missing_ok=True)
             if not out.exists():
-                _make(indices, made_with, out, before)
-            elif not paths.is_prepared(out) or metas.read_meta(out).made_from != before:
+                _make(indices, settings, out, made_from)
+            elif not paths.is_prepared(out) or metas.read_meta(out).made_from != made_from:
                 raise DataError(f"{out} exists, and was made from other files or options; choose another --out")
     except Timeout:
         raise DataError(f"{out} is being prepared by another process") from None
-    print(summary.report(out, made_with.tokenizer))
+    print(summary.report(out, settings.tokenizer))
 
 
-def _made_from(indices: list[Index], made_with: Settings) -> str:
+def _made_from(indices: list[Index], settings: Settings) -> str:
     files = [file for index in indices for file in (index.bin, index.bin.with_suffix(".idx"))]
     stats = [(str(file), (info := file.stat()).st_size, info.st_mtime_ns) for file in files]
-    decides = ["megatron", stats, bpe.sha256(made_with.tokenizer), made_with.end, made_with.val_fraction]
-    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+    inputs = ["megatron", stats, bpe.sha256(settings.tokenizer), settings.end, settings.val_fraction]
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
-def _make(indices: list[Index], made_with: Settings, out: Path, made_from: str) -> None:
+def _make(indices: list[Index], settings: Settings, out: Path, made_from: str) -> None:
     partial = partial_folder(out)
-    below = int(made_with.val_fraction * plan.HASH_RANGE)
-    lowest, splits = _write(indices, made_with, partial, below)
+    below = int(settings.val_fraction * plan.HASH_RANGE)
+    lowest, splits = _write_splits(indices, settings, partial, below)
     if (n := sum(split.documents for split in splits)) < 2:
         raise DataError(
             f"the files have {counted(n, 'document')} with text; at least 2 are needed, to train and to validate"
         )
     if lowest >= below:  # as for text: at least one document is held out
-        _, splits = _write(indices, made_with, partial, lowest + 1)
+        _, splits = _write_splits(indices, settings, partial, lowest + 1)
     if not splits[0].documents:
         raise DataError("all documents were held out; use more of them, or a smaller --val-fraction")
-    if _made_from(indices, made_with) != made_from:
-        raise DataError(content.CHANGED)
-    _finish(indices, made_with, partial, splits, made_from)
+    if _made_from(indices, settings) != made_from:
+        raise DataError(corpus.CHANGED)
+    _finish(indices, settings, partial, splits, made_from)
     partial.rename(out)
     sync_folder(out.parent)
-    if n != (theirs := sum(index.n_documents for index in indices)):
-        print(f"data    {theirs:,} documents in the files; cut at end tokens, and without empty ones, {n:,}")
+    if n != (in_files := sum(index.n_documents for index in indices)):
+        print(f"data    {in_files:,} documents in the files; cut at end tokens, and without empty ones, {n:,}")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
-def documents(index: Index, made_with: Settings) -> Iterator[Document]:
+def documents(index: Index, settings: Settings) -> Iterator[Document]:
     """The documents of a .bin file, without empty ones, each with at most one end token: its last."""
-    file = BinFile(index.bin, index.dtype)
+    file = metas.TokenFile(index.bin, index.dtype)
     for number in range(index.n_documents):
         parts: list[NDArray[Any]] = []
         extents: list[tuple[int, int]] = []
         for first, n in _blocks(index.extents(number)):
-            tokens = file.read(first, n, made_with.vocab_size)
+            try:
+                tokens = file.read(first, n, settings.vocab_size)
+            except metas.TokenError as error:
+                raise DataError(f"{file.path}: {error}: {metas.OTHER_TOKENIZER}") from None
             begin = 0
-            for end in (*np.flatnonzero(tokens == made_with.end).tolist(), n):
+            for end in (*np.flatnonzero(tokens == settings.end).tolist(), n):
                 has_end = end < n
                 if end > begin:
                     parts.append(tokens[begin:end])
@@ -146,10 +151,10 @@ def documents(index: Index, made_with: Settings) -> Iterator[Document]:
                 begin = end + 1
                 if has_end:
                     if parts:
-                        yield Document(_joined(parts), extents, True)
+                        yield Document(np.concatenate(parts), extents, True)
                     parts, extents = [], []
         if parts:
-            yield Document(_joined(parts), extents, False)
+            yield Document(np.concatenate(parts), extents, False)
 
 
 def _blocks(extents: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -159,14 +164,10 @@ def _blocks(extents: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield first + at, min(_BLOCK, n - at)
 
 
-def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-def _decoded(some: list[Document], tokenizer: Tokenizer) -> list[bytes]:
+def _decode(batch: list[Document], tokenizer: Tokenizer) -> list[bytes]:
     try:
-        texts = tokenizer.decode_batch([document.tokens.tolist() for document in some], skip_special_tokens=False)
-    except BaseException as error:  # the library's panics are no Exception
+        texts = tokenizer.decode_batch([document.tokens.tolist() for document in batch], skip_special_tokens=False)
+    except BaseException as error:  # the library's panics are not Exceptions
         raise DataError(f"the tokenizer can't decode the tokens: {bpe.reason(error)}") from None
     return [text.encode() for text in texts]
 
@@ -175,57 +176,51 @@ def _decoded(some: list[Document], tokenizer: Tokenizer) -> list[bytes]:
 
 
 class _Split:
-    """The files of one split."""
+    """Writes the files of one split: where each document ends, and where the pieces of the stream are."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._files = {what: (folder / f"{name}.{what}").open("wb") for what in ("idx", *_COLUMNS)}
-        self._buffers = {what: array("q") for what in self._files}
-        self._folder, self._name = folder, name
-        self._last: list[int] = []  # the last piece, which the next one may continue
-        self.position, self.documents, self.text_bytes, self.unknown = 1, 0, 0, 0  # the first token is an end token
+        self._idx = (folder / f"{name}.idx").open("wb")
+        self._pieces = (folder / f"{name}.pieces").open("w+b")  # as rows, which close() makes columns
+        self._extents = folder / f"{name}.extents"
+        self._piece = [0, 0, -1, 0]  # the last one, which may grow: position, number of tokens, file, first token
+        self.position = 1  # the first token of the stream is an end token
+        self.documents = self.text_bytes = self.unknown = 0
 
     def add(self, file: int, document: Document, n_bytes: int, unknown: int) -> None:
         """Add a document of file number `file`."""
         for at, n in document.extents:
-            begin, count, same, first = self._last or (0, 0, -1, 0)
-            if (same, first + count, begin + count) == (file, at, self.position):
-                self._last[1] += n
+            position, count, last_file, first = self._piece
+            if (last_file, first + count, position + count) == (file, at, self.position):
+                self._piece[1] += n
             else:
-                self._keep_last()
-                self._last = [self.position, n, file, at]
+                self._write_piece()
+                self._piece = [self.position, n, file, at]
             self.position += n
         self.position += not document.has_end
-        self._put("idx", self.position)
+        self._idx.write(struct.pack("<q", self.position))
         self.documents += 1
         self.text_bytes += n_bytes
         self.unknown += int((document.tokens == unknown).sum()) if unknown >= 0 else 0
 
+    def _write_piece(self) -> None:
+        if self._piece[1]:
+            self._pieces.write(_PIECE.pack(*self._piece))
+
     def close(self) -> None:
-        """Write what is left, and join the columns of the extents."""
-        self._keep_last()
-        for what, stream in self._files.items():
-            self._buffers[what].tofile(stream)
-            stream.close()
-        with (self._folder / f"{self._name}.extents").open("wb") as to:
-            for column in _COLUMNS:
-                file = self._folder / f"{self._name}.{column}"
-                with file.open("rb") as column_file:
-                    shutil.copyfileobj(column_file, to)
-                file.unlink()
-
-    def _keep_last(self) -> None:
-        for what, value in zip(_COLUMNS, self._last, strict=False):
-            self._put(what, value)
-
-    def _put(self, what: str, value: int) -> None:
-        buffer = self._buffers[what]
-        buffer.append(value)
-        if len(buffer) >= _BUFFERED:
-            buffer.tofile(self._files[what])
-            del buffer[:]
+        """Complete the files."""
+        self._write_piece()
+        with self._extents.open("wb") as extents, self._pieces as pieces:
+            for column in range(4):
+                pieces.seek(0)
+                while rows := pieces.read(_PIECES * _PIECE.size):
+                    extents.write(np.frombuffer(rows, "<i8").reshape(-1, 4)[:, column].tobytes())
+            flush_to_disk(extents)
+        Path(self._pieces.name).unlink()
+        flush_to_disk(self._idx)
+        self._idx.close()
 
 
-def _write(indices: list[Index], made_with: Settings, partial: Path, below: int) -> tuple[int, list[_Split]]:
+def _write_splits(indices: list[Index], settings: Settings, partial: Path, below: int) -> tuple[int, list[_Split]]:
     """Write the files of both splits.
 
     Args:
@@ -235,7 +230,7 @@ def _write(indices: list[Index], made_with: Settings, partial: Path, below: int)
         the lowest hash of a document, and the splits.
     """
     if partial.is_dir():  # of a command that was killed, or the first pass
-        if others := foreign(partial):
+        if others := metas.foreign(partial):
             raise DataError(f"{partial} contains {others[0]}, which is not part of a preparation; choose another --out")
         shutil.rmtree(partial)
     partial.mkdir()
@@ -243,30 +238,27 @@ def _write(indices: list[Index], made_with: Settings, partial: Path, below: int)
     lowest, total = plan.HASH_RANGE, sum(index.bin.stat().st_size for index in indices)
     with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
         for number, index in enumerate(indices):
-            left = documents(index, made_with)
-            while some := list(islice(left, _TOGETHER)):
-                for document, text in zip(some, _decoded(some, made_with.tokenizer), strict=True):
+            remaining = documents(index, settings)
+            while batch := list(islice(remaining, _TOGETHER)):
+                for document, text in zip(batch, _decode(batch, settings.tokenizer), strict=True):
                     value = plan.document_hash(text)
                     lowest = min(lowest, value)
-                    splits[value < below].add(number, document, len(text), made_with.unknown)
+                    splits[value < below].add(number, document, len(text), settings.unknown)
                     bar.update((len(document.tokens) + document.has_end) * index.dtype.itemsize)
     for split in splits:
         split.close()
     return lowest, splits
 
 
-def _finish(indices: list[Index], made_with: Settings, folder: Path, splits: list[_Split], made_from: str) -> None:
+def _finish(indices: list[Index], settings: Settings, folder: Path, splits: list[_Split], made_from: str) -> None:
     """Hash all files, and write meta.json."""
     train, val = splits
-    write_durably(folder / "tokenizer.json", made_with.tokenizer.to_str(pretty=True).encode())
+    write_durably(folder / "tokenizer.json", settings.tokenizer.to_str(pretty=True).encode())
     sources = [{"path": str(index.bin), "dtype": index.dtype.name} for index in indices]
-    write_durably(folder / SOURCES, (json.dumps({"files": sources}, indent=2) + "\n").encode())
-    ours = [f"{split}.{what}" for split in metas.SPLITS for what in ("idx", "extents")]
-    for name in ours:
-        with (folder / name).open("rb") as stream:
-            os.fsync(stream.fileno())
-    tokens = [str(index.bin) for index in indices]
-    files = summary.all_files(folder, ["tokenizer.json", SOURCES, *ours, *tokens])
+    write_durably(folder / metas.SOURCES, (json.dumps({"files": sources}, indent=2) + "\n").encode())
+    names = ["tokenizer.json", metas.SOURCES]
+    names += [f"{split}.{suffix}" for split in metas.SPLITS for suffix in ("idx", "extents")]
+    files = summary.all_files(folder, [*names, *(str(index.bin) for index in indices)])
     meta = metas.Meta(
         format_version=metas.IN_PLACE,
         documents=train.documents + val.documents,
@@ -276,10 +268,10 @@ def _finish(indices: list[Index], made_with: Settings, folder: Path, splits: lis
         train_tokens=train.position,
         val_tokens=val.position,
         unknown_tokens=train.unknown + val.unknown,
-        vocab_size=made_with.vocab_size,
-        end_token=made_with.end,
+        vocab_size=settings.vocab_size,
+        end_token=settings.end,
         shard_tokens=max(train.position, val.position),
-        tokenizer_sha256=bpe.sha256(made_with.tokenizer),
+        tokenizer_sha256=bpe.sha256(settings.tokenizer),
         tokens_sha256=summary.identity_in_place(files),
         made_from=made_from,
         files=files,
