@@ -32,7 +32,7 @@ from torchtitan_lite.files import write_durably
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens
 from torchtitan_lite.tools.opening import Opened, newest_complete, open_model
-from torchtitan_lite.tools.report.runs import ROUGE as KINDS
+from torchtitan_lite.tools.records import ROUGE as KINDS
 from torchtitan_lite.tools.scoring.trained import config_of, data_of
 from torchtitan_lite.training.evaluate import SUBSET_SEED
 
