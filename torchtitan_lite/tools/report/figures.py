@@ -7,6 +7,7 @@ import html
 import itertools
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,8 @@ Figure = dict[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a figure: for each run, the values of a key in a list of the run's records."""
+    """A line of a figure: for each run, the values of a key in its records."""
 
-    records: str
     key: str
     label: str = ""
     colour: str = ""  # where there is one run; of several, each has its colour
@@ -46,7 +46,7 @@ def figure(runs: list[Run], title: str, unit: str, lines: list[Line], **more: An
     """
     traces = []
     for (i, run), line in itertools.product(enumerate(runs), lines):
-        records = [r for r in getattr(run, line.records) if line.key in r]
+        records = run.having(line.key)
         values = [r[line.key] for r in records]
         if all(value is None for value in values):
             continue
@@ -81,12 +81,14 @@ def thinned(x: list[int], y: list[float | None]) -> dict[str, Any]:
     means: list[float | None] = []
     for start in range(0, len(x), width):
         interval = range(start, min(start + width, len(x)))
-        finite = [i for i in interval if y[i] is not None]
-        ends = (
-            sorted({min(finite, key=lambda i: y[i] or 0.0), max(finite, key=lambda i: y[i] or 0.0)}) if finite else []
-        )
-        kept += ends or [start]
-        means += [statistics.fmean(y[i] or 0.0 for i in finite)] * len(ends) if finite else [None]
+        finite = {i: value for i in interval if (value := y[i]) is not None}
+        if not finite:
+            kept.append(start)
+            means.append(None)
+            continue
+        ends = sorted({min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)})
+        kept += ends
+        means += [statistics.fmean(finite.values())] * len(ends)
     return {"x": [x[i] for i in kept], "y": [y[i] for i in kept], "mean": means}
 
 
@@ -160,23 +162,23 @@ def _leaves(x: list[int], y: list[float | None], limit: float) -> list[float]:
     found: list[float] = []
     before: float | None = None  # the last finite value
     for i, value in enumerate(y):
-        if value is not None and value > limit and (before is None or before <= limit):
-            if before is None or y[i - 1] is None:
-                found.append(x[i])
-            else:
-                found.append(x[i] - (x[i] - x[i - 1]) * (value - limit) / (value - before))
-        before = before if value is None else value
+        if value is None:
+            continue
+        if value > limit and (before is None or before <= limit):
+            share = 0.0 if before is None or y[i - 1] is None else (value - limit) / (value - before)
+            found.append(x[i] - share * (x[i] - x[i - 1]))
+        before = value
     return found
 
 
-# --- the figures, in the order of the page ------------------------------------------------------------------------
+# --- the figures ------------------------------------------------------------------------
 
 
 def loss(runs: list[Run]) -> Figure | None:
     lines = [
-        Line("steps", "mean_loss", "train", width=1.2, smooth=True),
-        Line("validations", "val_loss", "validation", COLOURS[1], width=2.4),
-        Line("averages", "ema_val_loss", "validation of averaged weights", COLOURS[2], "dash", 2.4),
+        Line("mean_loss", "train", width=1.2, smooth=True),
+        Line("val_loss", "validation", COLOURS[1], width=2.4),
+        Line("ema_val_loss", "validation of averaged weights", COLOURS[2], "dash", 2.4),
     ]
     return cut(figure(runs, "Loss", "nats per token", lines, format=".4f"), ceiling(runs))
 
@@ -184,40 +186,36 @@ def loss(runs: list[Run]) -> Figure | None:
 def bits_per_byte(runs: list[Run]) -> Figure | None:
     unigram = "unigram model" + (": each token guessed by its frequency alone" if len(runs) == 1 else "")
     lines = [
-        Line("validations", "val_bits_per_byte", "validation", COLOURS[1]),
-        Line("averages", "ema_val_bits_per_byte", "averaged weights", COLOURS[2], "dash"),
-        Line("validations", "unigram_bits_per_byte", unigram, GREY, "dot", 1.2),
+        Line("val_bits_per_byte", "validation", COLOURS[1]),
+        Line("ema_val_bits_per_byte", "averaged weights", COLOURS[2], "dash"),
+        Line("unigram_bits_per_byte", unigram, GREY, "dot", 1.2),
     ]
-    ratios = [
-        r["val_bits_per_byte"] / r["val_loss"]
-        for run in runs
-        for r in run.validations
-        if r.get("val_bits_per_byte") and r["val_loss"]
-    ]
+    scores = [(r.get("val_bits_per_byte"), r["val_loss"]) for run in runs for r in run.validations]
+    ratios = [bits / nats for bits, nats in scores if bits and nats]
     limit = ceiling(runs) * statistics.median(ratios) if ratios else math.inf
     return cut(figure(runs, "Bits per byte", "bits per byte of held-out text", lines, format=".3f"), limit)
 
 
 def loss_by_source(runs: list[Run]) -> Figure | None:
-    keys = [key for key in _keys(runs, "validations") if key.startswith(BY_SOURCE[0])]
-    lines = _family("validations", {key: key.removeprefix(BY_SOURCE[0]) for key in keys})
+    keys = [key for key in _keys(runs) if key.startswith(BY_SOURCE[0])]
+    lines = _family({key: key.removeprefix(BY_SOURCE[0]) for key in keys})
     return cut(figure(runs, "Validation loss by source", "nats per token", lines, format=".4f"), ceiling(runs))
 
 
 def rouge(runs: list[Run]) -> Figure | None:
-    lines = _family("rouge", {key: key.replace("rouge", "ROUGE-") for key in ROUGE})
+    lines = _family({key: key.replace("rouge", "ROUGE-") for key in ROUGE})
     return figure(runs, "ROUGE of answers to held-out pairs", "F-measure", lines, format=".3f")
 
 
 def tasks(runs: list[Run]) -> Figure | None:
     """Scores with error bars, a line at each chance level, and an axis that shows them."""
     names = task_names(runs)
-    found = figure(runs, "Tasks", "score", _family("tasks", {TASK[0] + name: name for name in names}), format=".3f")
+    found = figure(runs, "Tasks", "score", _family({TASK[0] + name: name for name in names}), format=".3f")
     if found is None:
         return None
     levels: dict[float, list[str]] = {}
     for name in names:
-        for value in {r[TASK[2] + name] for run in runs for r in run.tasks if r.get(TASK[2] + name)}:
+        for value in {r[TASK[2] + name] for run in runs for r in run.records if r.get(TASK[2] + name)}:
             levels.setdefault(round(value, 3), []).append(name)
     tops = [*levels, 0.05]
     for trace in found["traces"]:
@@ -230,11 +228,6 @@ def tasks(runs: list[Run]) -> Figure | None:
         ],
         "axis": {"range": [0, 1.1 * max(tops)]},
     }
-
-
-def learning_rate(runs: list[Run]) -> Figure | None:
-    axis = {"tickformat": "~e", "rangemode": "tozero"}
-    return figure(runs, "Learning rate", "", [Line("steps", "lr")], format=".3~e", axis=axis)
 
 
 def gradient_norm(runs: list[Run]) -> Figure | None:
@@ -251,39 +244,23 @@ def gradient_norm(runs: list[Run]) -> Figure | None:
         "ticktext": [f"{tick:g}".replace("e+0", "e").replace("e+", "e") for tick in ticks],
         "range": [math.log10(ends[0]) - 0.05, math.log10(ends[1]) + 0.05],
     }
-    lines = [Line("steps", "grad_norm", width=1.2, smooth=True)]
+    lines = [Line("grad_norm", width=1.2, smooth=True)]
     return figure(runs, "Gradient norm, before clipping", "", lines, format=".4~g", axis=axis)
-
-
-def throughput(runs: list[Run]) -> Figure | None:
-    lines = [Line("steps", "tokens_per_second", width=1.2, smooth=True)]
-    axis = {"rangemode": "tozero"}
-    return figure(runs, "Throughput", "tokens per second", lines, format=",.0f", axis=axis)
-
-
-def memory(runs: list[Run]) -> Figure | None:
-    lines = [Line("steps", "peak_memory_gib")]
-    return figure(runs, "Peak memory of rank 0", "GiB", lines, format=".2f", axis={"rangemode": "tozero"})
-
-
-def loss_scale(runs: list[Run]) -> Figure | None:
-    return figure(runs, "Loss scale (float16)", "", [Line("steps", "loss_scale")], format=",~g", axis={"type": "log"})
 
 
 def task_names(runs: list[Run]) -> list[str]:
     """The tasks of all runs."""
-    return [key.removeprefix(TASK[0]) for key in _keys(runs, "tasks") if key.startswith(TASK[0])]
+    return [key.removeprefix(TASK[0]) for key in _keys(runs) if key.startswith(TASK[0])]
 
 
-def _keys(runs: list[Run], records: str) -> list[str]:
-    return list(dict.fromkeys(key for run in runs for record in getattr(run, records) for key in record))
+def _keys(runs: list[Run]) -> list[str]:
+    return list(dict.fromkeys(key for run in runs for record in run.records for key in record))
 
 
-def _family(records: str, labels: dict[str, str]) -> list[Line]:
+def _family(labels: dict[str, str]) -> list[Line]:
     """Lines of one kind. Dashes tell them apart where each run has one colour."""
     return [
         Line(
-            records,
             key,
             label,
             COLOURS[i % len(COLOURS)],
@@ -292,3 +269,21 @@ def _family(records: str, labels: dict[str, str]) -> list[Line]:
         )
         for i, (key, label) in enumerate(labels.items())
     ]
+
+
+def curve(title: str, unit: str, line: Line, **more: Any) -> Callable[[list[Run]], Figure | None]:
+    """A figure with one line for each run."""
+    return lambda runs: figure(runs, title, unit, [line], **more)
+
+
+FROM_ZERO = {"rangemode": "tozero"}
+learning_rate = curve("Learning rate", "", Line("lr"), format=".3~e", axis=FROM_ZERO | {"tickformat": "~e"})
+throughput = curve(
+    "Throughput",
+    "tokens per second",
+    Line("tokens_per_second", width=1.2, smooth=True),
+    format=",.0f",
+    axis=FROM_ZERO,
+)
+memory = curve("Peak memory of rank 0", "GiB", Line("peak_memory_gib"), format=".2f", axis=FROM_ZERO)
+loss_scale = curve("Loss scale (float16)", "", Line("loss_scale"), format=",~g", axis={"type": "log"})

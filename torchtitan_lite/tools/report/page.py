@@ -2,9 +2,9 @@
 data of a figure, or None. All text of a run is escaped.
 """
 
-import html
 import json
 from collections.abc import Callable, Iterable
+from html import escape
 from importlib import resources
 
 from plotly.offline import get_plotlyjs
@@ -12,13 +12,16 @@ from plotly.offline import get_plotlyjs
 from torchtitan_lite.terminal import counted, duration
 from torchtitan_lite.tools.records import ROUGE, TASK, Records
 from torchtitan_lite.tools.report import figures, table
-from torchtitan_lite.tools.report.figures import COLOURS, POINTS, Figure
+from torchtitan_lite.tools.report.figures import COLOURS, GREY, POINTS, Figure
 from torchtitan_lite.tools.report.runs import Run
 
 SAMPLES = 12  # per prompt
 _TASK_TILES = 6  # of a run
 # the classes of report.css that colour a status, by its first word
-_STATUS = {"starting": "live", "running": "live", "complete": "good", "preempted": "warn", "failed": "bad"}
+_STATUS = {
+    **{"starting": "live", "running": "live", "complete": "good", "preempted": "warn"},
+    **{"failed": "bad", "stopped": "bad"},
+}
 # the policy forbids all requests, even if text of a run got into the markup
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
@@ -36,8 +39,7 @@ def page(runs: list[Run], reload_s: int = 0) -> str:
             content = _figure(len(shown) - 1, content, many=len(runs) > 1)
         panels.append(content or "")
     curves = [
-        figures.axes(run)
-        | {"color": figures.GREY if len(runs) == 1 else _colour(runs, run), "marks": figures.marks(run)}
+        figures.axes(run) | {"color": GREY if len(runs) == 1 else _colour(runs, run), "marks": figures.marks(run)}
         for run in runs
     ]
     # in a script, "<!--<script>" would hide its end. json.dumps itself escapes all but ASCII
@@ -49,30 +51,28 @@ def page(runs: list[Run], reload_s: int = 0) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{f'<meta http-equiv=refresh content={reload_s}>' if reload_s else ''}"
-        f"<title>{_names(runs)}</title><style>{style}</style></head><body><main>{''.join(panels)}</main>"
+        f"{f'<meta http-equiv=refresh content={reload_s}>' if reload_s else ''}<title>{_names(runs)}</title>"
+        f"<style>{style}</style></head><body><main>{''.join(panels)}</main>"
         f'<script type="application/json" id="data">{data}</script>'
         f"<script>{get_plotlyjs()}</script><script>{script}</script></body></html>\n"
     )
 
 
-def _figure(number: int, content: Figure, *, many: bool) -> str:
+def _figure(number: int, figure: Figure, *, many: bool) -> str:
     """Title, unit and legend are HTML, which wraps on a narrow screen. The toolbar has the colours of several runs."""
-    lines = {trace["label"]: trace for trace in content["traces"]}
-    entries = "".join(
-        f'<button type=button data-label="{label}"><i style="border-top: {max(round(line["width"] * 1.5), 2)}px '
-        f"{'solid' if line['dash'] == 'solid' else 'dotted' if line['dash'] == 'dot' else 'dashed'} "
-        f'{"currentColor" if many else line["color"]}"></i>{label}</button>'  # the label is escaped
-        for label, line in lines.items()
-        if len(lines) > 1
-    )
-    legend = f'<div class="legend">{entries}</div>' if entries else ""
-    caption = f"<b>{html.escape(content['title'])}</b> <small>{html.escape(content['unit'])}</small>{legend}"
+    entries = []
+    for label, line in {trace["label"]: trace for trace in figure["traces"]}.items():
+        style = {"solid": "solid", "dot": "dotted"}.get(line["dash"], "dashed")
+        border = f"{max(round(1.5 * line['width']), 2)}px {style} {'currentColor' if many else line['color']}"
+        swatch = f'<i style="border-top: {border}"></i>'
+        entries.append(f'<button type=button data-label="{label}">{swatch}{label}</button>')  # the label is escaped
+    legend = f'<div class="legend">{"".join(entries)}</div>' if len(entries) > 1 else ""
+    caption = f"<b>{escape(figure['title'])}</b> <small>{escape(figure['unit'])}</small>{legend}"
     return f'<figure><figcaption>{caption}</figcaption><div class="plot" id="plot{number}"></div></figure>'
 
 
 def _names(runs: list[Run]) -> str:
-    return html.escape(", ".join(run.name for run in runs))
+    return escape(", ".join(run.name for run in runs))
 
 
 def _colour(runs: list[Run], run: Run) -> str:
@@ -83,14 +83,24 @@ def _swatch(colour: str) -> str:
     return f'<i class="swatch" style="background: {colour}"></i>'
 
 
-def _table(head: Iterable[str], rows: Iterable[str], kind: str = "plain") -> str:
+def _coloured(runs: list[Run], run: Run) -> str:
+    """The name of a run, and its colour where there are several."""
+    return (_swatch(_colour(runs, run)) if len(runs) > 1 else "") + escape(run.name)
+
+
+def _table(head: Iterable[str], rows: Iterable[str]) -> str:
     """Cells and rows are HTML."""
     heads = "".join(f"<th>{cell}</th>" for cell in head)
-    return f'<div class=scroll><table class="{kind}"><tr>{heads}</tr>{"".join(rows)}</table></div>'
+    return f"<div class=scroll><table><tr>{heads}</tr>{''.join(rows)}</table></div>"
 
 
-def _of(run: Run, runs: list[Run]) -> str:
-    return f" of {_swatch(_colour(runs, run))}{html.escape(run.name)}" if len(runs) > 1 else ""
+def _row(name: str, *cells: str, kind: str = "") -> str:
+    """A row of HTML cells."""
+    return f'<tr class="{kind}"><th>{name}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
 
 
 # --- the top of the page ------------------------------------------------------------------------------------------
@@ -99,8 +109,8 @@ def _of(run: Run, runs: list[Run]) -> str:
 def heading(runs: list[Run]) -> str:
     if len(runs) > 1:
         return f"<header><h1>{len(runs)} runs</h1><p>the lowest validation loss first</p></header>"
-    where = html.escape(str(runs[0].folder))
-    return f"<header><h1>{_names(runs)}</h1><p>{where}</p><div>{_status(runs[0], runs)}</div></header>"
+    where = escape(str(runs[0].folder))
+    return f"<header><h1>{_names(runs)}</h1><div>{_status(runs, runs[0])}</div><p>{where}</p></header>"
 
 
 def comparison(runs: list[Run]) -> str:
@@ -108,32 +118,27 @@ def comparison(runs: list[Run]) -> str:
     if len(runs) == 1:
         return ""
     rows = []
-    found = table.rows(runs)
-    keys = [key for key in found[0][1] if key not in table.RESULTS]
-    for run, cells in found:
-        best = found[0][0].best is not None and run is found[0][0]
-        shown = [f"<td><code>{html.escape(cells[key])}</code></td>" for key in keys]
-        shown += [f"<td>{html.escape(cells[column])}</td>" for column in table.RESULTS[1:-1]]
-        name = f"{_swatch(_colour(runs, run))}<a href=#run{runs.index(run)}>{html.escape(run.name)}</a>"
+    for i, (run, cells) in enumerate(table.rows(runs)):
+        keys = [key for key in cells if key not in table.RESULTS]
+        best = i == 0 and run.best is not None
+        name = f"<a href=#run{runs.index(run)}>{_coloured(runs, run)}</a>"
         name += " <span class=star title='the lowest validation loss'>&#9733; best</span>" if best else ""
-        rows.append(
-            f"<tr{' class=best' if best else ''}><th>{name}</th>{''.join(shown)}<td>{_status(run, runs)}</td></tr>"
-        )
-    head = map(html.escape, ["run", *keys, *table.RESULTS[1:]])
+        results = [escape(cells[column]) for column in table.RESULTS[1:-1]]
+        shown = [*(_code(cells[key]) for key in keys), *results, _status(runs, run)]
+        rows.append(_row(name, *shown, kind="best" if best else ""))
+    head = map(escape, ["run", *keys, *table.RESULTS[1:]])
     same = "" if keys else "<p class=note>The configs of the runs do not differ.</p>"
     return f"<section class=runs>{_table(head, rows)}{same}</section>"
 
 
-def _status(run: Run, runs: list[Run]) -> str:
-    """The status in its colour, and whether the loss has diverged."""
-    text = run.status.text
-    kind = "bad" if text.startswith("stopped") else _STATUS.get(text.split(" ")[0], "unknown")
-    word, _, more = text.partition(", ")
-    shown = f'<b class="status {kind}">{html.escape(word)}</b>'
+def _status(runs: list[Run], run: Run) -> str:
+    """The status in its colour, its reason, and whether the loss has diverged."""
+    word, _, more = run.status.text.partition(", ")
+    shown = f'<b class="status {_STATUS.get(word.split(" ")[0], "unknown")}">{escape(word)}</b>'
     if figures.diverged(run, figures.ceiling(runs)):
         shown += '<b class="status bad">diverged</b>'
     more = more or run.about.get("reason", "").split("\n")[0]
-    return shown + (f"<small>{html.escape(more)}</small>" if more else "")
+    return shown + (f"<small>{escape(more)}</small>" if more else "")
 
 
 def summary(runs: list[Run]) -> str:
@@ -152,11 +157,11 @@ def _tiles(run: Run) -> str:
         bits, stderr = run.best.get("val_bits_per_byte"), run.best.get("val_bits_per_byte_stderr")
         if bits is not None:
             tiles.append(("bits per byte", f"{bits:.3f}", "at that step" if stderr is None else f"+- {stderr:.3f}"))
-    if run.rouge:
-        scores = " / ".join(f"{100 * run.rouge[-1][key]:.1f}" for key in ROUGE)
-        tiles.append(("ROUGE-1 / 2 / Lsum", scores, f"step {run.rouge[-1]['step']:,}"))
+    if rouge := [r for r in run.records if all(r.get(key) is not None for key in ROUGE)]:
+        scores = " / ".join(f"{100 * rouge[-1][key]:.1f}" for key in ROUGE)
+        tiles.append(("ROUGE-1 / 2 / Lsum", scores, f"step {rouge[-1]['step']:,}"))
     for name in figures.task_names([run])[:_TASK_TILES]:
-        newest = [r for r in run.tasks if TASK[0] + name in r][-1]
+        newest = run.having(TASK[0] + name)[-1]
         score, stderr, chance = (newest.get(key + name) for key in TASK)
         more = ([] if stderr is None else [f"+- {stderr:.3f}"]) + ([] if chance is None else [f"chance {chance:.3f}"])
         tiles.append((f"task {name}", "not finite" if score is None else f"{score:.3f}", "; ".join(more)))
@@ -168,7 +173,7 @@ def _tiles(run: Run) -> str:
     if len(times) > 1:
         tiles.append(("first to last record", duration(times[-1] - times[0]), ""))
     cells = "".join(
-        f"<div><span>{html.escape(label)}</span><b>{html.escape(value)}</b><small>{html.escape(more)}</small></div>"
+        f"<div><span>{escape(label)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>"
         for label, value, more in tiles
     )
     return f'<section class="tiles">{cells}</section>'
@@ -178,8 +183,8 @@ def notes(runs: list[Run]) -> str:
     sentences = []
     for run in runs:
         found = [*run.notes]
-        if run.spikes:
-            found.append(f"{counted(len(run.spikes), 'loss spike')}, the first at step {run.spikes[0]['step']}")
+        if spikes := run.spikes:
+            found.append(f"{counted(len(spikes), 'loss spike')}, the first at step {spikes[0]['step']}")
         if run.rewinds:
             last = run.rewinds[-1]  # marks of earlier ones may have been abandoned, too
             found.append(
@@ -194,26 +199,22 @@ def notes(runs: list[Run]) -> str:
         if bad := [r["step"] for r in run.steps if r["loss"] is None]:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
             found.append(f"the loss was not finite at {counted(len(bad), 'recorded step')}: {some}")
-        if run.skipped:
-            found.append(f"{counted(len(run.skipped), 'step')} skipped, the first is {run.skipped[0]['step']}")
-        sentences += [html.escape(f"{run.name}: {note}.") for note in found]
+        if skipped := run.having("skipped_samples"):
+            found.append(f"{counted(len(skipped), 'step')} skipped, the first is {skipped[0]['step']}")
+        sentences += [escape(f"{run.name}: {note}.") for note in found]
     return f"<p class=note>{' '.join(sentences)}</p>" if sentences else ""
 
 
 def toolbar(runs: list[Run]) -> str:
     """The choices that report.js applies, and a button for each run."""
-    chips = "".join(
-        f"<button type=button data-run={i}>{_swatch(_colour(runs, run))}{html.escape(run.name)}</button>"
-        for i, run in enumerate(runs)
-        if len(runs) > 1
-    )
+    buttons = [f"<button type=button data-run={i}>{_coloured(runs, run)}</button>" for i, run in enumerate(runs)]
+    legend = f"<div class=legend>{''.join(buttons)}</div>" if len(runs) > 1 else ""
     return (
         "<noscript><p class=note>The curves need JavaScript.</p></noscript><nav hidden>"
         "<label>x axis <select id=x><option value=step>steps<option value=tokens>tokens<option value=time>training time"
         "</select></label><label title='half-life in % of all steps'>smoothing "
-        "<input id=smooth type=range min=0 max=10 step=0.5 value=0>"
-        "<output id=span></output></label><button type=button id=reset hidden>reset zoom</button>"
-        f"{f'<div class=legend>{chips}</div>' if chips else ''}</nav>"
+        "<input id=smooth type=range min=0 max=10 step=0.5 value=0><output id=span></output></label>"
+        f"<button type=button id=reset hidden>reset zoom</button>{legend}</nav>"
     )
 
 
@@ -223,147 +224,109 @@ def toolbar(runs: list[Run]) -> str:
 def time_spent(runs: list[Run]) -> str:
     """Where the time went: a bar for each run, and a table."""
     spent = [seconds_of(run) for run in runs]
-    if not any(sum(seconds.values()) for seconds in spent):
-        return ""
-    kinds = [kind for kind in spent[0] if any(seconds[kind] for seconds in spent)]
-    colours = dict(zip(spent[0], COLOURS, strict=False))
     longest = max(sum(seconds.values()) for seconds in spent)
-    bars = "".join(
-        (f"<small>{_swatch(_colour(runs, run))}{html.escape(run.name)}</small>" if len(runs) > 1 else "")
-        + "<div class=bar>"
-        + "".join(f"<i style='width: {100 * seconds[k] / longest:.3f}%; background: {colours[k]}'></i>" for k in kinds)
-        + "</div>"
-        for run, seconds in zip(runs, spent, strict=True)
-    )
-    rows = []
-    for kind in kinds:
-        cells = "".join(
-            f"<td>{f'{s[kind]:.1f}s' if s[kind] < 9.95 else duration(s[kind])}</td>"
-            f"<td>{100 * s[kind] / (sum(s.values()) or 1):.1f} %</td>"
-            for s in spent
-        )
-        rows.append(f"<tr><th>{_swatch(colours[kind])}{kind}</th>{cells}</tr>")
-    if len(runs) == 1:
-        table_of_times = f"<table>{''.join(rows)}</table>"
-    else:
-        heads = "".join(f"<th colspan=2>{html.escape(run.name)}</th>" for run in runs)
-        table_of_times = f"<div class=scroll><table><tr><th></th>{heads}</tr>{''.join(rows)}</table></div>"
-    return f"<figure><figcaption><b>Where the time went</b></figcaption>{bars}{table_of_times}</figure>"
+    if not longest:
+        return ""
+    colours = dict(zip(spent[0], COLOURS, strict=False))
+    kinds = [kind for kind in spent[0] if any(seconds[kind] for seconds in spent)]
+    bars = ""
+    for run, seconds in zip(runs, spent, strict=True):
+        parts = (f"width: {100 * seconds[kind] / longest:.3f}%; background: {colours[kind]}" for kind in kinds)
+        bars += f"<small>{_coloured(runs, run)}</small>" if len(runs) > 1 else ""
+        bars += "<div class=bar>" + "".join(f'<i style="{part}"></i>' for part in parts) + "</div>"
+    rows = [_row(_swatch(colours[kind]) + kind, *(_share(seconds, kind) for seconds in spent)) for kind in kinds]
+    head = ["", *(escape(run.name) for run in runs if len(runs) > 1)]
+    return f"<figure><figcaption><b>Where the time went</b></figcaption>{bars}{_table(head, rows)}</figure>"
+
+
+def _share(spent: dict[str, float], kind: str) -> str:
+    seconds = spent[kind]
+    shown = f"{seconds:.1f}s" if seconds < 9.95 else duration(seconds)
+    return f"{shown} <small>{100 * seconds / (sum(spent.values()) or 1):.1f} %</small>"
 
 
 def seconds_of(run: Run) -> dict[str, float]:
     """The seconds of each activity of a run."""
-    training = _sum(run.steps, "seconds") - _sum(run.steps, "data_s", "optimizer_s")
+
+    def total(key: str, records: Records = run.records) -> float:
+        return max(sum(r.get(key) or 0.0 for r in records), 0.0)
+
+    data, optimizer = total("data_s", run.steps), total("optimizer_s", run.steps)
     return {
-        "forward and backward": max(training, 0.0),
-        "validation": _sum(run.validations + run.averages, "eval_s"),
-        "saving": _sum(run.saves, "save_s"),
-        "samples": _sum(run.samples, "seconds"),
-        "waiting for data": _sum(run.steps, "data_s"),
-        "optimizer": _sum(run.steps, "optimizer_s"),
-        "tasks": _sum(run.task_times, "task_s"),
+        "forward and backward": max(total("seconds", run.steps) - data - optimizer, 0.0),
+        "validation": total("eval_s"),
+        "saving": total("save_s"),
+        "samples": total("seconds", run.samples),
+        "waiting for data": data,
+        "optimizer": optimizer,
+        "tasks": total("task_s"),
     }
-
-
-def _sum(records: Records, *keys: str) -> float:
-    return max(sum(r.get(key) or 0.0 for r in records for key in keys), 0.0)
 
 
 def cards(runs: list[Run]) -> str:
     """The tiles of several runs."""
     return "".join(
-        f"<section id=run{i}><h2>{_swatch(_colour(runs, run))}{html.escape(run.name)} "
-        f"<small>{html.escape(str(run.folder))}</small></h2><div>{_status(run, runs)}</div>{_tiles(run)}</section>"
+        f"<section id=run{i}><h2>{_coloured(runs, run)} <small>{escape(str(run.folder))}</small></h2>"
+        f"<div>{_status(runs, run)}</div>{_tiles(run)}</section>"
         for i, run in enumerate(runs)
         if len(runs) > 1
     )
 
 
-def changes(runs: list[Run]) -> str:
+def section(title: str, content: Callable[[Run], str]) -> Panel:
+    """A panel with a section for each run that has this content."""
+
+    def panel(runs: list[Run]) -> str:
+        parts = [(run, content(run)) for run in runs]
+        of = {run.folder: f" of {_coloured(runs, run)}" if len(runs) > 1 else "" for run in runs}
+        return "".join(f"<section><h2>{title}{of[run.folder]}</h2>{part}</section>" for run, part in parts if part)
+
+    return panel
+
+
+def changes(run: Run) -> str:
     """What resumes have changed. The figures mark these steps."""
-    head = ["after step", "key", "before", "from then on"]
-    return "".join(
-        f"<section><h2>Changed on a resume{_of(run, runs)}</h2>"
-        + _table(
-            head,
-            (
-                f"<tr><td>{step:,}</td><th>{html.escape(key)}</th><td><code>{html.escape(before)}</code></td>"
-                f"<td><code>{html.escape(now)}</code></td></tr>"
-                for step, key, before, now in run.changes
-            ),
-        )
-        + "</section>"
-        for run in runs
-        if run.changes
-    )
+    rows = [_row(f"{step:,}", escape(key), _code(before), _code(now)) for step, key, before, now in run.changes]
+    return _table(["after step", "key", "before", "from then on"], rows) if rows else ""
 
 
-def samples(runs: list[Run]) -> str:
-    """The texts of each prompt, the latest first."""
-    sections = []
-    for run in runs:
-        by_prompt: dict[str, Records] = {}
-        for sample in run.samples:
-            by_prompt.setdefault(sample["prompt"], []).append(sample)
-        blocks = "".join(_samples_of(prompt, found) for prompt, found in by_prompt.items())
-        if blocks:
-            sections.append(f"<section><h2>Samples{_of(run, runs)}, the latest first</h2>{blocks}</section>")
-    return "".join(sections)
+def samples(run: Run) -> str:
+    """The texts of each prompt, the latest first. With a target, they answer the prompt; otherwise they continue it."""
+    by_prompt: dict[str, Records] = {}
+    for sample in run.samples:
+        by_prompt.setdefault(sample["prompt"], []).append(sample)
+    blocks = ""
+    for prompt, records in by_prompt.items():
+        shown = records
+        if len(records) > SAMPLES:  # evenly spaced, including the first and the last
+            shown = [records[round(i * (len(records) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
+        fewer = f" ({len(shown)} of {len(records)})" if len(shown) < len(records) else ""
+        targets = [s["reference"] for s in records if isinstance(s.get("reference"), str)]
+        target = f"<p>target: {_code(targets[-1])}</p>" if targets else ""
+        begin = "" if targets else f"<mark>{escape(prompt)}</mark>"
+        rows = [_row(f"{s['step']:,}", f"<pre>{begin}{escape(s['text'])}</pre>") for s in reversed(shown)]
+        blocks += f"<h3>{_code(prompt)}{fewer}</h3>{target}{_table([], rows)}"
+    return blocks
 
 
-def _samples_of(prompt: str, found: Records) -> str:
-    """With a target the text is an answer to the prompt, otherwise its continuation."""
-    targets = [s["reference"] for s in found if isinstance(s.get("reference"), str)]
-    target = f"<p>target: <code>{html.escape(targets[-1])}</code></p>" if targets else ""
-    begin = "" if targets else f"<mark>{html.escape(prompt)}</mark>"
-    shown = found
-    if len(found) > SAMPLES:  # evenly spaced, including the first and the last
-        shown = [found[round(i * (len(found) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
-    fewer = f" ({len(shown)} of {len(found)})" if len(shown) < len(found) else ""
-    rows = "".join(
-        f"<tr><th>{s['step']:,}</th><td><pre>{begin}{html.escape(s['text'])}</pre></td></tr>" for s in reversed(shown)
-    )
-    return f"<h3><code>{html.escape(prompt)}</code>{fewer}</h3>{target}<div class=scroll><table>{rows}</table></div>"
-
-
-def config(runs: list[Run]) -> str:
+def config(run: Run) -> str:
     """The values that were set, and on a click the defaults, with their origins."""
-    return "".join(
-        f"<section><h2>Config{_of(run, runs)}</h2><label><input type=checkbox class=all> with defaults</label>"
-        + _table(
-            ["key", "value", "from"],
-            (
-                f'<tr class="{"default" if origin == "default" else "set"}"><th>{html.escape(key)}</th>'
-                f"<td><code>{html.escape(value)}</code></td><td>{html.escape(origin)}</td></tr>"
-                for key, (value, origin) in run.config.items()
-            ),
-            "config",
-        )
-        + "</section>"
-        for run in runs
-        if run.config
-    )
+    rows = [
+        _row(escape(key), _code(value), escape(origin), kind="default" if origin == "default" else "set")
+        for key, (value, origin) in run.config.items()
+    ]
+    toggle = "<label><input type=checkbox> with defaults</label>"
+    return toggle + _table(["key", "value", "from"], rows) if rows else ""
 
 
 PANELS: list[Panel] = [
-    heading,
-    comparison,
-    summary,
-    notes,
-    toolbar,
-    figures.loss,
-    figures.bits_per_byte,
-    figures.loss_by_source,
-    figures.rouge,
-    figures.tasks,
-    figures.learning_rate,
-    figures.gradient_norm,
-    figures.throughput,
-    figures.memory,
-    figures.loss_scale,
-    time_spent,
-    cards,
-    changes,
-    samples,
-    config,
+    *(heading, comparison, summary, notes, toolbar),
+    *(figures.loss, figures.bits_per_byte, figures.loss_by_source, figures.rouge, figures.tasks),
+    *(figures.learning_rate, figures.gradient_norm, figures.throughput, figures.memory, figures.loss_scale),
+    *(time_spent, cards),
+    *(
+        section("Changed on a resume", changes),
+        section("Samples, the latest first", samples),
+        section("Config", config),
+    ),
 ]

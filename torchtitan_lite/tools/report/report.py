@@ -4,7 +4,6 @@ The page contains plotly's JavaScript and needs no network. runs.py reads the ru
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,7 +121,3 @@ def _write(runs: list[Run], out: Path, reload_s: int = 0) -> None:
         write_durably(out, text.encode(errors="backslashreplace"))  # a browser must not read half a page
     except OSError as error:
         raise ConfigError(f"--out: {out} can't be written: {error}") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

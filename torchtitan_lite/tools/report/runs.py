@@ -10,7 +10,7 @@ import tomli
 
 from torchtitan_lite.config import toml
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.tools.records import ROUGE, TASK, Records, read_about, read_records
+from torchtitan_lite.tools.records import Records, read_about, read_records
 from torchtitan_lite.tools.status import UNKNOWN, Status, status_of
 
 # an assignment on one line, and the comment after it: the first # outside a string
@@ -28,24 +28,30 @@ class Run:
     status: Status = UNKNOWN
     n_steps: str = ""  # of the whole run
     config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
+    records: Records = field(default_factory=list)  # of metrics.jsonl, and of rouge.jsonl in the order of steps
     steps: Records = field(default_factory=list)
     validations: Records = field(default_factory=list)
-    averages: Records = field(default_factory=list)  # validations of the averaged weights (optim.ema_decay)
-    saves: Records = field(default_factory=list)
-    skipped: Records = field(default_factory=list)
-    spikes: Records = field(default_factory=list)  # those that were not rewound
-    rewinds: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
-    rouge: Records = field(default_factory=list)  # in the order of steps
-    tasks: Records = field(default_factory=list)  # a record for each task and step
-    task_times: Records = field(default_factory=list)
     changes: list[tuple[int, str, str, str]] = field(default_factory=list)  # by resumes: step, key, old and new value
     notes: list[str] = field(default_factory=list)  # files and lines that could not be read
+
+    def having(self, key: str) -> Records:
+        """The records with this key."""
+        return [record for record in self.records if key in record]
 
     @property
     def losses(self) -> list[float]:
         """The training losses that are finite."""
         return [r["mean_loss"] for r in self.steps if r["mean_loss"] is not None]
+
+    @property
+    def spikes(self) -> Records:
+        """The loss spikes that were not rewound."""
+        return [r for r in self.having("spike") if isinstance(r["spike"], dict)]
+
+    @property
+    def rewinds(self) -> Records:
+        return [r for r in self.having("rewind") if type(r["rewind"]) is type(r.get("rewound_from")) is int]
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -80,32 +86,15 @@ def _read_run(folder: Path) -> Run:
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(f"{folder} has no metrics.jsonl: it is not the folder of a run that has made a step")
     run = Run(folder.resolve().name, folder)
-    by_key = {
-        "loss": run.steps,
-        "val_loss": run.validations,
-        "ema_val_loss": run.averages,
-        "save_s": run.saves,
-        "skipped_samples": run.skipped,
-        "task_s": run.task_times,
-    }
-    for record in _records(run, "metrics.jsonl"):
-        for key, records in by_key.items():
-            if key in record:
-                records.append(record)
-        if "loss" in record:
-            record.setdefault("mean_loss", record["loss"])  # of an older run
-        if isinstance(record.get("spike"), dict):
-            run.spikes.append(record)
-        if type(record.get("rewound_from")) is int and type(record.get("rewind")) is int:
-            run.rewinds.append(record)
-        if any(key.startswith(TASK[0]) for key in record):
-            run.tasks.append(record)
+    run.records = _records(run, "metrics.jsonl")
+    run.steps, run.validations = run.having("loss"), run.having("val_loss")
+    for record in run.steps:
+        record.setdefault("mean_loss", record["loss"])  # of an older run
     if not run.steps:
         damaged = f" ({'; '.join(run.notes)})" if run.notes else ""
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet{damaged}")
     run.samples = _records(run, "samples.jsonl", texts=("prompt", "text"))
-    scores = [r for r in _records(run, "rouge.jsonl") if all(r.get(key) is not None for key in ROUGE)]
-    run.rouge = sorted(scores, key=lambda r: r["step"])
+    run.records += sorted(_records(run, "rouge.jsonl"), key=lambda r: r["step"])
     for record in _records(run, "changes.jsonl"):
         changed = record.get("changed")
         for key, values in changed.items() if isinstance(changed, dict) else ():
