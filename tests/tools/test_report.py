@@ -17,6 +17,7 @@ from tests.helpers import HANGS_S, ranks, start, succeeded, tiny
 from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.tools import records as records_module
 from torchtitan_lite.tools.report import figures as figures_module
+from torchtitan_lite.tools.report import page as page_module
 from torchtitan_lite.tools.report import report
 from torchtitan_lite.tools.report.page import seconds_of
 from torchtitan_lite.tools.report.runs import read_run
@@ -616,3 +617,34 @@ def test_tasks_have_errors_and_a_chance_level(tmp_path: Path) -> None:
     assert [level["text"] for level in several["levels"]] == [f"chance of {escaped}", "chance of b"]
     assert several["traces"][1]["errors"] == [None]
     assert "Tasks" not in figures_of(made(tmp_path / "page.html", write_run(tmp_path / "none", [step(1)])))
+
+
+@pytest.mark.parametrize(("n", "shown"), [
+    (3, [2, 1, 0]), (4, [3, 2, 0]), (7, [6, 3, 0]),
+])  # fmt: skip
+def test_of_many_samples_some_are_shown(
+    n: int, shown: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evenly spaced, with the first and the last."""
+    monkeypatch.setattr(page_module, "SAMPLES", 3)
+    samples = [{"step": i, "prompt": prompt, "text": "x"} for i in range(n) for prompt in "ab"]
+    page = made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)], samples))
+    section = page[page.index("<h2>Samples") :].split("</section>")[0]
+    assert re.findall("<th>([0-9]+)</th>", section) == [str(i) for i in shown] * 2
+    assert section.count(f"(3 of {n})") == (0 if n == 3 else 2)
+
+
+def test_of_many_marks_and_tasks_some_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures_module, "_MARKS", 2)
+    monkeypatch.setattr(page_module, "_TASK_TILES", 2)
+    spikes = [{"step": n, "spike": {"action": "none"}} for n in (1, 2, 3)]
+    rewinds = [{"step": n, "rewind": n, "rewound_from": 9} for n in (4, 5, 6)]
+    task = {"step": 1, "task/a": 0.1, "task/b": 0.2, "task/c": 0.3}
+    folder = write_run(tmp_path / "run", [step(1), *spikes, *rewinds, task])
+    page = made(tmp_path / "page.html", folder)
+    rewound = "rewound from step 9"
+    assert data_of(page)["runs"][0]["marks"] == [[1, "spike"], [2, "spike"], [4, rewound], [5, rewound]]
+    assert "3 loss spikes, the first at step 1." in page
+    assert "6 rewinds, the last from step 9 to 5;" in page
+    assert re.findall("<span>task (.)</span>", page) == ["a", "b"]
+    assert [trace["label"] for trace in figures_of(page)["Tasks"]["traces"]] == ["a", "b", "c"]
