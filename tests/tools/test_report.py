@@ -154,6 +154,7 @@ def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
     ([7.0, 5.0, None, None, None], True),
     ([None, None], True),
     ([7.0, 5.0, 4.0, 4.0, None, 60.0, 4.0, 4.0], False),  # it has recovered
+    ([7.0, 5.0, 4.0, 4.0, 60.0], False),  # one spike
     ([7.0, 7.1, 6.0], False),
 ])  # fmt: skip
 def test_a_run_that_has_diverged_is_named(losses: list[float | None], expected: bool, tmp_path: Path) -> None:
