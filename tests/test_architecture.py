@@ -49,6 +49,7 @@ RECIPE = [
     "torchtitan_lite/models/llama.py",
     "torchtitan_lite/models/loss.py",
     "torchtitan_lite/optim/optimizer.py",
+    "torchtitan_lite/optim/guarded.py",
     "torchtitan_lite/optim/finite_guard.py",
     "torchtitan_lite/optim/grad_scaler.py",
     "torchtitan_lite/data/loader.py",
