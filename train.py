@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
-from torchtitan_lite import models
+from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing.compatibility import continued, fresh_state
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import cli
@@ -45,10 +45,10 @@ from torchtitan_lite.monitoring.watchdog import Watchdog, explained
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory, start
 from torchtitan_lite.training.callbacks import build_callbacks, garbage_on_schedule
-from torchtitan_lite.training.evaluate import Validation
 from torchtitan_lite.training.preemption import Preemption, launcher_note, prepare_process
 from torchtitan_lite.training.session import Session, StepResult, Sums, due, settle, stream
 
@@ -128,7 +128,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     mesh = build_mesh(derive(config, world.world_size), world.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
-    model = sharded_model(config, data.vocab_size, mesh, widen=parallelize.widens(config, world))
+    model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, world))
     materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: it holds the DTensors, so its moments are sharded as the parameters are.
@@ -176,7 +176,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     if config.spike.action != "off" or config.spike.recheck:
         from torchtitan_lite.training.spikes.watch import Spikes
 
-        checkpointer.saver.older_by = config.spike.rewind_steps
+        checkpointer.older_by = config.spike.rewind_steps
         spikes = Spikes(config.spike, forward_backward)
     return Session(
         config=config,
@@ -204,16 +204,16 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
         model = models.build(config.model, vocab_size)
     optim.freeze(model, config.optim.freeze)
     model.output.z_loss = config.train.z_loss
-    parallelize.apply_fast_paths(model, config.speed, widen=widen)
+    model.output.chunked = config.speed.chunked_loss
+    if mesh.device_type == "cpu":
+        cpu.apply(model, config.speed, widen=widen)
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
     parallelize.apply_compile(model, config.compile)
     parallelize.apply_fsdp(model, mesh, config.fsdp)
-    if config.speed.shared_memory and mesh.size() > 1:
-        from torchtitan_lite.distributed.shared_memory import apply_shared_memory
-
-        apply_shared_memory(model, mesh)
+    if config.speed.shared_memory:
+        cpu.apply_shared_memory(model, mesh)
     return model
 
 
@@ -225,11 +225,10 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
         for note in checkpointer.notes:
             log.info(f"note    {note}")
     if config.model.init_from and not saved:
-        from torchtitan_lite.checkpointing.initial_weights import load_weights
         from torchtitan_lite.huggingface import weights
 
         source = Path(config.model.init_from)
-        load_weights(checkpointer, lambda verify: weights.open_weights(source, config.model, verify))
+        checkpointer.load_weights(lambda verify: weights.open_weights(source, config.model, verify))
     return saved
 
 
@@ -242,7 +241,8 @@ def train(s: Session) -> None:
             step += 1
             s.watchdog.step(step)
             for callback in s.callbacks:
-                callback.before(s, step)
+                if callback.before:
+                    callback.before(step)
             result = train_step(s, step)
             reads = s.stopping or any(callback.reads_step and due(step, callback.every) for callback in s.callbacks)
             if reads and not s.rewinding:

@@ -14,19 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import train
 from benchmarks.contenders import Shape, training_of
 from benchmarks.machine import cpu
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed import shared_memory
-from torchtitan_lite.distributed.cpu_flags import slow_dtypes
+from torchtitan_lite.cpu import attention as block_attention
+from torchtitan_lite.cpu import fused, shared_memory
+from torchtitan_lite.cpu import loss as head
+from torchtitan_lite.cpu.widened import slow_dtypes
 from torchtitan_lite.distributed.process_group import exit_process, process_group
-from torchtitan_lite.models import attention as block_attention
-from torchtitan_lite.models import fused
-from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.llama import rotate
 from torchtitan_lite.models.loss import summed_cross_entropy
@@ -82,7 +81,7 @@ def loss() -> None:
         targets = torch.randint(SHAPE.vocab_size, (4, SHAPE.seq_len))
         found = {}
         for chunk in (64, 128, 256, 512, 2048):
-            head.CHUNK["cpu"] = chunk // 2 if dtype == torch.float32 else chunk
+            head.CHUNK = chunk // 2 if dtype == torch.float32 else chunk
             found[f"chunks of {chunk}"] = core_ms(lambda: head.chunked_cross_entropy(x, weight, targets))  # noqa: B023
         plain = core_ms(lambda: summed_cross_entropy(F.linear(x, weight), targets))  # noqa: B023
         show(f"output matrix and loss, {str(dtype)[6:]}", plain, found)
@@ -116,9 +115,9 @@ def small_operators() -> None:
         few = core_ms(lambda: fused.rotate(x, cos, sin))  # noqa: B023
         plain = core_ms(lambda: rotate(x, cos, sin))  # noqa: B023
         show(f"rotary positions of queries, {str(dtype)[6:]}", plain, {"few passes": few})
-        norm, wide = fused.RMSNorm(SHAPE.dim, 1e-5).to(dtype), leaf(4 * SHAPE.seq_len, SHAPE.dim, dtype=dtype)
+        norm, wide = nn.RMSNorm(SHAPE.dim, 1e-5).to(dtype), leaf(4 * SHAPE.seq_len, SHAPE.dim, dtype=dtype)
         plain = core_ms(lambda: norm(wide))  # noqa: B023
-        norm.fused = True
+        fused.fuse_norms(norm)
         show(f"RMSNorm, {str(dtype)[6:]}", plain, {"few passes": core_ms(lambda: norm(wide))})  # noqa: B023
 
 
@@ -188,7 +187,7 @@ def main() -> None:
         return
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     subprocess.run([*launcher, "benchmarks.candidates", "collectives"], check=True)
-    block_attention.BLOCK, head.CHUNK["cpu"] = {2: 128, 4: 64}, 256
+    block_attention.BLOCK, head.CHUNK = {2: 128, 4: 64}, 256
     step()
 
 

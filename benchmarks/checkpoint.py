@@ -2,7 +2,7 @@
 
 Compares each way of saving with a plain write and fsync of the same bytes, and with a bare `dcp.save`, which syncs but
 neither hashes nor commits. For background saves it compares the pause of training with one in-memory copy of this
-rank's shards. Memory is measured by tests/checkpointing/memory_worker.py.
+rank's shards. Memory is measured by tests/checkpointing/test_checkpoint_memory.py.
 
 `python -m benchmarks.checkpoint bytes` prints what loading a full checkpoint allocates on rank 1, and what it allocated
 when each tensor was sent by distribute_tensor.
@@ -169,7 +169,7 @@ class Bench:
     def by_distribute_tensor(self) -> None:
         """The former way: every rank makes the whole tensor, and rank 0's is scattered."""
         folder = storage.step_folder(self.checkpointers["full", "dtensor", False].folder, self.step)
-        for file, targets in self.checkpointers["full", "dtensor", False]._parts().items():
+        for file, targets in self.checkpointers["full", "dtensor", False].parts().items():
             read = storage.open_tensors(folder / file).get_tensor
             for name, target in targets.items():
                 whole = read(name) if self.world.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
@@ -184,7 +184,7 @@ class Bench:
         manifest = storage.read_manifest(folder)
         found = {
             "distribute_tensor": allocated(self.by_distribute_tensor),
-            "broadcast in pieces": allocated(lambda: checkpointer._load_tensors(folder, manifest)),
+            "broadcast in pieces": allocated(lambda: checkpointer.load_tensors(folder, manifest)),
         }
         if self.world.rank == 1:
             print(f"a state of {manifest.bytes / 2**20:,.0f} MiB; MiB that torch allocates on rank 1 to load it")

@@ -26,14 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train
 from benchmarks.bare_session import bare_session
-from torchtitan_lite import models
+from torchtitan_lite import cpu, models
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.training.session import Session
@@ -127,10 +126,16 @@ def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
     """A session like that of train.build, on random tokens and without files."""
     config = config_of(shape, world.world_size, more, world.device.type)
     layout = derive(config, world.world_size)
-    widen = parallelize.widens(config, world)
+    widen = cpu.widens(config, world)
     model = train.sharded_model(config, shape.vocab_size, build_mesh(layout, world.device), widen=widen)
     materialise(model, world.device, seed=0)
-    loader = Loader(RandomSamples(shape), shape.micro_batch_size, world.rank, world.world_size, seed=None)
+    loader = Loader(
+        RandomSamples(shape),
+        micro_batch_size=shape.micro_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=None,
+    )
     return bare_session(config, world, model, loader)
 
 

@@ -154,7 +154,7 @@ def corpus_of(folder: Path, n_tokens: int) -> Path:
 def loader_of(folder: Path) -> Loader:
     """The loader of train.py, with one source."""
     samples = Mixture([Samples(folder, "train", SEQ_LEN)], [1.0], ["one"])
-    return Loader(samples, BATCH // 4, rank=0, world_size=1, seed=0)
+    return Loader(samples, micro_batch_size=BATCH // 4, rank=0, world_size=1, seed=0)
 
 
 def loading(folder: Path) -> None:

@@ -24,9 +24,9 @@ import torch
 import train
 from benchmarks.contenders import Shape, training_of
 from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.cpu.loss import CHUNK
 from torchtitan_lite.distributed.process_group import exit_process, process_group
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.models.loss import CHUNK
 from torchtitan_lite.tools.allocator import peak_of
 from torchtitan_lite.training.session import Session
 
@@ -66,7 +66,7 @@ def promised(t: Session, shape: Shape, world_size: int) -> dict[str, int]:
     """Bytes by kind."""
     n = sum(p.numel() for p in t.model.parameters())
     width = shape.torch_dtype.itemsize
-    matrix, logits = shape.vocab_size * shape.dim, CHUNK["cpu"] * shape.vocab_size
+    matrix, logits = shape.vocab_size * shape.dim, CHUNK * shape.vocab_size
     return {
         "shards": 12 * n // world_size,
         "activations": kept_for_backward(t),

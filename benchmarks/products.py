@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.candidates import core_ms, leaf
-from torchtitan_lite.distributed.cpu_flags import slow_dtypes
-from torchtitan_lite.models import widened
+from torchtitan_lite.cpu import widened
+from torchtitan_lite.cpu.widened import slow_dtypes
 
 SHAPES = {"dim 128 -> 344, 1,024 tokens": (1024, 128, 344), "dim 384 -> 1,024, 2,048 tokens": (2048, 384, 1024)}
 

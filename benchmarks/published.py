@@ -15,8 +15,9 @@ from typing import Any
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.monitoring.mfu import DEVICES, Device
+from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.work import Product, Work
-from torchtitan_lite.tools.plan import Plan, make_plan
 
 TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Dec 2024)"
 TORCHTITAN_A100 = "torchtitan, docs/performance.md at 1ea476e9f (2024)"
@@ -167,7 +168,7 @@ def compare(row: Row) -> Compared:
     if row.source.startswith("torchtitan") and "selective" in row.options:
         recomputing = [_with_recomputed_products(work, plan) for work in plan.simulated.work]
         plan = replace(plan, simulated=replace(plan.simulated, work=recomputing))
-    return Compared(row, round(plan.computed_tokens / plan.expected(device, power).total))
+    return Compared(row, round(plan.computed_tokens / step_time.expected(plan, device, power).total))
 
 
 def _with_recomputed_products(work: Counter[Work], plan: Plan) -> Counter[Work]:

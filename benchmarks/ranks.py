@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.contenders import Shape
 from benchmarks.machine import cpu
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed import shared_memory
+from torchtitan_lite.cpu import shared_memory
 from torchtitan_lite.distributed.process_group import exit_process, process_group
 
 ROUNDS, TOGETHER_S = 7, 0.05

@@ -63,7 +63,7 @@ def main() -> None:
         sys.exit(code)
     phase(f"{STEPS} steps and a save")
     from torchtitan_lite.config.schema import Config
-    from torchtitan_lite.tools.simulate import simulate
+    from torchtitan_lite.tools.estimate.simulate import simulate
 
     torch.distributed.destroy_process_group()
     promised = sum(simulate(Config(), 1, 4096, on_gpu=False).peak.values())

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.contenders import CONTENDERS, SHAPES
 from benchmarks.machine import cpu
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.barrier import Barrier
+from torchtitan_lite.cpu.barrier import Barrier
 from torchtitan_lite.distributed.process_group import exit_process, process_group
 
 PRODUCTS = "aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"

@@ -33,7 +33,13 @@ def losses(config: Config, world: World) -> list[float]:
     """The losses of the run's steps."""
     model = train.sharded_model(config, VOCABULARY, build_mesh(derive(config, world.world_size), world.device))
     materialise(model, world.device, config.run.seed)
-    loader = Loader(FixedSamples(config.train.seq_len), config.train.micro_batch_size, 0, 1, seed=config.run.seed)
+    loader = Loader(
+        FixedSamples(config.train.seq_len),
+        micro_batch_size=config.train.micro_batch_size,
+        rank=0,
+        world_size=1,
+        seed=config.run.seed,
+    )
     session = bare_session(config, world, model, loader)
     return [train.train_step(session, step)[0].item() for step in range(1, config.train.steps + 1)]
 

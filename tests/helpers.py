@@ -127,6 +127,8 @@ def ranks(
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
     """Call `fn(world, *args, **kwargs)` on each rank of a gloo process group, and return the results by rank.
 
+    A rank that ends its process in `fn`, with exit code 0, has None as its result.
+
     Args:
         fn: a function at the top of a module of tests/.
         args, kwargs: and the results: whatever can be pickled. Tensors are copied.
@@ -134,7 +136,8 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, **kwarg
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "call").write_bytes(pickle.dumps((args, kwargs)))
         succeeded(ranks(world_size, folder, fn.__module__, fn.__qualname__, entry="tests.called"))
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
+        files = [Path(folder) / str(rank) for rank in range(world_size)]
+        return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
 def succeeded(result: subprocess.CompletedProcess[str]) -> str:

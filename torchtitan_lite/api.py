@@ -8,7 +8,6 @@ Mistakes in arguments, files and configs raise `ttl.UserError` with what is wron
 mostly docstrings, so that it reads as a reference.
 """
 
-import argparse
 import contextlib
 import functools
 import inspect
@@ -27,7 +26,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from torchtitan_lite import models
+from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.schema import Config
@@ -45,11 +44,12 @@ from torchtitan_lite.errors import ConfigError, DataError, shortened
 from torchtitan_lite.errors import UserError as UserError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.models.generation import Sampler, answers, pieces
+from torchtitan_lite.models.generation import answers, pieces
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.tools import generate as generating
-from torchtitan_lite.tools import opening
-from torchtitan_lite.tools.scoring import evaluate as scoring
+from torchtitan_lite.tools import load_model as loading
+from torchtitan_lite.tools.evaluation import evaluate as scoring
+from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.training import checks
 from torchtitan_lite.training.start import prepared
 
@@ -60,42 +60,45 @@ R = TypeVar("R")
 
 
 def _checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise ConfigError for an argument of a type that is not annotated. A compiled model stands for its original."""
+    """Raise ConfigError for an argument of another type than annotated. A compiled model stands for its original.
+
+    Unlike pydantic's validate_call, it accepts numpy's numbers, and never converts an argument.
+    """
 
     @functools.wraps(function)
     def checked(*args: P.args, **keys: P.kwargs) -> R:
         bound = inspect.signature(function).bind(*args, **keys)
-        hints = get_type_hints(function)
-        for name, value in bound.arguments.items():
-            if name not in hints:  # self
+        for name, hint in get_type_hints(function).items():
+            if name not in bound.arguments:  # a default, or "return"
                 continue
-            bound.arguments[name] = value = getattr(value, "_orig_mod", value)
-            if not _fits(value, hints[name]):
-                wanted = " or ".join(_name(one) for one in get_args(hints[name]) or [hints[name]])
-                raise ConfigError(f"{name} should be {wanted}, not {_name(type(value))}: {shortened(repr(value))}")
+            value = getattr(bound.arguments[name], "_orig_mod", bound.arguments[name])
+            if not _has_type(value, hint):
+                types = " or ".join(_type_name(option) for option in get_args(hint) or [hint])
+                raise ConfigError(f"{name} should be {types}, not {_type_name(type(value))}: {shortened(repr(value))}")
+            bound.arguments[name] = value
         return function(*bound.args, **bound.kwargs)
 
     return checked
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _has_type(value: Any, hint: Any) -> bool:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(_has_type(value, option) for option in inner)
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     if kind is Sequence:
-        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+        return isinstance(value, list | tuple) and all(_has_type(item, inner[0]) for item in value)
     if kind is Mapping:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     return isinstance(value, kind)
 
 
-def _name(kind: Any) -> str:
+def _type_name(hint: Any) -> str:
+    kind = get_origin(hint) or hint
     if kind is type(None):
         return "None"
-    plain = get_origin(kind) or kind
-    return plain.__qualname__ if plain.__module__ == "builtins" else f"{plain.__module__}.{plain.__qualname__}"
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 # --- config, data, model ----------------------------------------------------------------------------------------
@@ -183,7 +186,14 @@ class Data:
             raise ConfigError(f"first_step={first_step} should be 1 or more")
         train, data = self.config.train, self.config.data
         samples = open_samples(self.dataset, "train", self.config)
-        loader = Loader(samples, train.micro_batch_size, 0, 1, self.config.run.seed, data.document_mask)
+        loader = Loader(
+            samples,
+            micro_batch_size=train.micro_batch_size,
+            rank=0,
+            world_size=1,
+            seed=self.config.run.seed,
+            document_mask=data.document_mask,
+        )
 
         def steps() -> Iterator[tuple[int, Batch]]:
             end = 0
@@ -249,7 +259,8 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
         model = models.build(config.model, size)
     optim.freeze(model, config.optim.freeze)
     model.output.z_loss = config.train.z_loss
-    parallelize.apply_fast_paths(model, config.speed)
+    model.output.chunked = config.speed.chunked_loss
+    cpu.apply(model, config.speed)
     parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
     parallelize.apply_compile(model, config.compile)
     materialise(model, _device(config.run.device), config.run.seed)
@@ -259,14 +270,14 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
 
 
 def _load_initial(model: Transformer, config: Config) -> None:
-    given = weights.open_weights(Path(config.model.init_from), config.model)
+    source = weights.open_weights(Path(config.model.init_from), config.model)
     targets = own_tensors(model)
-    found = {name: shape for name, (_, shape) in dcp_storage.specs(given).items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in targets.items()}
-    storage.compare(Path("model.init_from"), found, wanted, "model", "use its [model] and its tokenizer")
+    source_shapes = {name: shape for name, (_, shape) in dcp_storage.specs(source).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+    storage.compare(Path("model.init_from"), source_shapes, shapes, "model", "use its [model] and its tokenizer")
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(given[name])
+            target.copy_(source[name])
 
 
 @_checked
@@ -291,21 +302,21 @@ def load_model(
         raise ConfigError(f"dtype={dtype} should be a floating-point type, e.g. torch.bfloat16")
     file = None if tokenizer is None else paths.expand(os.fspath(tokenizer))
     try:
-        opened = scoring.open_one(Path(path), _device(device), dtype, file)
+        scored = scoring.open_one(Path(path), _device(device), dtype, file)
     except DataError as error:
         raise DataError(_as_arguments(str(error))) from None
-    for note in opened.opened.notes:
+    opened = scored.opened
+    for note in opened.notes:
         warnings.warn(note, stacklevel=3)
-    model, own = opened.opened.model, opened.opened
-    return model.requires_grad_(), Tokenizer(own.tokenizer, own.ends, own.prefix, opened.config)
+    return opened.model.requires_grad_(), Tokenizer(opened.tokenizer, opened.ends, opened.prefix, scored.config)
 
 
-def _device(wanted: str) -> torch.device:
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device={wanted!r} should be auto, cpu or cuda")
-    if wanted == "cuda" and not torch.cuda.is_available():
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={name!r} should be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError('device="cuda", but torch sees no GPU here; device="cpu" works')
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 # --- in the loop ------------------------------------------------------------------------------------------------
@@ -412,15 +423,12 @@ def generate(
     Raises:
         UserError: an argument is out of range, or the prompt is empty or too long.
     """
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    search = {"beams": beams, "length_penalty": length_penalty}
-    given = argparse.Namespace(prompt=prompt, source=None, interactive=False, device="auto", **sampling, **search)
-    if problems := generating.problems_of(given):
+    options = generating.Options(max_tokens, temperature, top_k, top_p, seed, beams, length_penalty)
+    if problems := options.problems():
         raise ConfigError("\n  ".join(_as_arguments(problem) for problem in problems))
     if beams > 1 and not answers(model):
         raise ConfigError(f"beams={beams} is for encoder-decoders, and this is a decoder: beams=1 works")
     opened = _opened(model, tokenizer)
-    options = generating.Options(max_tokens, Sampler(temperature, top_k, top_p, seed), beams, length_penalty)
     try:
         ids = generating.encode(opened, prompt)
     except ConfigError as error:
@@ -477,39 +485,46 @@ def evaluate(
         names = {os.fspath(text): os.fspath(text) for text in texts}
     if not names or "" in names:
         raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
-    given = argparse.Namespace(
+    options = scoring.Options(
         data=list(names),
-        target_len=0,  # as in training
+        split=split,  # type: ignore[arg-type]
+        text_key=text_key,
         text_suffixes=text_suffixes,
-        **{"split": split, "text_key": text_key, "documents": documents, "seq_len": seq_len, "batch_size": batch_size},
+        documents=documents,
+        seq_len=seq_len,
+        batch_size=batch_size,
     )
     config = data.config if isinstance(data, Data) else tokenizer.config
-    named = scoring.Model("the model", _opened(model, tokenizer), config)
-    device = model.tok_embeddings.weight.device
+    scored = scoring.Model("the model", _opened(model, tokenizer), config)
+    world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
     try:
         with _evaluating(model):
-            found = dict(scoring.scores_of(named, given, World(0, 1, device, torch.get_num_threads())))
+            found = dict(scoring.scores_of(scored, options, world, _warn))
     except ConfigError as error:
         raise ConfigError(_as_arguments(str(error))) from None
-    scores = scoring.with_total(found, {})
-    return {names.get(text, text): scoring.figures(part) for text, part in scores.items()}
+    scores = tables.with_total(found, {})
+    return {names.get(text, text): tables.figures(part) for text, part in scores.items()}
 
 
-def _opened(model: Transformer, tokenizer: Tokenizer) -> opening.Opened:
+def _opened(model: Transformer, tokenizer: Tokenizer) -> loading.Opened:
     prefix = tokenizer.source_prefix
-    return opening.Opened("the model", model, tokenizer.tokenizer, tokenizer.end_tokens, [], prefix)
+    return loading.Opened("the model", model, tokenizer.tokenizer, tokenizer.end_tokens, [], prefix)
+
+
+def _warn(note: str) -> None:
+    warnings.warn(_as_arguments(note), stacklevel=5)
 
 
 @contextlib.contextmanager
 def _evaluating(model: Transformer) -> Iterator[None]:
     """Without dropout, and without gradients."""
-    was = model.training
+    training = model.training
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was)
+        model.train(training)
 
 
 def _as_arguments(message: str) -> str:

@@ -2,8 +2,12 @@
 
 import contextlib
 import errno
+import io
+import json
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable
 
 
@@ -107,12 +111,8 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has exited
             _discard_stdout()
             return 1
-        from torchtitan_lite.explain import explain
-
-        message = explain(error, shortened, out_of_memory=is_out_of_memory(error))
+        message = _explained(error)
         if not message:
-            import traceback
-
             tell_launcher(f"{name}: {error!r}", traceback.format_exc())
             raise
         tell_launcher(f"{name}: {message}")
@@ -122,6 +122,57 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
         except OSError:  # stdout itself failed, and the interpreter would flush it again at exit
             _discard_stdout()
         return 1 if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS else UserError.exit_code
+
+
+def _explained(error: Exception) -> str:
+    """The message for an error of the input or the machine; empty for any other error, which is a bug of ours."""
+    if isinstance(error, OSError):
+        if isinstance(error, io.UnsupportedOperation) or error.errno == errno.EBADF:
+            return ""
+        message = _os_error(error)
+    elif is_out_of_memory(error):
+        message = ": ".join(["out of memory", *str(error).splitlines()[:1]])
+    elif isinstance(error, UnicodeDecodeError):
+        message = f"byte {error.object[error.start]:#04x} at position {error.start:,} is not {error.encoding}"
+    elif isinstance(error, UnicodeEncodeError):
+        character = ascii(error.object[error.start])
+        message = f"the character {character} can't be written as {error.encoding}; try PYTHONIOENCODING=utf-8"
+    elif isinstance(error, UnicodeError):
+        message = str(error)
+    elif isinstance(error, RecursionError):
+        message = "the input is nested too deeply"
+    elif isinstance(error, OverflowError):
+        message = f"a number is too large: {error}"
+    else:
+        return ""
+    return message + _where(error)
+
+
+_HINTS = {
+    errno.EACCES: "this process runs as uid {uid}; give it access, or choose another path",
+    errno.EPERM: "this process runs as uid {uid}; give it access, or choose another path",
+    errno.ENAMETOOLONG: "a name has at most 255 bytes; choose a shorter path",
+    errno.ELOOP: "its symbolic links lead in a circle",
+    errno.EMFILE: "too many files are open; raise the limit by ulimit -n",
+    errno.ENOSPC: "free some space, or choose another disk",
+    errno.EDQUOT: "free some space, or choose another disk",
+}
+
+
+def _os_error(error: OSError) -> str:
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+    paths = " -> ".join(shortened(name) for name in names)
+    text = error.strerror or str(error) or type(error).__name__
+    hint = _HINTS.get(error.errno or 0, "").format(uid=os.geteuid() if hasattr(os, "geteuid") else "-")
+    return ": ".join(part for part in (paths, text, hint) if part)
+
+
+def _where(error: Exception) -> str:
+    """The innermost line of this package in the traceback, as " [file:line]"."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
+    ours = [f for f in ours if os.path.basename(f.filename) != "errors.py"]
+    return f" [{os.path.relpath(ours[-1].filename, os.path.dirname(package))}:{ours[-1].lineno}]" if ours else ""
 
 
 def tell_launcher(message: str, stack: str = "", *, follows: bool = False) -> None:
@@ -136,9 +187,6 @@ def tell_launcher(message: str, stack: str = "", *, follows: bool = False) -> No
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    import json
-    import time
-
     info = {"timestamp": str(int(time.time()) + (5 if follows else 0))} | ({"py_callstack": stack} if stack else {})
     text = message.encode("utf-8", "backslashreplace").decode()  # torchrun prints it, and can't print a lone surrogate
     with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""`python -m torchtitan_lite.evaluate`: see torchtitan_lite.tools.scoring.evaluate."""
+"""`python -m torchtitan_lite.evaluate`: see torchtitan_lite.tools.evaluation.evaluate."""
 
 import sys
 
-from torchtitan_lite.tools.scoring.evaluate import main
+from torchtitan_lite.tools.evaluation.evaluate import main
 
 if __name__ == "__main__":
     main(sys.argv[1:])

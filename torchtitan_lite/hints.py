@@ -1,5 +1,7 @@
-"""What a message suggests in place of a misspelled key, option or pattern; differences of a checkpoint. Loaded only by
-a command that fails."""
+"""Suggestions for messages: the nearest key, option or pattern, quoting, and the differences of a checkpoint.
+
+Only a command that fails loads this.
+"""
 
 import difflib
 import os
@@ -9,7 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# what people call these keys; in nobody's spelling close enough to be found
+from torchtitan_lite.errors import shortened
+
+# other names of these keys, which no comparison of spellings would find
 _MEANT = {
     **dict.fromkeys(("batch_size", "batchsize", "batch"), "train.global_batch_size"),
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), "train.epochs"),
@@ -27,20 +31,6 @@ _MEANT = {
     "vocab_size": "tokenizer.vocab_size",
 }
 _OF_THE_LAUNCHER = {"world_size", "nproc_per_node", "nproc", "gpus", "num_processes", "ngpu", "num_gpus"}
-# a value in place of an empty default, which shows nothing
-EXAMPLES: dict[str, Any] = {
-    "log.trackers": ["tensorboard"],
-    "optim.freeze": ["tok_embeddings.*", "layers.0.*"],
-    "optim.groups": [{"match": "*norm*", "lr_factor": 0.5}],
-    "fsdp.precision_overrides": [{"match": "layers.0.*", "param_dtype": "float32"}],
-    "fsdp.sharding_strategy": "FULL_SHARD",
-    "profile.steps": [10, 12],
-    "train.batch_schedule": [[0, 16], [1000, 64]],
-    "data.sources": {"data/web": 0.7, "data/code": 0.3},
-    "data.path": "my_text",
-    "data.skip_samples": [[800, 960]],
-    "sample.prompts": ["def "],
-}
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -76,7 +66,7 @@ def not_options(texts: Sequence[str], known: Collection[str]) -> list[str]:
         texts: the words, in order. A number after an unknown option is its value.
         known: all options, without their dashes.
     """
-    found, skip = [], False
+    problems, skip = [], False
     for i, text in enumerate(texts):
         if skip:
             skip = False
@@ -86,14 +76,14 @@ def not_options(texts: Sequence[str], known: Collection[str]) -> list[str]:
             follows = texts[i + 1] if i + 1 < len(texts) else ""
             skip = not equals and re.fullmatch(r"[\d.]+(e-?\d+)?", follows) is not None
             if "." not in key:
-                found.append(f"{_shown(text)}: {_unknown(key, value or (follows if skip else ''), known)}")
+                problems.append(f"{shortened(text)}: {_unknown(key, value or (follows if skip else ''), known)}")
         elif text.endswith(".toml"):
-            found.append(f"{_shown(text)}: a config file is given as --config {_shown(text)}")
+            problems.append(f"{shortened(text)}: a config file is given as --config {shortened(text)}")
         elif key in known and equals:
-            found.append(f"{_shown(text)}: options begin with two dashes: --{_shown(text)}")
+            problems.append(f"{shortened(text)}: options begin with two dashes: --{shortened(text)}")
         else:
-            found.append(f"{_shown(text)}: not understood; options look like --train.steps=400")
-    return found
+            problems.append(f"{shortened(text)}: not understood; options look like --train.steps=400")
+    return problems
 
 
 def _unknown(key: str, value: str, known: Collection[str]) -> str:
@@ -132,8 +122,8 @@ def in_quotes(content: str, error: str) -> str:
         return ""
     lines = content.split("\n")
     line = lines[int(at[1]) - 1] if int(at[1]) <= len(lines) else ""
-    found = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([^\s=\"'\[{#][^\"'#]*?)\s*(#.*)?", line)
-    return f'; text needs quotes: {found[1]} = "{found[2]}"' if found else ""
+    match = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([^\s=\"'\[{#][^\"'#]*?)\s*(#.*)?", line)
+    return f'; text needs quotes: {match[1]} = "{match[2]}"' if match else ""
 
 
 def sibling(path: Path) -> str:
@@ -143,19 +133,15 @@ def sibling(path: Path) -> str:
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
-def _shown(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}... ({len(text):,} characters)"
-
-
-def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The values of a checkpoint that differ from the wanted ones, at most 16 of them."""
+def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The values of a checkpoint that differ from those of this run, at most 16 of them."""
     missing = "-"
-    found = [
-        f"{key} is {_cut(saved.get(key, missing))} in the checkpoint and {_cut(wanted.get(key, missing))} here"
-        for key in sorted({*saved, *wanted})
-        if saved.get(key, missing) != wanted.get(key, missing)
+    lines = [
+        f"{key} is {_cut(saved.get(key, missing))} in the checkpoint and {_cut(here.get(key, missing))} here"
+        for key in sorted({*saved, *here})
+        if saved.get(key, missing) != here.get(key, missing)
     ]
-    return found[:16] + ([f"and {len(found) - 16} more"] if len(found) > 16 else [])
+    return lines[:16] + ([f"and {len(lines) - 16} more"] if len(lines) > 16 else [])
 
 
 def _cut(value: Any) -> str:

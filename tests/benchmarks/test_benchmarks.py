@@ -33,7 +33,7 @@ def test_the_comparison_of_speeds_runs(n: int) -> None:
 @pytest.mark.parametrize("name", gpu.SETTINGS)
 def test_the_settings_for_a_gpu_are_configs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, at least check that the configs are valid."""
-    monkeypatch.setattr("torchtitan_lite.config.presets.missing_for_inductor", lambda *_: "")  # triton
+    monkeypatch.setattr("torchtitan_lite.config.sections.compute.missing_for_inductor", lambda *_: "")  # triton
     options = gpu.command_line(gpu.SETTINGS[name], 1, str(tmp_path))
     config = cli.parse([*options, "--check-config"], world_size=1, n_gpus=1, local_world_size=1).loaded.config
     assert config.train.seq_len == (4096 if "llama_1b" in options[0] else 8192 if "llama" in options[0] else 1024)

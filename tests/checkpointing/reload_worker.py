@@ -1,4 +1,4 @@
-"""Saves in all four ways on one mesh, or loads what other meshes have saved: `FOLDER save|load MESH FAMILY`."""
+"""A small model on any mesh, its checkpoints in all four ways, and what loads them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,11 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, process_group
+from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.distributed.sharding import optimizer_tensors, own_tensors
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state, set_learning_rate
 
@@ -48,17 +47,18 @@ class State:
         self.optimizer.step()
 
     def whole(self) -> dict[str, Tensor]:
-        """Every tensor, gathered."""
+        """A copy of every tensor, gathered."""
         model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
         content = {f"model.{name}": t for name, t in model.items()} | {f"optim.{n}": t for n, t in optimizer.items()}
-        return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in content.items()}
+        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in content.items()}
 
-    def checkpointer(self, folder: Path, kind: str, api: str, *, beside: bool = False) -> Checkpointer:
-        way = CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": beside})
+    def checkpointer(self, folder: Path, kind: str, api: str, *, background: bool = False) -> Checkpointer:
+        way = CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": background})
         return Checkpointer(folder, self.model, self.optimizer, way, self.world)
 
 
-def save(folder: Path, mesh: str, family: str, world: World) -> None:
+def save(world: World, folder: Path, mesh: str, family: str) -> None:
+    """Save in all four ways, and the whole tensors as `mesh`.safetensors."""
     state = State(mesh, 1, family, world)
     state.step()
     for kind, api in WAYS:
@@ -67,40 +67,21 @@ def save(folder: Path, mesh: str, family: str, world: World) -> None:
         saved = checkpointer.wait()
         assert saved is not None
         assert not saved.error, saved.error
-    for kind, api in WAYS:  # the same state, saved while it is trained on: the same bytes
-        trained = State(mesh, 1, family, world)
-        trained.step()
-        checkpointer = trained.checkpointer(folder / f"{mesh} {kind} {api} beside", kind, api, beside=True)
-        checkpointer.save(TrainState(step=1))
-        for _ in range(3):
-            trained.step()
-        saved = checkpointer.wait()
-        assert saved is not None
-        assert not saved.error, saved.error
-        now = storage.read_manifest(saved.folder).files
-        assert now == storage.read_manifest(folder / f"{mesh} {kind} {api}" / saved.folder.name).files, f"{kind} {api}"
     expected = state.whole()
     if world.rank == 0:
         save_file({name: t.contiguous() for name, t in expected.items()}, folder / f"{mesh}.safetensors")
 
 
-def load(folder: Path, mesh: str, family: str, world: World) -> None:
-    """From every mesh, every way, by the other API than the one that saved it."""
-    for source in MESHES:
+def load(world: World, folder: Path, mesh: str, family: str, sources: Sequence[str]) -> None:
+    """From these meshes, every way, by the other API than the one that saved it."""
+    for source in sources:
         expected = load_file(folder / f"{source}.safetensors")
         for kind, api in WAYS:
             state = State(mesh, 2, family, world)
             make_state(state.optimizer)
             by = "dcp" if api == "dtensor" else "dtensor"
             assert state.checkpointer(folder / f"{source} {kind} {api}", kind, by).load({}) == TrainState(step=1)
-            found = state.whole()
-            assert found.keys() == expected.keys()
-            wrong = [name for name, tensor in expected.items() if not found[name].equal(tensor)]
+            loaded = state.whole()
+            assert loaded.keys() == expected.keys()
+            wrong = [name for name, tensor in expected.items() if not loaded[name].equal(tensor)]
             assert not wrong, f"{source} {kind} {api}, loaded on {mesh} by {by}: {wrong} differ"
-
-
-def main(argv: Sequence[str]) -> int:
-    folder, action, mesh, family = Path(argv[0]), argv[1], argv[2], argv[3]
-    with process_group(Config.model_validate({"run": {"device": "cpu", "threads": 1}}).run) as world:
-        (save if action == "save" else load)(folder, mesh, family, world)
-    return 0

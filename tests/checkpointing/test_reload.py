@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpointing.reload_worker import MESHES, MODELS
-from tests.helpers import ranks, succeeded
+from tests.checkpointing.reload_worker import MESHES, MODELS, load, save
+from tests.helpers import run_distributed
+
+
+def test_a_checkpoint_of_each_way_loads_by_the_other_api_on_another_mesh(tmp_path: Path) -> None:
+    """From three ranks, which divide nothing evenly, on two machines' worth of copies."""
+    run_distributed(save, 3, tmp_path, "3", "llama")
+    run_distributed(load, 4, tmp_path, "2x2", "llama", ["3"])
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -13,15 +19,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Checkpoints of every mesh, in each of the four ways, and the family of their model."""
     folder = tmp_path_factory.mktemp("saved")
     for mesh, (n, _) in MESHES.items():
-        succeeded(ranks(n, str(folder), "save", mesh, request.param, entry="tests.checkpointing.reload_worker"))
+        run_distributed(save, n, folder, mesh, request.param)
     return folder, request.param
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[pytest.mark.extended] if mesh != "2x2" else []) for mesh in MESHES]
-)
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.extended
 def test_every_mesh_loads_what_every_mesh_saved_in_every_way(mesh: str, saved: tuple[Path, str]) -> None:
-    """Full tensors of model and optimizer, bit for bit: 1, 2, 3, 4 ranks, and 2 copies of 2 shards."""
     folder, family = saved
-    succeeded(ranks(MESHES[mesh][0], str(folder), "load", mesh, family, entry="tests.checkpointing.reload_worker"))
+    run_distributed(load, MESHES[mesh][0], folder, mesh, family, list(MESHES))

@@ -7,22 +7,13 @@ import pytest
 import tomli
 
 import train
+from tests.config.parsing import mistakes, parse
 from tests.helpers import ROOT
-from torchtitan_lite.config import cli, load, schema, toml
+from torchtitan_lite import plan
+from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import FsdpConfig, LogConfig, ModelConfig
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.tools import config_reference, plan
-
-
-def parse(*argv: str, world_size: int = 1) -> toml.Loaded:
-    return cli.parse(argv, world_size=world_size, n_gpus=0).loaded
-
-
-def mistakes(*argv: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse(*argv)
-    return str(caught.value)
+from torchtitan_lite.tools import config_reference
 
 
 @pytest.mark.parametrize(
@@ -168,9 +159,7 @@ def test_an_example_for_the_shell_is_an_option(key: str) -> None:
 
 
 def test_other_spellings_have_the_same_effect() -> None:
-    assert (
-        parse("--model.family=GPT", "--model.size=10M").config.model.dim == FAMILIES["gpt"].named_sizes()["10M"]["dim"]
-    )
+    assert parse("--model.family=GPT", "--model.size=10M").config.model.dim == FAMILIES["gpt"].sizes["10M"]["dim"]
     assert parse("--fsdp.sharding_strategy=shard_grad_op").config.fsdp.reshard_after_forward is False
     overrides = "--fsdp.precision_overrides=[{match = '*', param_dtype = 'bf16'}]"
     assert parse(overrides).config.fsdp.precision_overrides[0].param_dtype == "bfloat16"

@@ -3,16 +3,17 @@
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers import HANGS_S, losses, ranks, succeeded, tiny
-from torchtitan_lite.distributed import barrier
+from tests.cpu import shared_memory_cases as cases
+from tests.helpers import HANGS_S, losses, ranks, run_distributed, succeeded, tiny
+from torchtitan_lite.cpu import barrier
 
 extended = pytest.mark.extended
-WORKER = "tests.cpu.shared_memory_worker"
 
 
 @pytest.mark.parametrize(("n", "piece"), [
@@ -21,30 +22,29 @@ WORKER = "tests.cpu.shared_memory_worker"
 ])  # fmt: skip
 def test_shared_memory_gathers_and_sums_as_gloo_does(n: int, piece: int) -> None:
     """With more than two ranks gloo adds in another order: it is compared with a sum in rank order, too."""
-    succeeded(ranks(n, "compare", str(piece), entry=WORKER))
+    run_distributed(cases.compare, n, piece)
 
 
 @pytest.mark.parametrize("n", [2, 3, pytest.param(5, marks=extended)])
 def test_no_rank_leaves_a_barrier_before_all_have_entered_it(n: int) -> None:
-    succeeded(ranks(n, "in turns", "500", entry=WORKER))
+    run_distributed(cases.in_turns, n, 500)
 
 
 @pytest.mark.parametrize("mesh", ["2", "2x1", "2x2", "4/2", pytest.param("3x1", marks=extended)])
 def test_all_collectives_of_fsdp_use_it(mesh: str) -> None:
     """FSDP, NO_SHARD, HSDP, reshard_after_forward = 2."""
     n = {"2": 2, "2x1": 2, "3x1": 3}.get(mesh, 4)
-    succeeded(ranks(n, "used", mesh, entry=WORKER))
+    run_distributed(cases.used, n, mesh)
 
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_without_shared_memory_gloo_is_used(broken: int) -> None:
-    succeeded(ranks(2, "without", str(broken), entry=WORKER))
+    run_distributed(cases.without, 2, broken)
 
 
-@pytest.mark.parametrize("case", ["lost", "late"])
-def test_a_rank_that_does_not_come_is_a_communication_error(case: str) -> None:
-    said = succeeded(ranks(3, case, entry=WORKER))
-    assert sorted(said.split("\n")[:2]) == [f"rank {rank} has noticed" for rank in range(2)], said
+@pytest.mark.parametrize(("case", "last"), [(cases.lost, None), (cases.late, "late")])
+def test_a_rank_that_does_not_come_is_a_communication_error(case: Callable[..., str], last: str | None) -> None:
+    assert run_distributed(case, 3) == ["noticed", "noticed", last]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "sem_clockwait"), reason="this libc has no sem_clockwait")
@@ -71,7 +71,7 @@ def test_a_clock_that_is_set_back_does_not_hide_that_a_rank_has_ended(monkeypatc
 
 
 def test_a_signal_is_handled_while_a_rank_waits() -> None:
-    succeeded(ranks(2, "interrupted", entry=WORKER))
+    run_distributed(cases.interrupted, 2)
 
 
 @pytest.mark.parametrize("mesh", [{}, pytest.param({"fsdp__dp_replicate": 2}, marks=extended)])

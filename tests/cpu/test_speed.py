@@ -15,12 +15,14 @@ from torch import Tensor
 
 from tests.distributed.test_blocks import Operators
 from tests.helpers import checkpoint, python, ranks, succeeded, tensors, tiny
+from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
+from torchtitan_lite.cpu import attention as by_blocks
+from torchtitan_lite.cpu import fused
+from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile, apply_fast_paths
-from torchtitan_lite.models import Transformer, build, fused, llama
-from torchtitan_lite.models import attention as block_attention
-from torchtitan_lite.models import loss as head
+from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
+from torchtitan_lite.models import Transformer, build, llama
 from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.allocator import peak_of
@@ -35,8 +37,9 @@ PLAIN = SpeedConfig(chunked_loss=False, block_attention=False, fused_functions=F
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks and chunks also of short sequences, the last ones not full."""
-    monkeypatch.setattr(block_attention, "BLOCK", dict.fromkeys((2, 4, 8), 24))
-    monkeypatch.setitem(head.CHUNK, "cpu", 37)
+    monkeypatch.setattr(by_blocks, "BLOCK", dict.fromkeys((2, 4, 8), 24))
+    monkeypatch.setattr(in_chunks, "CHUNK", 37)
+    monkeypatch.setattr(in_chunks, "ROWS", 20)
 
 
 def with_gradients(compute: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
@@ -64,7 +67,7 @@ def queries(length: int, dtype: torch.dtype = torch.float32, width: int = 20) ->
 @pytest.mark.parametrize("length", [1, 2, 23, 24, 25, 48, 61])
 def test_attention_by_blocks_is_attention(length: int) -> None:
     inputs, weights = queries(length)
-    ours = with_gradients(lambda q, k, v: attend(q, k, v, by_blocks=True), inputs, weights)
+    ours = with_gradients(by_blocks.attend, inputs, weights)
     plain = with_gradients(attend, inputs, weights)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-6)
 
@@ -77,7 +80,7 @@ def test_heads_that_share_keys_are_one_product(n_kv: int, dtype: torch.dtype) ->
     inputs = [made[0].reshape(2, 61, 6, 20), *(t[:, :, :n_kv, :20] for t in made[1:])]
     weights = weights.reshape(2, 61, 6, 20)
     with Operators() as operators:
-        ours = with_gradients(lambda q, k, v: attend(q, k, v, by_blocks=True), inputs, weights)
+        ours = with_gradients(by_blocks.attend, inputs, weights)
     assert not operators.counts["repeat_interleave"]
     exact = with_gradients(attend, [t.double() for t in inputs], weights)
     assert all(error(one, truth) < 4 * torch.finfo(dtype).eps for one, truth in zip(ours, exact, strict=True))
@@ -88,7 +91,7 @@ def test_attention_by_blocks_rounds_about_as_much_as_the_kernel(dtype: torch.dty
     """Scores and probabilities are rounded to the dtype, which the kernel keeps in float32."""
     inputs, weights = queries(61, dtype)
     exact = with_gradients(attend, [t.double() for t in inputs], weights)
-    ours = with_gradients(lambda q, k, v: attend(q, k, v, by_blocks=True), inputs, weights)
+    ours = with_gradients(by_blocks.attend, inputs, weights)
     kernel = with_gradients(attend, inputs, weights)
     for one, other, truth in zip(ours, kernel, exact, strict=True):
         assert one.dtype == dtype
@@ -98,7 +101,7 @@ def test_attention_by_blocks_rounds_about_as_much_as_the_kernel(dtype: torch.dty
 def test_large_scores_do_not_overflow() -> None:
     inputs, weights = queries(50)
     inputs = [t * 12 for t in inputs]  # exp of some scores is infinite
-    ours = with_gradients(lambda q, k, v: attend(q, k, v, by_blocks=True), inputs, weights)
+    ours = with_gradients(by_blocks.attend, inputs, weights)
     exact = with_gradients(attend, [t.double() for t in inputs], weights)
     assert all(error(one, truth) < 1e-3 for one, truth in zip(ours, exact, strict=True))
 
@@ -113,13 +116,13 @@ def kernels(compute: Callable[[], Any]) -> bool:
 def test_blocks_are_used_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v), _ = queries(40)
     within = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
-    assert not kernels(lambda: attend(q, k, v, by_blocks=True))
+    assert not kernels(lambda: by_blocks.attend(q, k, v))
     assert kernels(lambda: attend(q, k, v))
-    assert kernels(lambda: attend(q, k, v, within, by_blocks=True)), "documents are masked"
-    assert not attend(q, k, v, dropout=0.5, by_blocks=True).equal(attend(q, k, v, by_blocks=True)), "it drops nothing"
-    assert kernels(lambda: attend(q[:, 39:], k, v, by_blocks=True)), "a new token looks back at all"
-    monkeypatch.setattr("torchtitan_lite.models.attention.MAX_SEQ_LEN", 39)
-    assert kernels(lambda: attend(q, k, v, by_blocks=True)), "long sequences take too much memory"
+    assert kernels(lambda: by_blocks.attend(q, k, v, within)), "documents are masked"
+    assert not by_blocks.attend(q, k, v, dropout=0.5).equal(by_blocks.attend(q, k, v)), "it drops nothing"
+    assert kernels(lambda: by_blocks.attend(q[:, 39:], k, v)), "a new token looks back at all"
+    monkeypatch.setattr(by_blocks, "MAX_SEQ_LEN", 39)
+    assert kernels(lambda: by_blocks.attend(q, k, v)), "long sequences take too much memory"
 
 
 # --- loss -------------------------------------------------------------------------------------------------------
@@ -149,7 +152,7 @@ def test_loss_in_chunks_is_the_loss(n: int, factor: float) -> None:
     inputs, targets = logits_and_targets(n)
     one, other = (
         with_gradients(lambda x, w, way=way: way(x, w, targets), inputs, torch.tensor(factor))
-        for way in (head.chunked_cross_entropy, plainly)
+        for way in (in_chunks.chunked_cross_entropy, plainly)
     )
     torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
 
@@ -157,7 +160,7 @@ def test_loss_in_chunks_is_the_loss(n: int, factor: float) -> None:
 def test_loss_in_chunks_rounds_no_more_than_the_plain_one() -> None:
     inputs, targets = logits_and_targets(200, torch.bfloat16)
     exact = with_gradients(lambda x, w: in_float64(x, w, targets), [t.double() for t in inputs], torch.tensor(1.0))
-    ours = with_gradients(lambda x, w: head.chunked_cross_entropy(x, w, targets), inputs, torch.tensor(0.3))
+    ours = with_gradients(lambda x, w: in_chunks.chunked_cross_entropy(x, w, targets), inputs, torch.tensor(0.3))
     plain = with_gradients(lambda x, w: plainly(x, w, targets), inputs, torch.tensor(0.3))
     assert ours[0].dtype == torch.float32
     for i, (one, other) in enumerate(zip(ours, plain, strict=True)):
@@ -169,7 +172,7 @@ def test_improbable_targets_have_a_finite_loss() -> None:
     """A probability that is 0 in float32 has a logarithm all the same."""
     x = torch.tensor([[[1.0, 0.0]]], requires_grad=True)
     weight = torch.tensor([[500.0, 0.0], [-500.0, 0.0], [0.0, 0.0]], requires_grad=True)
-    loss = head.chunked_cross_entropy(x, weight, torch.tensor([[1]]))
+    loss = in_chunks.chunked_cross_entropy(x, weight, torch.tensor([[1]]))
     assert loss.item() == pytest.approx(1000.0)
     loss.backward()
     assert x.grad is not None
@@ -183,7 +186,7 @@ def test_only_required_gradients_are_computed() -> None:
     def products(x_learns: bool, weight_learns: bool) -> int:
         x_, weight_ = x.clone().requires_grad_(x_learns), weight.clone().requires_grad_(weight_learns)
         with Operators() as operators:
-            loss = head.chunked_cross_entropy(x_, weight_, targets)
+            loss = in_chunks.chunked_cross_entropy(x_, weight_, targets)
             if loss.requires_grad:
                 loss.backward()
         assert (x_.grad is not None, weight_.grad is not None) == (x_learns, weight_learns)
@@ -193,7 +196,7 @@ def test_only_required_gradients_are_computed() -> None:
     assert products(True, False) == products(False, True) == 2 * n_chunks
     assert products(False, False) == n_chunks
     with torch.no_grad(), Operators() as operators:
-        head.chunked_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)
+        in_chunks.chunked_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)
     assert operators.counts["mm"] + operators.counts["addmm_"] == n_chunks, "a validation needs no gradients"
 
 
@@ -205,7 +208,7 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary() -> None
         return peak_of(lambda: way(x, weight, targets).backward())
 
     small, more_tokens, larger_vocabulary, both = (
-        peak(n, v, head.chunked_cross_entropy) for n, v in ((500, 2000), (1000, 2000), (500, 4000), (1000, 4000))
+        peak(n, v, in_chunks.chunked_cross_entropy) for n, v in ((500, 2000), (1000, 2000), (500, 4000), (1000, 4000))
     )
     # a mixed difference sees only what grows with the product
     assert abs(both - more_tokens - larger_vocabulary + small) < 0.02 * 500 * 2000 * 4
@@ -283,7 +286,8 @@ def test_inputs_are_not_written_to() -> None:
 def made(config: ModelConfig, speed: SpeedConfig, mode: str = "none", backend: str = "", **dtype: Any) -> Transformer:
     with torch.device("meta"):
         model = build(config, 97)
-    apply_fast_paths(model, speed)
+    model.output.chunked = speed.chunked_loss
+    cpu.apply(model, speed)
     apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
     apply_compile(model, CompileConfig.model_validate({"enabled": bool(backend), "backend": backend or "eager"}))
     materialise(model, torch.device("cpu"), 3)
@@ -339,6 +343,34 @@ def test_each_key_switches_one_path_off() -> None:
     assert ran(block_attention=False) == (True, False, False)
     assert ran(chunked_loss=False) == (False, True, False)
     assert ran(fused_functions=False) == (False, False, True)
+
+
+@pytest.mark.parametrize("changed", ["compiling", "eps", "weight"])
+def test_norms_fall_back_to_the_plain_ones(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch.compile traces them, without an eps of their own, and without a weight."""
+    norm = torch.nn.RMSNorm(16, None if changed == "eps" else 1e-5, elementwise_affine=changed != "weight")
+    x = torch.randn(2, 16)
+    expected = norm(x)
+    fused.fuse_norms(norm)
+    if changed == "compiling":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert type(norm) is fused.RMSNorm
+    assert norm(x).equal(expected)
+
+
+def test_a_module_that_computes_attention_in_its_own_way_keeps_it() -> None:
+    """block_attention replaces only the models' own function, e.g. not the biased attention of an encoder-decoder."""
+
+    def own(*_: Any) -> Tensor:
+        raise NotImplementedError
+
+    with torch.device("meta"):
+        model = build(GPT, 97)
+    layers: list[Any] = list(model.layers)
+    layers[0].attention.attend = own
+    cpu.apply(model, SpeedConfig())
+    assert layers[0].attention.attend is own
+    assert layers[1].attention.attend is by_blocks.attend
 
 
 def test_fast_paths_do_not_change_logits_and_generation() -> None:

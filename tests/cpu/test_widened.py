@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
-from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
-from torchtitan_lite.distributed import cpu_flags
+from torchtitan_lite import cpu
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, Config, ModelConfig, SpeedConfig
+from torchtitan_lite.cpu import attention, widened
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.parallelize import apply_fast_paths, widens
+from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.models import Transformer, build, widened
-from torchtitan_lite.models.attention import attend
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import attention as plain
 
 # what oneDNN then offers is what a CPU with AVX2 has
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -58,20 +60,23 @@ def test_inputs_of_any_shape_have_gradients(shape: tuple[int, ...]) -> None:
     assert (x.grad.shape, weight.grad.shape) == (shape, (24, 40))
 
 
-@pytest.mark.parametrize("by_blocks", [True, False])
-def test_attention_computes_in_float32(by_blocks: bool) -> None:
+@pytest.mark.parametrize("attend", [attention.attend, plain.attend])
+def test_attention_computes_in_float32(attend: widened.Attend) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 24, 4, 8).bfloat16() for _ in range(3))
-    found = attend(q, k, v, by_blocks=by_blocks, widened=True)
-    expected = attend(q.float(), k.float(), v.float(), by_blocks=by_blocks)
+    found = widened.in_float32(attend, q, k, v)
+    expected = attend(q.float(), k.float(), v.float())
     assert found.dtype == torch.bfloat16
     assert found.equal(expected.bfloat16())
 
 
-def made(family: str, *, widen: bool, chunked: bool = True) -> Transformer:
+def made(family: str, *, widen: bool, chunked: bool = True, mode: str = "none", backend: str = "") -> Transformer:
     with torch.device("meta"):
         model = build(ModelConfig(family=family, **SIZES), 97)
-    apply_fast_paths(model, SpeedConfig(chunked_loss=chunked), widen=widen)
+    model.output.chunked = chunked
+    cpu.apply(model, SpeedConfig(), widen=widen)
+    apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
+    apply_compile(model, CompileConfig.model_validate({"enabled": bool(backend), "backend": backend or "eager"}))
     materialise(model, torch.device("cpu"), seed=3)
     return model.bfloat16()
 
@@ -90,16 +95,19 @@ class Products16(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "chunked", "documents"),
+    [("gpt", True, False), ("gpt", False, True), ("llama", True, True), ("llama", False, False), ("t5", True, False)],
+)
+def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bool, documents: bool) -> None:
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([*range(10), *range(13)]).repeat(2, 1) if documents else None
     plain, wide = (made(family, widen=widen, chunked=chunked) for widen in (False, True))
     assert list(wide.state_dict()) == list(plain.state_dict())
     values = []
     for model in (plain, wide):
         with Products16() as products:
-            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss = model(tokens[:, :-1], tokens[:, 1:], None, positions)
             loss.backward()
         assert bool(products.found) == (model is plain), products.found
         values.append((loss, torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])))
@@ -108,10 +116,26 @@ def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bo
     assert (wide_grads - grads).norm() < 0.05 * grads.norm()
 
 
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_all_blocks_are_compiled_as_one(family: str, mode: str) -> None:
+    """Each block has functions of its own, but equal ones."""
+    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    counters.clear()
+    gradients = []
+    for backend in ("", "aot_eager"):
+        model = made(family, widen=True, mode=mode, backend=backend)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
+
+
 @pytest.mark.parametrize(("env", "expected"), [({}, None), (AVX2, "('bfloat16', 'float16')")])
 @pytest.mark.extended
 def test_the_cpu_is_known_by_its_flags(env: dict[str, str], expected: str | None) -> None:
-    code = "from torchtitan_lite.distributed.cpu_flags import slow_dtypes; print(slow_dtypes())"
+    code = "from torchtitan_lite.cpu.widened import slow_dtypes; print(slow_dtypes())"
     said = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | env, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -149,11 +173,11 @@ def test_the_way_is_logged_recorded_and_switched_off(text: Path, tmp_path: Path)
 
 
 def test_only_slow_dtypes_of_a_cpu_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu = (World(0, 1, torch.device(device), 1) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (World(0, 1, torch.device(device), 1) for device in ("cpu", "cuda"))
     bf16 = Config.model_validate({"fsdp": {"param_dtype": "bfloat16"}})
     mixed = {"fsdp": {"precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]}}
     for slow, expected in ((("bfloat16", "float16"), True), (("float16",), False)):
-        monkeypatch.setattr(cpu_flags, "slow_on_rank0", lambda slow=slow: slow)
-        assert widens(bf16, cpu) == widens(Config.model_validate(mixed), cpu) == expected
-        assert not widens(bf16, gpu)
-        assert not widens(Config(), cpu)
+        monkeypatch.setattr(widened, "slow_on_rank0", lambda slow=slow: slow)
+        assert cpu.widens(bf16, on_cpu) == cpu.widens(Config.model_validate(mixed), on_cpu) == expected
+        assert not cpu.widens(bf16, on_gpu)
+        assert not cpu.widens(Config(), on_cpu)

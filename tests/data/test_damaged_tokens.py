@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import ranks, tiny
-from torchtitan_lite.data.packing import pack
+from torchtitan_lite.data.packing import PackedSamples, pack
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import _SPOT_BYTES, _SPOTS, read_meta
@@ -102,7 +102,7 @@ def test_pieces_of_a_packed_index_are_compared_with_the_tokens(folder: Path, dam
     pieces[0, column] = value
     pieces.tofile(index / "train.pieces")
     with pytest.raises(DataError, match=r"packed-32-.* is damaged"):
-        Samples(folder, "train", 32, "best_fit").draw(np.array([0]), None)
+        PackedSamples(folder, "train", 32).draw(np.array([0]), None)
 
 
 @pytest.mark.parametrize("hashes", [True, False])

@@ -17,9 +17,9 @@ from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.huggingface import weights
+from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.tools import checkpoints
-from torchtitan_lite.tools.opening import open_model
-from torchtitan_lite.training.evaluate import Validation
+from torchtitan_lite.tools.load_model import open_model
 from torchtitan_lite.training.sampling import Prompts
 
 END, OTHER = 517, 518  # </s> and <END> of the tokenizer below, whose <|endoftext|> is 0
@@ -65,7 +65,7 @@ def test_a_run_its_checkpoints_and_its_export_have_the_end_mark_of_the_data(
     ):
         assert open_model(folder, torch.device("cpu"), torch.float32, tokenizer).ends == (END,)
     named = Tokenizer.from_file(str(run / "tokenizer.json")).id_to_token(END)
-    assert f'end_token = "{named}"' in weights.section(tmp_path / "export")
+    assert f'end_token = "{named}"' in checkpoints.section(tmp_path / "export")
     theirs = json.loads((tmp_path / "export/config.json").read_text())
     (tmp_path / "export/config.json").write_text(json.dumps(theirs | {"eos_token_id": [END, 7]}))
     assert open_model(tmp_path / "export", torch.device("cpu"), torch.float32, None).ends == (END, 7)

@@ -207,11 +207,9 @@ def spoiled(content: bytes, chance: random.Random) -> bytes:
 
 def read_all(file: Path) -> None:
     """Whatever the reader makes of a file: documents and problems, and no other exception than ours."""
-    from torchtitan_lite.data.prepare import worker
-
     with contextlib.suppress(UserError):
         for chunk in readers.chunks(Corpus((file,)), 1 << 20):
-            worker.texts(chunk, "text")
+            readers.texts(chunk, "text")
 
 
 def spoil(name: str, rounds: int, seed: int, tmp_path: Path) -> None:

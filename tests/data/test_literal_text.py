@@ -15,7 +15,7 @@ from torchtitan_lite.data.prepare.split import byte_level
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.training.evaluate import bytes_per_token
+from torchtitan_lite.scoring.likelihood import bytes_per_token
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789<>/"
 TEXTS = [f"{i} a document that ends </s> or so it says {i}</s>" for i in range(200)]

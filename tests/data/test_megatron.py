@@ -16,11 +16,10 @@ from tokenizers import Tokenizer
 
 from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.documents import document_ends
-from torchtitan_lite.data.megatron import prepare
-from torchtitan_lite.data.megatron.index_file import read_index
+from torchtitan_lite.data.prepare import megatron
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.token_files import IN_PLACE, TokenFiles, read_meta
+from torchtitan_lite.data.prepare.megatron_index import read_index
+from torchtitan_lite.data.token_files import IN_PLACE, TokenFiles, document_ends, read_meta
 from torchtitan_lite.errors import DataError
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
@@ -204,7 +203,7 @@ def test_one_of_two_documents_is_held_out(usual: Path, tmp_path: Path) -> None:
 def test_a_document_is_read_in_blocks(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file may have all of its text in one document: memory does not grow with it."""
     given: Documents = [[[5, 6, END, 7, 8, 9, END, END], [10, 11, 12, 13]], [[14]]]
-    monkeypatch.setattr(prepare, "_BLOCK", 3)
+    monkeypatch.setattr(megatron, "_BLOCK", 3)
     out = prepared(usual, tmp_path / "out", write(tmp_path / "a", given, shuffled=True))
     assert documents_in(out) == [[5, 6], [7, 8, 9], [10, 11, 12, 13], [14]]
 

@@ -16,8 +16,9 @@ from tests.data.test_data import stream_of
 from tests.helpers import python
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.load import ConfigValue, load
-from torchtitan_lite.config.presets import objective_conflicts, span_lengths
-from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
+from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig, conflicts
+from torchtitan_lite.config.section import Machine
+from torchtitan_lite.config.sections.data import span_lengths
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
@@ -108,11 +109,12 @@ def test_rows_come_from_the_text_and_change_with_the_epoch(folder: Path) -> None
         kept = [t for t in (*tokens[: lengths.inputs - 1], *targets[:-1]) if t <= first - lengths.spans]
         assert sorted(kept) == sorted(text)
     n = samples.n_samples
-    # the same text in the next epoch, with other gaps
-    places = {int(samples.indices(np.array([i]), 3)[0]): i for i in range(n)}
-    again = {int(samples.indices(np.array([i]), 3)[0]): i for i in range(n, 2 * n)}
-    once, twice = (samples.draw(np.array([where[0]]), 3) for where in (places, again))
-    assert (once.tokens != twice.tokens).any()
+    # the same text in the next epoch, with other gaps; few of the 228 choices of gaps coincide
+    order = [samples.indices(np.arange(first, first + n), 3) for first in (0, n)]
+    once, again = (
+        samples.draw(np.arange(first, first + n), 3).tokens[np.argsort(order[i])] for i, first in enumerate((0, n))
+    )
+    assert (once != again).any(axis=1).mean() > 0.95
 
 
 def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Path) -> None:
@@ -121,7 +123,10 @@ def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Pat
     assert samples.target_len == config.target_len == span_lengths(SEQ_LEN, 0.15, 3.0).targets
     whole = samples.draw(np.arange(5, 15), 3)
     for world_size, micro_batch in ((1, 10), (2, 3), (3, 2), (4, 1)):
-        found = [Loader(samples, micro_batch, rank, world_size, 3).batch(5, 10) for rank in range(world_size)]
+        found = [
+            Loader(samples, micro_batch_size=micro_batch, rank=rank, world_size=world_size, seed=3).batch(5, 10)
+            for rank in range(world_size)
+        ]
         micros = [micro for parts in zip(*(b.micro_batches for b in found), strict=True) for micro in parts]
         tokens, targets = (torch.cat([getattr(m, what) for m in micros]) for what in ("tokens", "targets"))
         np.testing.assert_array_equal(tokens[:10], whole.tokens)
@@ -212,7 +217,7 @@ def test_a_combination_that_does_not_work_names_one_that_does(
             )
             for s in sections
         }
-        assert any(expected in message for message in objective_conflicts(config.model_copy(update=update)).values())
+        assert any(expected in message for message in conflicts(Machine())(config.model_copy(update=update)).values())
         return
     with pytest.raises(ConfigError) as error:
         load(None, {key: ConfigValue(value, "--x") for key, value in values.items()})

@@ -15,10 +15,10 @@ from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import packing, token_files
 from torchtitan_lite.data.dataset import prepare
-from torchtitan_lite.data.prepare import content, corpus, plan, worker, writer
+from torchtitan_lite.data.packing import PackedSamples
+from torchtitan_lite.data.prepare import corpus, plan, worker, writer
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.summary import verify
-from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 
@@ -42,7 +42,7 @@ def test_other_text_of_the_same_size_and_time_is_noticed(
     in_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not in_full:
-        monkeypatch.setattr(content, "HASHED_BYTES", 1)
+        monkeypatch.setattr(corpus, "HASHED_BYTES", 1)
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.txt"):
         lines = [f"{name}, line {i}: an apple fell from the tree\n" for i in range(400)]
@@ -68,7 +68,7 @@ def test_a_cache_of_before_is_found_and_nothing_is_read_twice(
     for record in tmp_path.glob("*.content.json"):
         record.unlink()  # as the version before had it
     assert make(text, tmp_path) == folder
-    monkeypatch.setattr(content, "_hashes", None)
+    monkeypatch.setattr(corpus, "_hashes", None)
     assert make(text, tmp_path) == folder
     for record in tmp_path.glob("*.content.json"):
         record.write_text("{")
@@ -203,7 +203,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(lines: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A prepared folder, and its index for sequences of 128."""
     shutil.copytree(lines, tmp_path / "out", ignore=shutil.ignore_patterns("packed*"))
-    Samples(tmp_path / "out", "train", 128, "best_fit")
+    PackedSamples(tmp_path / "out", "train", 128)
     (index,) = (path for path in (tmp_path / "out").glob("packed-128-*") if path.is_dir())
     return tmp_path / "out", index
 
@@ -218,9 +218,9 @@ def test_an_overwritten_index_is_found(name: str, packed: tuple[Path, Path]) -> 
     numbers.tofile(index / name)
     for split in ("train", "val"):
         with pytest.raises(DataError, match=rf"packed-128-.*damaged \({name} has changed since it was made\); delete"):
-            Samples(folder, split, 128, "best_fit")
+            PackedSamples(folder, split, 128)
     shutil.rmtree(index)
-    Samples(folder, "train", 128, "best_fit")
+    PackedSamples(folder, "train", 128)
     assert contents(index) == before
 
 
@@ -228,10 +228,10 @@ def test_a_cut_or_missing_index_is_found(packed: tuple[Path, Path]) -> None:
     folder, index = packed
     os.truncate(index / "train.rows", 160)
     with pytest.raises(DataError, match=r"train\.rows has 160 bytes instead of"):
-        Samples(folder, "train", 128, "best_fit")
+        PackedSamples(folder, "train", 128)
     (index / "train.rows").unlink()
     with pytest.raises(DataError, match=r"train\.rows is missing"):
-        Samples(folder, "train", 128, "best_fit")
+        PackedSamples(folder, "train", 128)
 
 
 def test_an_index_of_before_gets_its_hashes(packed: tuple[Path, Path]) -> None:
@@ -240,7 +240,7 @@ def test_an_index_of_before_gets_its_hashes(packed: tuple[Path, Path]) -> None:
     before = contents(index)
     (index / packing.HASHES).unlink()
     packing._checked.clear()
-    Samples(folder, "train", 128, "best_fit")
+    PackedSamples(folder, "train", 128)
     after = contents(index)
     assert {name: after[name] for name in packing.NAMES} == {name: before[name] for name in packing.NAMES}
     hashes, made = json.loads(after[packing.HASHES]), json.loads(before[packing.HASHES])
@@ -251,7 +251,7 @@ def test_an_index_of_before_gets_its_hashes(packed: tuple[Path, Path]) -> None:
     numbers[-2:] = numbers[:2]
     numbers.tofile(index / "train.pieces")
     with pytest.raises(DataError, match=r"train\.pieces has changed"):
-        Samples(folder, "train", 128, "best_fit")
+        PackedSamples(folder, "train", 128)
 
 
 def test_an_index_is_not_made_from_ends_that_changed(lines: Path, tmp_path: Path) -> None:

@@ -23,10 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing.initial_weights import load_weights
-from torchtitan_lite.checkpointing.preflight import require_finite
+from torchtitan_lite.checkpointing.save import require_finite
+from torchtitan_lite.checkpointing.select import verify_together
 from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.checkpointing.verify import verify_together
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
     FsdpConfig,
@@ -56,7 +55,7 @@ from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate, squared_norm
-from torchtitan_lite.training.evaluate import Validation, evaluate
+from torchtitan_lite.scoring.validation import Validation, evaluate
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
 MODEL = ModelConfig(family="gpt", dim=30, n_heads=2, n_layers=2, max_seq_len=3)
@@ -299,10 +298,10 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
     for api, kind, beside in (("dcp", "sharded", True), ("dtensor", "full", True)):
         checkpointer = Checkpointer(folder / kind, model, optimizer, way(api, kind, beside), world)
-        honest = checkpointer._copied
+        honest = checkpointer.host_copies
         for step in (1, 2):
             fails = step == 1 and world.rank == 2
-            checkpointer._copied = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
+            checkpointer.host_copies = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
             checkpointer.save(TrainState(step=step))
             saved = checkpointer.wait()
             assert saved is not None
@@ -371,12 +370,12 @@ def case_weights_of_another_run_reach_every_rank() -> None:
         checkpointer = Checkpointer(
             Path("unused"), model, build_optimizer(model, OptimConfig(name="adamw")), CheckpointConfig(), world
         )
-        load_weights(checkpointer, lambda _, reference=reference: reference)  # type: ignore[misc]
+        checkpointer.load_weights(lambda _, reference=reference: reference)  # type: ignore[misc]
         for key, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert parameter.full_tensor().equal(reference[key].float()), f"{name}: {key}"
         with pytest.raises(CheckpointError, match=" is - in the checkpoint and "):
-            load_weights(checkpointer, lambda _: {})
+            checkpointer.load_weights(lambda _: {})
 
 
 def case_a_step_with_nan_on_one_rank_changes_nothing() -> None:
@@ -495,7 +494,7 @@ class FixedLoader(Loader):
 
 def case_a_validation_sums_over_ranks_and_leaves_shards_behind() -> None:
     model = sharded(make_mesh(MESHES["4"]))
-    loader = FixedLoader(None, 1, dist.get_rank(), 4, seed=None)  # type: ignore[arg-type]
+    loader = FixedLoader(None, micro_batch_size=1, rank=dist.get_rank(), world_size=4, seed=None)  # type: ignore[arg-type]
     score = evaluate(model, Validation(loader, 4, torch.full((517,), 2)), CPU)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert model.training
@@ -535,7 +534,7 @@ def case_a_validation_knows_its_standard_error() -> None:
         nats = [float(reference(tokens[i : i + 1], targets[i : i + 1])) for i in range(10)]
     known = [row[row != IGNORE] for row in targets]
     for micro_batch_size in (1, 2, 3):
-        loader = Loader(Uneven(), micro_batch_size, dist.get_rank(), 4, seed=None)
+        loader = Loader(Uneven(), micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=4, seed=None)
         score = evaluate(model, Validation(loader, 10, lengths), CPU)
         for found, stderr, sizes, unit in (
             (score.loss, score.loss_stderr, [float(len(k)) for k in known], 1.0),

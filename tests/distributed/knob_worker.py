@@ -23,26 +23,26 @@ import train
 from benchmarks.bare_session import bare_session
 from tests.distributed import knob_effects
 from tests.distributed.knob_table import CASES, ON_CUDA, STEPS, VOCABULARY, FixedSamples
+from torchtitan_lite import cpu
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
-from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.models import attention
-from torchtitan_lite.models import loss as head
 from torchtitan_lite.training.session import Session
 
 
 def training(config: Config, world: World) -> Session:
     """What train.run builds, without files."""
     layout = derive(config, world.world_size)
-    widen = parallelize.widens(config, world)
+    widen = cpu.widens(config, world)
     model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device), widen=widen)
     materialise(model, world.device, seed=7, offload=config.fsdp.cpu_offload)
     samples = FixedSamples(config.train.seq_len)
-    loader = Loader(samples, config.train.micro_batch_size, world.rank, world.world_size, seed=None)
+    loader = Loader(
+        samples, micro_batch_size=config.train.micro_batch_size, rank=world.rank, world_size=world.world_size, seed=None
+    )
     return bare_session(config, world, model, loader)
 
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     device: Literal["cpu", "cuda"] = "cuda" if argv[1:] == ["cuda"] else "cpu"
     wanted = set(argv[1:]) or {*CASES, *knob_effects.EFFECTS}  # all
     # a micro-batch of 16 tokens, in several pieces, the last ones not full
-    attention.BLOCK, head.CHUNK = dict.fromkeys((2, 4, 8), 6), {"cpu": 7, "cuda": 7}
+    cpu.attention.BLOCK, cpu.loss.CHUNK = dict.fromkeys((2, 4, 8), 6), 7
     with process_group(RunConfig(device=device, threads=1)) as world:
         rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size and name in wanted}
         for name, case in (ON_CUDA if device == "cuda" else rows).items():

@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.distributed.knob_effects import EFFECTS
 from tests.distributed.knob_table import CASES, EXTENDED, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
 from tests.helpers import ranks
-from torchtitan_lite.config.presets import missing_for_inductor
 from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.config.sections.compute import missing_for_inductor
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import optimizer as optim

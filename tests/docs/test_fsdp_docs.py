@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, wrap
 
 from tests.helpers import ROOT
 from torchtitan_lite.config import schema
-from torchtitan_lite.config.presets import STRATEGIES
+from torchtitan_lite.config.sections.fsdp import STRATEGIES
 
 TEXT = (ROOT / "docs/fsdp.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if line.startswith("|")]

@@ -163,7 +163,7 @@ def test_the_page_quotes_what_is_said_of_damage() -> None:
     package = ROOT / "torchtitan_lite"
     for file, said in (
         ("checkpointing/storage.py", "its SHA-256 does not match the manifest"),
-        ("checkpointing/preflight.py", "copies of the model differ"),
+        ("checkpointing/save.py", "copies of the model differ"),
         ("data/token_files.py", "has changed since it was made"),
         ("training/spikes/recheck.py", "Computed again, it differs"),
     ):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, ranks, records, succeeded, tiny
-from tests.tasks.test_olmo_eval import content, request, wheel
+from tests.scoring.test_olmo_eval import content, request, wheel
 from torchtitan_lite.config.schema import EvalConfig
-from torchtitan_lite.tasks import questions
+from torchtitan_lite.scoring import questions
 
 PAGE = (ROOT / "docs/tasks.md").read_text()
 COMMANDS = [
@@ -58,7 +58,7 @@ def test_each_command_runs(text: Path, tmp_path: Path) -> None:
             assert any("task/my_task" in record for record in records(tmp_path / "train"))
         else:
             assert words[:2] == ["-m", "torchtitan_lite.evaluate"]
-            said = succeeded(ranks(n, *words[2:], entry="torchtitan_lite.tools.scoring.evaluate"))
+            said = succeeded(ranks(n, *words[2:], entry="torchtitan_lite.tools.evaluation.evaluate"))
             assert "bits/byte of the right answers" in said
         run += 1
     assert run == 5

@@ -55,8 +55,15 @@ def fake_session(config: Config, world_size: int, vocab_size: int) -> Iterator[S
     world = World(0, world_size, DEVICE, 1, min(world_size, stand_ins.GPUS))
     layout, train_keys = derive(config, world_size), config.train
     samples = Sequences(train_keys.seq_len)
-    per_rank = train_keys.micro_batch_size, 0, world_size
-    loader = Loader(samples, *per_rank, config.run.seed, config.data.document_mask, pin=True)
+    loader = Loader(
+        samples,
+        micro_batch_size=train_keys.micro_batch_size,
+        rank=0,
+        world_size=world_size,
+        seed=config.run.seed,
+        document_mask=config.data.document_mask,
+        pin=True,
+    )
     prefetching, mesh = PrefetchingLoader(loader, DEVICE), build_mesh(layout, DEVICE)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -51,7 +51,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "eval": (train, "validate"),
     "sample": (sampling, "sample"),
     "task": (tasks.Tasks, "score"),
-    "load": (Checkpointer, "_load_tensors"),
+    "load": (Checkpointer, "load_tensors"),
     "lock": (run_folder, "lock"),
     "hash": (storage, "sha256_of"),
     "space": (storage, "require_space"),

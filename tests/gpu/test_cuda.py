@@ -14,13 +14,13 @@ from tests.distributed.knob_table import ON_CUDA, TOLERANCE
 from tests.distributed.test_knobs import reference
 from tests.distributed.test_launcher import NAMESPACES, namespaces_work
 from tests.helpers import checkpoint, losses, start, succeeded, tensors, tiny, torchrun
-from tests.tools.memory_cases import CASES, LARGE, VOCABULARY, config_of
+from tests.tools.memory import GPU_CASES, LARGE, VOCABULARY, config_of
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig
 from torchtitan_lite.distributed import initialize, parallelize
-from torchtitan_lite.models import build, fused_loss
+from torchtitan_lite.models import build, loss_operators
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
-from torchtitan_lite.tools.simulate import simulate
+from torchtitan_lite.tools.estimate.simulate import simulate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -31,7 +31,7 @@ CUBLAS_WORKSPACE = 2 * (32 << 20)  # bytes on an H100, less on older GPUs: one f
 def knobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The table of knobs, on one rank."""
     file = tmp_path_factory.mktemp("knobs") / "results.json"
-    succeeded(torchrun(1, str(file), "cuda", script="tests/distributed/knob_worker.py"))
+    succeeded(torchrun(1, str(file), script="tests/distributed/knob_worker.py"))
     return json.loads(file.read_text())
 
 
@@ -55,11 +55,11 @@ def test_every_knob_computes_the_same(name: str, knobs: dict[str, Any]) -> None:
 def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """The most bytes that a step of each case takes."""
     file = tmp_path_factory.mktemp("memory") / "found.json"
-    succeeded(torchrun(1, str(file), "cuda", script="tests/tools/plan_worker.py"))
+    succeeded(torchrun(1, str(file), script="tests/tools/memory.py"))
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GPU_CASES)
 def test_memory_is_what_was_planned(name: str, memory: dict[str, int]) -> None:
     simulated = simulate(config_of(name, 1, **LARGE), 1, VOCABULARY, on_gpu=True)
     planned = sum(simulated.peak.values())
@@ -116,12 +116,12 @@ def test_losses_are_those_of_the_cpu(text: Path, tmp_path: Path) -> None:
 
 
 def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 2048 * 5000 * 2)  # three chunks
+    monkeypatch.setattr(head, "LOGITS_BYTES", 2048 * 5000 * 2)  # three chunks
     x = torch.randn(2, 3000, 64, device="cuda", dtype=torch.bfloat16)
     weight = (torch.randn(5000, 64, device="cuda") * 0.1).bfloat16()
     targets = torch.randint(5000, (2, 3000), device="cuda")
     targets[:, ::7] = IGNORE
-    assert fused_loss.is_usable(x, 5000)
+    assert loss_operators.kernel_works(x.device, x.dtype, 5000)
     found = []
     for way in (head.chunked_cross_entropy, lambda x, w, t: summed_cross_entropy(x @ w.T, t)):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers import checkpoint, losses, python, ranks, succeeded, tiny
+from torchtitan_lite.checkpointing.safetensors_file import specs_of
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
@@ -20,6 +22,7 @@ from torchtitan_lite.huggingface import names
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.llama import rotary_tables
+from torchtitan_lite.tools import checkpoints
 
 transformers = pytest.importorskip("transformers")
 
@@ -340,6 +343,27 @@ def test_sharded_folders_are_read(theirs: tuple[Any, Path], tmp_path: Path) -> N
     assert all(one[name].equal(other[name]) for name in one)
 
 
+@pytest.mark.parametrize("limit", ["a byte", "the first tensor", "the first two tensors", "all"])
+def test_a_file_of_an_export_has_at_most_the_given_size(limit: str, theirs: tuple[Any, Path], tmp_path: Path) -> None:
+    """Or one tensor. Two tensors that fit exactly are in one file."""
+    _, folder = theirs
+    config = config_of(folder)
+    weights = hf.open_weights(folder, config)
+    parts = names.hf_names(weights, config.family)
+    sizes = [4 * names.to_hf(ours, weights.__getitem__, config.family).numel() for ours in parts.values()]
+    n_fitting = {"a byte": 0, "the first tensor": 1, "the first two tensors": 2, "all": len(sizes)}[limit]
+    max_bytes = sum(sizes[:n_fitting]) or 1
+    hf._write_shards(tmp_path, weights, specs_of(weights), config.family, max_bytes)
+    files = [sorted(load_file(file)) for file in sorted(tmp_path.glob("model*.safetensors"))]
+    assert files[0] == sorted(list(parts)[: max(n_fitting, 1)])
+    for tensors in files:
+        assert len(tensors) == 1 or sum(sizes[list(parts).index(name)] for name in tensors) <= max_bytes
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    again = hf.open_weights(tmp_path, config)
+    assert again.keys() == weights.keys()
+    assert all(again[name].equal(weights[name]) for name in weights)
+
+
 def test_import_prints_a_config_that_works(theirs: tuple[Any, Path], tmp_path: Path) -> None:
     """With a recipe for continued pretraining, not that of the default experiment."""
     _, folder = theirs
@@ -365,7 +389,7 @@ def test_import_prints_a_config_that_works(theirs: tuple[Any, Path], tmp_path: P
 def test_the_length_of_an_import_fits_into_the_memory_of_its_training_state(
     values: dict[str, Any], seq_len: int
 ) -> None:
-    lines = list(hf.recipe(ModelConfig.model_validate(values | {"vocab_size": 50_000})))
+    lines = list(checkpoints.recipe(ModelConfig.model_validate(values | {"vocab_size": 50_000})))
     (line,) = (line for line in lines if line.startswith("seq_len"))
     assert line.startswith(f"seq_len = {seq_len}  # ")
     assert f"micro_batch_size = {2 if seq_len == 1024 else 1}  #" in "\n".join(lines)

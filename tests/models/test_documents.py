@@ -121,7 +121,8 @@ def test_attention_for_gpus_computes_the_same(
     compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the CPU's kernels; compiled, so that no graph break is left to be found on a GPU."""
-    monkeypatch.setattr(cuda_attention, "FLASH_WORKS", True)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     torch.manual_seed(0)
     q, (k, v) = torch.randn(2, 4, 16, 16, dtype=dtype), torch.randn(2, 2, 2, 16, 16, dtype=dtype)
     attention = cuda_attention.attend

@@ -100,14 +100,12 @@ def test_initial_values_never_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family, known in REGISTRY.items() for name in known.named_sizes()]
+    ("family", "name"), [(family, name) for family, known in REGISTRY.items() for name in known.sizes]
 )
 def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None:
     vocabulary, expected = PARAMETERS.get((family, name), (97, 0))
     values = (
-        {"family": family}
-        | dict(REGISTRY[family].named_sizes()[name])
-        | ({"tie_embeddings": True} if family == "gpt" else {})
+        {"family": family} | dict(REGISTRY[family].sizes[name]) | ({"tie_embeddings": True} if family == "gpt" else {})
     )
     with torch.device("meta"):
         model = build(ModelConfig.model_validate(values), vocabulary)
@@ -144,3 +142,10 @@ def test_a_constant_matrix_is_found() -> None:
 
 def test_bits_per_byte_of_a_known_loss() -> None:
     assert bits_per_byte(math.log(2) * 80, 10) == pytest.approx(8)
+
+
+def test_initial_values_do_not_depend_on_the_pieces_in_which_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = make()
+    monkeypatch.setattr(initialize, "_CHUNK", 100)  # no parameter is a multiple of it
+    for one, other in zip(at_once.parameters(), make().parameters(), strict=True):
+        assert one.equal(other)

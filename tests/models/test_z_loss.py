@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers import losses, ranks, succeeded, tiny
-from torchtitan_lite.models import fused_loss
+from torchtitan_lite.cpu import loss as on_cpu
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.loss import IGNORE, Head
 
@@ -49,24 +49,22 @@ def of_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.func.functional_call(module, {"weight": weight}, (x, targets))
 
 
-chunked = functools.partial(head.chunked_cross_entropy, z_loss=Z)
 WAYS: dict[str, Way] = {
     "plain": plain,
-    "chunked": chunked,
-    "widened": functools.partial(chunked, widened=True),
+    "chunked": functools.partial(head.chunked_cross_entropy, z_loss=Z),
+    "cpu": functools.partial(on_cpu.chunked_cross_entropy, z_loss=Z),
+    "cpu, widened": functools.partial(on_cpu.chunked_cross_entropy, z_loss=Z, product_dtype=torch.float32),
     "head": of_head,
 }
 
 
-@pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_has_its_gradient_and_not_its_value(
-    way: str, dtype: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kernel:  # what CUDA does, with plain operators in place of the kernel
-        monkeypatch.setattr(head, "KERNEL_ON", {"cpu"})
-        monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
+    monkeypatch.setattr(head, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
+    monkeypatch.setattr(on_cpu, "CHUNK", 37)
     found, expected = gradients(WAYS[way], dtype), gradients(by_autograd, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     without = gradients(lambda x, w, t: head.summed_cross_entropy(F.linear(x, w), t), dtype)

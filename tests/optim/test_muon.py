@@ -14,15 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.checkpointing.reload_worker import MESHES
 from tests.helpers import checkpoint, losses, ranks, succeeded, tensors, tiny
 from tests.optim.muon_worker import MODEL
+from torchtitan_lite import plan
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import Config, ModelConfig, OptimConfig
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
 from torchtitan_lite.optim.optimizer import build_optimizer, parameter_groups
-from torchtitan_lite.tools import plan
 from torchtitan_lite.tools.estimate.muon import muon_step
+from torchtitan_lite.tools.estimate.simulate import OPTIMIZER, simulate
 from torchtitan_lite.tools.estimate.work import Product
-from torchtitan_lite.tools.simulate import OPTIMIZER, simulate
 
 
 def stepped(folder: Path, mesh: str, skipped: str = "") -> dict[str, Tensor]:

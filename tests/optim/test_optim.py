@@ -1,15 +1,17 @@
 """Learning rates, groups of parameters, and optimizers."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
+from torchtitan_lite.config.sections.optim import OPTIMIZERS, Optimizer
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.sharding import optimizer_tensors
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.optim import optimizer as optimizers
 from torchtitan_lite.optim.guarded import HostGuarded
 from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, make_state, set_learning_rate
 
@@ -114,16 +116,19 @@ def test_making_state_changes_no_parameter(name: str, model: Transformer) -> Non
     assert all(group["lr"] == 4e-3 for group in optimizer.param_groups)
 
 
-def test_an_optimizer_of_ones_own_has_its_state_before_its_first_step(
+class RMSprop(HostGuarded, torch.optim.RMSprop):
+    def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
+        super().__init__(groups, lr=config.lr)
+
+
+def test_an_optimizer_of_ones_own_is_one_entry_and_has_its_state_before_its_first_step(
     monkeypatch: pytest.MonkeyPatch, model: Transformer
 ) -> None:
     """float16 may skip steps before the first save; what is saved must be what a resume expects."""
-
-    class RMSprop(HostGuarded, torch.optim.RMSprop):
-        pass
-
-    monkeypatch.setattr(optimizers, "_by_name", lambda groups, config: RMSprop(groups))
-    optimizer = build_optimizer(model, OptimConfig(ema_decay=0.9))
+    monkeypatch.setitem(OPTIMIZERS, "mine", Optimizer(f"{__name__}:RMSprop"))
+    config = OptimConfig(ema_decay=0.9).model_copy(update={"name": "mine"})
+    optimizer = build_optimizer(model, config)
+    assert isinstance(optimizer, torch.optim.RMSprop)
     assert all({"square_avg", "ema"} <= optimizer.state[p].keys() for p in model.parameters())
 
 

@@ -13,7 +13,7 @@ from tests.checkpointing.reload_worker import MESHES
 from tests.helpers import checkpoint, losses, python, ranks, succeeded, tensors, tiny
 from tests.optim.rms_worker import VALUES, gradient
 from tests.optim.test_muon import WAYS
-from torchtitan_lite.tools import plan
+from torchtitan_lite import plan
 
 
 def stepped(folder: Path, mesh: str, steps: int = 3, skipped: str = "") -> dict[str, Tensor]:

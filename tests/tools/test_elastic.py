@@ -375,6 +375,100 @@ def test_a_stranger_who_answers_for_the_coordinator_changes_nothing(tmp_path: Pa
         machines.close()
 
 
+async def pair() -> tuple[wire.Connection, wire.Connection]:
+    """Both ends of a connection: the machine's and the coordinator's."""
+    other: asyncio.Future[wire.Connection] = asyncio.get_running_loop().create_future()
+
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other.set_result(await wire.Connection.proven(reader, writer, SECRET.encode(), b"coordinator"))
+
+    server = await asyncio.start_server(accepted, "127.0.0.1", 0)
+    streams = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+    machine = await wire.Connection.proven(*streams, SECRET.encode(), b"machine")
+    return machine, await other
+
+
+class Frames:
+    """In place of a StreamWriter: keeps each message that is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def frames_of(connection: wire.Connection, n: int) -> list[bytes]:
+    """The bytes of the next n messages of a side, which are not sent."""
+    frames: Any = Frames()
+    writer, connection.writer = connection.writer, frames
+    for i in range(n):
+        connection.send(number=i)
+    connection.writer = writer
+    return frames.sent
+
+
+@pytest.mark.parametrize(
+    ("attack", "accepted"),
+    [
+        *(("none", 3), ("flipped bit", 0), ("other length", 0), ("swapped", 0), ("first dropped", 0)),
+        *(("first repeated", 1), ("own message sent back", 0), ("of another session", 0)),
+    ],
+)
+def test_a_message_is_accepted_only_as_it_was_sent(attack: str, accepted: int) -> None:
+    """From its sender, in its session, at its place, with its content."""
+
+    async def receive() -> list[dict[str, Any]]:
+        machine, there = await pair()
+        first, second, third = frames_of(machine, 3)
+        frames = {
+            "none": [first, second, third],
+            "flipped bit": [first[:-2] + bytes([first[-2] ^ 1]) + first[-1:], second],
+            "other length": [(int.from_bytes(first[:4], "big") - 1).to_bytes(4, "big") + first[4:], second],
+            "swapped": [second, first],
+            "first dropped": [second, third],
+            "first repeated": [first, first],
+            "own message sent back": frames_of(there, 1),
+            "of another session": frames_of((await pair())[0], 1),
+        }[attack]
+        machine.writer.write(b"".join(frames))
+        machine.writer.close()
+        return await until_closed(there)
+
+    assert asyncio.run(receive()) == [{"number": i} for i in range(accepted)]
+
+
+@pytest.mark.parametrize(("limit", "accepted"), [(13, True), (12, False)])
+def test_a_message_longer_than_the_limit_is_not_read(
+    limit: int, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def receive() -> list[dict[str, Any]]:
+        machine, there = await pair()
+        machine.send(number=0)  # 13 bytes
+        machine.writer.close()
+        return await until_closed(there)
+
+    monkeypatch.setattr(wire, "MESSAGE_BYTES", limit)
+    assert asyncio.run(receive()) == ([{"number": 0}] if accepted else [])
+
+
+@pytest.mark.parametrize("me", [b"machine", b"coordinator"])
+def test_a_side_that_proves_nothing_is_not_waited_for(me: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.05)
+
+    async def meet() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            streams = await asyncio.open_connection(*silent.getsockname())
+            with pytest.raises(ConnectionError, match="it does not prove to hold the secret"):
+                await wire.Connection.proven(*streams, SECRET.encode(), me)
+            streams[1].close()
+
+    asyncio.run(meet())
+
+
 class FakeMachine:
     """A machine whose processes end as the test says, and which sends everything but `alive`."""
 
@@ -643,58 +737,110 @@ def test_machines_that_are_killed_and_come_back_lose_nothing() -> None:
     assert "none lost or doubled" in said.splitlines()[-1]
 
 
-def test_mistakes_are_explained(
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("join node0 train.py", "should be HOST:PORT"),
+        ("join [::1] train.py", "should be HOST:PORT"),
+        ("join node..0:1 train.py", "'node..0:1' should be HOST:PORT"),
+        ("join --nproc-per-node=0 node0:1 train.py", "--nproc-per-node=0 should be at least 1"),
+        ("join node0:1 -x train.py", "-x is after node0:1: options of join stand before it"),
+        ("join --name=a\nb node0:1 train.py", "should be the name of this machine"),
+        ("coordinate 0 --nnodes=3:2", "--nnodes=3:2: MIN should be at least 1, and MAX at least MIN"),
+        ("coordinate 0 --nnodes=0", "--nnodes=0: MIN should be at least 1, and MAX at least MIN"),
+        ("coordinate 0 --nnodes=many", "--nnodes=many should be MIN:MAX"),
+        ("coordinate 99999999", "port 99999999 should be 0 (a free one) to 65535"),
+        ("coordinate 0 --max-restarts=-1", "--max-restarts=-1 should be at least 0"),
+    ],
+)
+def test_mistakes_in_the_command_are_explained(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_LITE_SECRET", SECRET)
+    assert __main__.main(words.split(" ")) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("join node0:1", "join needs a program"),
+        ("coordinate 0 --settle=nan", "nan should be a number of seconds, 0 or more"),
+        ("coordinate 0 --settle=inf", "inf should be a number of seconds, 0 or more"),
+        ("coordinate 0 --save-timeout=-5", "-5 should be a number of seconds, 0 or more"),
+        ("coordinate 0 --settle=x", "invalid _seconds value"),
+    ],
+)
+def test_words_that_cannot_be_parsed_are_explained(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        __main__.main(words.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("secret", "content", "mode", "message"),
+    [
+        ("", None, 0, "the run has no secret: make one with (umask 077;"),
+        ("x" * 31, None, 0, "a secret has 32 to 4096 characters, and this one 31"),
+        ("x" * 4097, None, 0, "a secret has 32 to 4096 characters, and this one 4097"),
+        ("", b"", 0, "can't be read: No such file"),
+        ("", SECRET.encode(), 0o640, "others may use this file (mode 0640): chmod 600 "),
+        ("", SECRET.encode(), 0o602, "others may use this file (mode 0602): chmod 600 "),
+        ("", b"x" * 31 + b"\n", 0o600, "a secret has 32 to 4096 characters, and this one 31"),
+        ("", b"x" * 5000, 0o600, "a secret has 32 to 4096 characters, and this one 4097"),
+        ("", b"\xff" * 64, 0o600, "can't be read: it is no text"),
+    ],
+    ids=ascii,
+)
+def test_a_secret_that_does_not_keep_strangers_out_is_refused(
+    secret: str,
+    content: bytes | None,
+    mode: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_LITE_SECRET", secret)
+    file = tmp_path / "elastic.key"
+    if mode:
+        file.write_bytes(content or b"")
+        file.chmod(mode)
+    words = [] if content is None else [f"--secret-file={file}"]
+    assert __main__.main(["coordinate", "0", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert not secret or secret not in error
+
+
+def test_a_refused_machine_learns_why_and_does_not_disturb_the_run(
     started: Callable[..., Machines], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     machines = started()
     machines.join("a")
-    world(tmp_path, 0, 1)
+    alone = world(tmp_path, 0, 1)
+    port, other = machines.port, free_port()
 
     def refused(*words: str, secret: str = SECRET) -> str:
         monkeypatch.setenv("TORCHTITAN_LITE_SECRET", secret)
         assert __main__.main(words) == 2
-        said = capsys.readouterr().err
-        assert not secret or secret not in said
-        return said
+        return capsys.readouterr().err
 
-    port, other = machines.port, free_port()
-    said = refused("join", f"127.0.0.1:{port}", "other.py")
-    assert "a runs another command; give the same on each machine" in said
-    assert "program.py" not in said
-    assert f"no coordinator of this run answers at 127.0.0.1:{other}" in refused(
-        "join", "--patience=0", f"127.0.0.1:{other}", "x"
-    )
-    assert "(it has another secret, or is no coordinator)" in refused(
-        "join", "--patience=0", f"127.0.0.1:{port}", "x", secret="y" * 32
-    )
-    assert "should be HOST:PORT" in refused("join", "node0", "train.py")
-    assert "should be HOST:PORT" in refused("join", "[::1]", "train.py")
-    assert "'node..0:1' should be HOST:PORT" in refused("join", "node..0:1", "train.py")
-    assert "--nproc-per-node=0 should be at least 1" in refused("join", "--nproc-per-node=0", "node0:1", "train.py")
-    with pytest.raises(SystemExit):
-        __main__.main(["join", "node0:1"])
-    assert "join needs a program" in capsys.readouterr().err
+    error = refused("join", f"127.0.0.1:{port}", "other.py")
+    assert "a runs another command; give the same on each machine" in error
+    assert "program.py" not in error
+    error = refused("join", "--patience=0", f"127.0.0.1:{other}", "x")
+    assert f"no coordinator of this run answers at 127.0.0.1:{other}" in error
+    error = refused("join", "--patience=0", f"127.0.0.1:{port}", "x", secret="y" * 32)
+    assert "(it has another secret, or is no coordinator)" in error
+    assert "y" * 32 not in error
     assert f"port {port} can't be used" in refused("coordinate", str(port))
-    assert "--nnodes=3:2: MIN should be at least 1, and MAX at least MIN" in refused("coordinate", "0", "--nnodes=3:2")
-    assert "--nnodes=many should be MIN:MAX" in refused("coordinate", "0", "--nnodes=many")
-    assert "port 99999999 should be 0 (a free one) to 65535" in refused("coordinate", "99999999")
-    assert "-x is after node0:1: options of join stand before it" in refused("join", "node0:1", "-x", "train.py")
-    assert "should be the name of this machine" in refused("join", "--name=a\nb", "node0:1", "train.py")
-    assert "--max-restarts=-1 should be at least 0" in refused("coordinate", "0", "--max-restarts=-1")
-    for option in ("--settle=nan", "--save-timeout=-5", "--settle=inf", "--settle=x"):
-        with pytest.raises(SystemExit):
-            __main__.main(["coordinate", "0", option])
-    assert "nan should be a number of seconds, 0 or more" in capsys.readouterr().err
-    assert world(tmp_path, 0, 1), "and the run was not disturbed"
-    assert machines.worlds() == 1
-
     file = tmp_path / "elastic.key"
-    assert "the run has no secret: make one with (umask 077;" in refused("coordinate", "0", secret="")
-    assert "a secret has 32 to 4096 characters, and this one 5" in refused("coordinate", "0", secret="12345")
-    assert f"--secret-file={file} can't be read: No such file" in refused("coordinate", "0", f"--secret-file={file}")
     file.write_text(SECRET + "\n")
-    file.chmod(0o640)
-    said = refused("coordinate", "0", f"--secret-file={file}")
-    assert f"others may use this file (mode 0640): chmod 600 {file}" in said
     file.chmod(0o600)
-    assert "a runs another command" in refused("join", f"--secret-file={file}", f"127.0.0.1:{port}", "x", secret="")
+    error = refused("join", f"--secret-file={file}", f"127.0.0.1:{port}", "x", secret="")
+    assert "a runs another command" in error, "the file has the secret of this run"
+    assert world(tmp_path, 0, 1) == alone
+    assert machines.worlds() == 1

@@ -1,6 +1,5 @@
 """`python -m torchtitan_lite.evaluate`: scores against transformers, on any number of ranks, and against validation."""
 
-import argparse
 import json
 import math
 from dataclasses import replace
@@ -12,16 +11,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+import torchtitan_lite as ttl
 from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.tools.opening import Opened
-from torchtitan_lite.tools.scoring import evaluate
-from torchtitan_lite.tools.scoring.documents import Place
-from torchtitan_lite.tools.scoring.likelihood import Scores
+from torchtitan_lite.tools.evaluation import evaluate, tables
+from torchtitan_lite.tools.evaluation.documents import Place, Scores
+from torchtitan_lite.tools.load_model import Opened
 
-ENTRY = "torchtitan_lite.tools.scoring.evaluate"
+ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
 TEXTS = ["def f(x):\n    return x\n", "caf\u00e9 \u4f60\u597d", "a", "<|endoftext|> is text", "the cat sat " * 9]
 
 
@@ -47,8 +46,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def given(*arguments: Any) -> argparse.Namespace:
-    return evaluate._parser().parse_args([str(argument) for argument in arguments])
+def given(*arguments: Any) -> evaluate.Options:
+    return evaluate.options_of([str(argument) for argument in arguments])
 
 
 def scored(n: int, *arguments: Any, out: Path) -> list[dict[str, Any]]:
@@ -108,6 +107,16 @@ def test_files_that_are_not_scored_are_named(folder: Path, tmp_path: Path) -> No
     assert "1 other files are not read: 1 x .md; --text-suffixes names more suffixes of text\n" in said
     said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), "--text-suffixes=.md", entry=ENTRY))
     assert "not read" not in said
+
+
+def test_the_api_warns_of_files_that_are_not_scored(folder: Path, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md"):
+        (tmp_path / name).write_text("some text\n")
+    model, tokenizer = ttl.load_model(folder)
+    with pytest.warns(UserWarning, match="1 other files are not read: 1 x .md; text_suffixes names more") as caught:
+        scores = ttl.evaluate(model, tokenizer, tmp_path)
+    assert caught[0].filename == __file__
+    assert scores[str(tmp_path)]["bytes"] == len("some text\n")
 
 
 def test_bytes_are_those_of_the_raw_text(folder: Path, texts: Path, tmp_path: Path) -> None:
@@ -203,12 +212,12 @@ def test_a_difference_is_that_of_the_scores_also_of_other_targets() -> None:
     cut = np.minimum(n_bytes, 8)
     one = Scores(n_bytes * generator.uniform(1.0, 1.2, 40), n_bytes, n_bytes)
     other = Scores(cut * generator.uniform(2.0, 2.2, 40), cut, cut)
-    found = evaluate.difference(other, one)
-    scores = [evaluate.figures(scores)["bits_per_byte"] for scores in (one, other)]
+    found = tables.difference(other, one)
+    scores = [tables.figures(scores)["bits_per_byte"] for scores in (one, other)]
     assert found["bits_per_byte"] == pytest.approx(scores[1] - scores[0])
     assert 0 < found["bits_per_byte_stderr"] < 0.1
     assert "loss" not in found, "per other tokens"
-    assert evaluate.difference(one, one)["loss_stderr"] == 0
+    assert tables.difference(one, one)["loss_stderr"] == 0
 
 
 def test_a_total_compares_the_same_documents(folder: Path, texts: Path, tmp_path: Path) -> None:
@@ -216,19 +225,19 @@ def test_a_total_compares_the_same_documents(folder: Path, texts: Path, tmp_path
     eights = np.full(4, 8.0)
     scores = {name: Scores(np.arange(1.0, 5) * k, eights, eights, eights * k) for k, name in enumerate("abc", 2)}
     for second, expected in ((("a", "b"), True), (("b", "a"), True), (("b", "c"), False)):
-        first = evaluate.with_total({name: scores[name] for name in "ab"}, {})
+        first = tables.with_total({name: scores[name] for name in "ab"}, {})
         other = {name: scores[name] for name in second}
-        compared = evaluate.compared(evaluate.with_total(other, first), first)
-        assert (evaluate.TOTAL in compared) == expected
+        compared = tables.compared(tables.with_total(other, first), first)
+        assert (tables.TOTAL in compared) == expected
         if expected:
-            assert compared[evaluate.TOTAL]["bits_per_byte_stderr"] == 0
+            assert compared[tables.TOTAL]["bits_per_byte_stderr"] == 0
 
 
 def test_the_same_documents_are_compared_under_any_name() -> None:
     """E.g. one text, prepared in two folders with two tokenizers."""
     one, two = (Scores(np.array([8.0, factor]), np.ones(2), np.ones(2), np.array([5.0, 7.0])) for factor in (3, 4))
     other = replace(two, hashes=np.array([5.0, 8.0]))
-    assert evaluate.compared({"data/b": two, "data/c": other}, {"data/a": one}).keys() == {"data/b"}
+    assert tables.compared({"data/b": two, "data/c": other}, {"data/a": one}).keys() == {"data/b"}
 
 
 def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
@@ -276,7 +285,7 @@ def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: 
     assert tokens["documents"] == raw["documents"]
     assert (tokens["tokens"], tokens["bytes"]) == (raw["tokens"], raw["bytes"])
     assert tokens["loss"] == pytest.approx(raw["loss"], rel=1e-6)  # batches have other windows
-    assert model["texts"][evaluate.TOTAL]["bytes"] == 2 * raw["bytes"]
+    assert model["texts"][tables.TOTAL]["bytes"] == 2 * raw["bytes"]
     (some,) = scored(1, runs / "one", "--documents=1", "--data", text, out=tmp_path / "some.json")
     assert some["texts"][str(text)]["documents"] == 1
     assert some["texts"][str(text)]["loss_stderr"] is None

@@ -10,11 +10,13 @@ import torch
 
 from benchmarks import published
 from tests.helpers import ROOT
-from tests.tools.memory_cases import VOCABULARY, config_of
+from tests.tools.memory import VOCABULARY, config_of
+from torchtitan_lite import plan
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
-from torchtitan_lite.tools import plan, simulate
-from torchtitan_lite.tools.estimate.step_time import SUSTAINED, Machine, micro_batch
+from torchtitan_lite.tools.estimate import simulate
+from torchtitan_lite.tools.estimate.planned_run import make_plan
+from torchtitan_lite.tools.estimate.step_time import Machine, expected, micro_batch
 from torchtitan_lite.tools.estimate.work import Attention, Product, Traffic, Work
 
 MEDIAN, WORST = 0.10, 0.25
@@ -113,7 +115,7 @@ def test_narrow_products_are_less_efficient() -> None:
     rates = [m * 4096 * 4096 / H100.products_s(product(m, 4096, 4096), "forward") for m in (64, 1024, 16384)]
     assert rates == sorted(rates)
     assert rates[0] < 0.3 * rates[2]
-    assert 2 * rates[2] == pytest.approx(SUSTAINED["h100"] * 989e12, rel=0.15)
+    assert 2 * rates[2] == pytest.approx(0.59 * 989e12, rel=0.15)
     slower = Machine(DEVICES["h100"], power=0.5)
     assert slower.rate(2) == pytest.approx(H100.rate(2) * 0.5 ** (1 / 3))
 
@@ -146,6 +148,6 @@ def test_plan_prints_the_least_and_the_expected_time(capsys: pytest.CaptureFixtu
 
 def test_a_slower_device_is_expected_to_take_longer() -> None:
     config = config_of("llama, bfloat16, selective", 8)
-    found = plan.make_plan(config, 8, DEVICES["h100"])
+    found = make_plan(config, 8, DEVICES["h100"])
     half = replace(DEVICES["h100"], bf16_flops=DEVICES["h100"].bf16_flops / 2, memory_bandwidth=1e12, intra_node=1e9)
-    assert found.expected(half).total > found.expected(DEVICES["h100"]).total
+    assert expected(found, half).total > expected(found, DEVICES["h100"]).total

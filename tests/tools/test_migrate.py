@@ -98,6 +98,10 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
             {"fsdp.sharding_strategy": "NO_SHARD", "fsdp.param_dtype": "bfloat16", "fsdp.reduce_dtype": "float32"},
         ),
         ("{use_cpu: true, fsdp_config: {fsdp_offload_params: true}}", {"run.device": "cpu"}),
+        (
+            "{use_cpu: true, fsdp_config: {fsdp_offload_params: false}}",
+            {"run.device": "cpu", "fsdp.cpu_offload": False},
+        ),
         ("deepspeed_config: {zero_stage: 1}", {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}),
         ("deepspeed_config: {zero_stage: 0}", {"fsdp.sharding_strategy": "NO_SHARD"}),
         ("deepspeed_config: {gradient_clipping: 0}", {"optim.max_norm": math.inf}),
@@ -144,14 +148,42 @@ def test_what_an_accelerate_config_lacks_is_named() -> None:
     assert t.no_counterpart == {"parallelism_config_cp_size": "no cp parallelism here"}
 
 
-def test_the_launch_counts_processes_per_machine() -> None:
-    content = {"num_machines": 2, "num_processes": 16}
-    assert "--nnodes 2 --node-rank RANK --master-addr ADDRESS --nproc-per-node 8" in migrate_accelerate.to_toml(
-        migrate_accelerate.translate(content), content, "x"
-    )
-    assert "--nproc-per-node 1 " in migrate_accelerate.to_toml(
-        migrate_accelerate.Translation(), {"num_processes": "two"}, "x"
-    )
+@pytest.mark.parametrize(
+    ("content", "command"),
+    [
+        (
+            {"num_machines": 2, "num_processes": 16},
+            "--nnodes 2 --node-rank RANK --master-addr ADDRESS --nproc-per-node 8",
+        ),
+        (
+            {"num_machines": 2, "num_processes": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29501},
+            "--nnodes 2 --node-rank RANK --master-addr 10.0.0.1 --master-port 29501 --nproc-per-node 1",
+        ),
+        ({"num_machines": 2, "main_process_ip": "a; reboot"}, "--master-addr ADDRESS --nproc-per-node 1"),
+        ({"num_processes": 4, "main_process_port": "29501"}, "torchrun --master-port 29501 --nproc-per-node 4"),
+        ({"num_processes": "two", "main_process_port": 65536}, "torchrun --nproc-per-node 1"),
+    ],
+)
+def test_the_launch_command_has_the_options_of_the_launcher(content: dict[str, Any], command: str) -> None:
+    output = migrate_accelerate.to_toml(migrate_accelerate.translate(content), content, "x")
+    assert f"{command} train.py --config THIS_FILE" in output.splitlines()[-1]
+
+
+KEYS = [("", migrate_accelerate.TOP), *migrate_accelerate.SECTIONS.items()]
+
+
+@pytest.mark.parametrize(("section", "key"), [(section, key) for section, rules in KEYS for key in rules])
+def test_no_key_is_dropped_whatever_its_value(section: str, key: str) -> None:
+    rule = dict(KEYS)[section][key]
+    known = list(rule.outcomes) if isinstance(rule, migrate_accelerate.Choice) else []
+    for value in [*known, "cpu", "x", 0, 1, False, True, 29500]:
+        content = {section: {key: value}} if section else {key: value}
+        try:
+            t = migrate_accelerate.translate(content)
+        except ConfigError as error:
+            assert key in str(error)  # noqa: PT017
+            continue
+        assert f"{key}: " in migrate_accelerate.to_toml(t, content, "x"), value
 
 
 @pytest.mark.parametrize(
@@ -165,6 +197,8 @@ def test_the_launch_counts_processes_per_machine() -> None:
         ("deepspeed_config: {offload_param_device: nvme}", "offload_param_device", "not to a disk"),
         ("gradient_accumulation_steps: 4", "gradient_accumulation_steps", "train.global_batch_size = this x ranks x"),
         ("wild_key: 3", "wild_key", "unknown to this tool"),
+        ("main_process_port: 0", "main_process_port", "0 is not a port; torchrun --standalone takes a free one"),
+        ("rdzv_backend: c10d", "rdzv_backend", "docs/cluster.md"),
     ],
 )
 def test_keys_without_a_counterpart_are_listed_with_the_reason(text: str, key: str, reason: str) -> None:
@@ -207,7 +241,7 @@ KNOWN = {
     *("fsdp.sharding_strategy", "fsdp.reshard_after_forward", "fsdp.dp_replicate", "fsdp.dp_shard"),
     *("fsdp.explicit_prefetching", "fsdp.forward_prefetch", "fsdp.cpu_offload", "fsdp.param_dtype"),
     *("fsdp.reduce_dtype", "run.device", "activation_checkpointing.mode", "checkpoint.state_dict"),
-    *("optim.max_norm", "compile.enabled", "compile.backend"),
+    *("optim.max_norm", "optim.name", "compile.enabled", "compile.backend"),
 }
 
 

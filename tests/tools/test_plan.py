@@ -1,10 +1,8 @@
 """Compares `plan`'s memory, communication and time with measurements and manual counts."""
 
-import functools
-import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers import ROOT, ranks, succeeded
-from tests.tools.memory_cases import CASES, EXTENDED, SLOW, VOCABULARY, config_of
+from tests.helpers import ROOT, run_distributed
+from tests.tools.memory import CASES, EXTENDED, FULL, HYBRID, SLOW, VOCABULARY, config_of, config_with, peaks_of
+from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import ModelConfig
@@ -22,54 +21,89 @@ from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, named
-from torchtitan_lite.tools import plan, simulate
-from torchtitan_lite.tools.estimate.step_time import link_s
-from torchtitan_lite.tools.simulate import Collective
+from torchtitan_lite.terminal import size
+from torchtitan_lite.tools.estimate import memory, simulate
+from torchtitan_lite.tools.estimate.communication import link_s
+from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, make_plan, vocabulary
+from torchtitan_lite.tools.estimate.step_time import time_lines
+from torchtitan_lite.tools.estimate.work import Collective
+
+H100 = DEVICES["h100"]
 
 
-def mark_of(name: str) -> str:
-    return "slow" if name in SLOW else "extended" if name in EXTENDED else ""
+def cases() -> Iterator[Any]:
+    """The name of a case, and a number of ranks."""
+    for name in CASES:
+        mark = [pytest.mark.slow] if name in SLOW else [pytest.mark.extended] if name in EXTENDED else []
+        if name in HYBRID:
+            yield pytest.param(name, 4, marks=mark)
+        else:
+            yield pytest.param(name, 1, marks=pytest.mark.slow)
+            yield pytest.param(name, 2, marks=mark)
 
 
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    return [getattr(pytest.mark, mark)] if (mark := mark_of(name)) else []
+@pytest.mark.parametrize(("name", "world_size"), [*cases()])
+def test_planned_memory_matches_measured_memory(name: str, world_size: int) -> None:
+    config = config_of(name, world_size)
+    planned = simulate.simulate(config, world_size, VOCABULARY, on_gpu=False)
+    (measured,) = run_distributed(peaks_of, world_size, [config])[0]
+    assert sum(planned.peak.values()) == pytest.approx(measured, rel=0.05)
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict[str, int]]:
-    """Bytes by case, for a world size and those cases that are marked in the same way."""
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("mesh", [{}, {"fsdp.dp_replicate": 2}], ids=["shards", "hybrid"])
+def test_averages_take_one_copy_of_the_shards(mesh: dict[str, Any], optimizer: str) -> None:
+    """With each optimizer on each mesh. The shards of the hybrid one are twice as large."""
+    values = mesh | {"optim.name": optimizer, "model.n_layers": 2}
+    plain, averaged = (
+        make_plan(config_with(values | {"tokenizer.vocab_size": VOCABULARY, "optim.ema_decay": decay}, 4), 4, H100)
+        for decay in (0.0, 0.9)
+    )
+    assert plain.layout.dp_shard == (2 if mesh else 4)
+    start, more = plain.simulated.peaks["start"], averaged.simulated.peaks["start"]
+    shards = 4 * plain.n_parameters // plain.layout.dp_shard
+    assert more == {**start, "optimizer state": start["optimizer state"] + shards}
+    assert averaged.collectives == plain.collectives, "they are computed on each rank's shards"
+    assert averaged.simulated.exchanges == plain.simulated.exchanges
+    assert bool(plain.simulated.exchanges) == (optimizer == "muon")
+    assert {c.ranks for c in plain.simulated.exchanges} <= {plain.layout.dp_shard}
 
-    @functools.cache
-    def measure(world_size: int, marked: str) -> dict[str, int]:
-        file = tmp_path_factory.mktemp("memory") / "found.json"
-        names = [name for name in CASES if mark_of(name) == marked]
-        succeeded(ranks(world_size, str(file), "cpu", *names, entry="tests.tools.plan_worker"))
-        return json.loads(file.read_text())
 
-    return measure
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=marks_of(n)) for n in CASES])
-def test_planned_memory_matches_measured_memory(
-    name: str, world_size: int, measured: Callable[[int, str], dict[str, int]]
+@pytest.mark.parametrize("mesh", [{}, {"fsdp.dp_replicate": 2}], ids=["shards", "hybrid"])
+def test_offloading_moves_shards_gradients_and_state_to_the_host(
+    mesh: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = simulate.simulate(config_of(name, world_size), world_size, VOCABULARY, on_gpu=False)
-    assert sum(found.peak.values()) == pytest.approx(measured(world_size, mark_of(name))[name], rel=0.05)
+    values = mesh | {"tokenizer.vocab_size": VOCABULARY, "optim.ema_decay": 0.9, "model.n_layers": 2}
+    on_device, offloaded = (
+        make_plan(config_with(values | {"fsdp.cpu_offload": on}, 4), 4, H100) for on in (False, True)
+    )
+    assert offloaded.simulated.peak == on_device.simulated.peak
+    moved = {"parameters", "optimizer state", "gradients"}
+    assert offloaded.device_bytes == {k: n for k, n in on_device.device_bytes.items() if k not in moved}
+    host = sum(n for kind, n in on_device.device_bytes.items() if kind in moved)
+    assert f"  on the host, per rank: {size(host)}" in memory.memory_lines(offloaded)
+    assert not any("on the host" in line for line in memory.memory_lines(on_device))
+    assert any("copies to the host are not estimated" in line for line in time_lines(offloaded, 0.4))
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param("llama, full, every other of 6", marks=pytest.mark.extended), "tied, bfloat16, prefetching",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama, full, every other of 6", {"model.n_layers": 9}),
+        ("tied, bfloat16, prefetching", {"model.n_layers": 9}),
+        ("t5", {"model.n_layers": 9, "model.n_decoder_layers": 7, "model.hidden_dim": 96}),
+        ("t5", {"model.n_layers": 9, "model.n_decoder_layers": 7, **FULL, "activation_checkpointing.every": 2}),
+    ],
+)
 @pytest.mark.extended
-def test_extrapolation_matches_a_simulation_at_full_depth(name: str) -> None:
-    config = config_of(name, 4, **{"model.n_layers": 9, "train.global_batch_size": 32})
-    found = simulate.simulate(config, 4, VOCABULARY, on_gpu=False)
+def test_extrapolation_matches_a_simulation_at_full_depth(name: str, more: dict[str, Any]) -> None:
+    config = config_of(name, 4, **more, **{"train.global_batch_size": 32})
+    extrapolated = simulate.simulate(config, 4, VOCABULARY, on_gpu=False)
     with simulate.fake_world(4):
-        whole = simulate._simulate(config, 4, VOCABULARY, [9], False)
-    assert found.peak == whole.peak
-    assert found.kept == whole.kept
-    assert found.collectives == whole.collectives
+        whole = simulate.simulate_depths(config, 4, VOCABULARY, list(config.model.stacks), False)
+    assert extrapolated.peak == whole.peak
+    assert extrapolated.kept == whole.kept
+    assert extrapolated.collectives == whole.collectives
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
@@ -100,7 +134,7 @@ def test_flops_of_llama_8b() -> None:
 @pytest.mark.extended
 def test_communication_follows_from_the_shards() -> None:
     config = config_of("llama", 8, **{"train.global_batch_size": 3 * 8 * 4, "model.n_layers": 9})
-    found = plan.make_plan(config, 8, DEVICES["h100"])
+    found = make_plan(config, 8, DEVICES["h100"])
     assert found.layout.grad_accum_steps == 3
     sent: dict[str, int] = {}
     for collective, times in found.collectives.items():
@@ -191,7 +225,7 @@ def test_invalid_options_are_errors_that_say_what_works(
 def test_no_advice_is_more_ranks_than_a_plan_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "MOST_RANKS", 6)
+    monkeypatch.setattr(memory, "MOST_RANKS", 6)
     figures = ["--peak-tflops=100", "--memory-gib=0.01", "--memory-gbs=99", "--intra-node-gbs=9", "--inter-node-gbs=1"]
     assert plan.main(["--device=mine", *figures, "--world-size=2"]) == 0
     out = capsys.readouterr().out
@@ -274,11 +308,11 @@ def test_the_work_of_a_plan_does_not_grow_with_the_world() -> None:
 
     def operators(world_size: int) -> int:
         with CountedOperators() as counted:  # type: ignore[no-untyped-call]
-            plan.make_plan(load.load(None, {}).config, world_size, DEVICES["h100"])
+            make_plan(load.load(None, {}).config, world_size, DEVICES["h100"])
         return counted.n
 
     assert operators(2048) < 1.2 * operators(128)
-    assert operators(plan.MOST_RANKS) < 1.2 * operators(128)
+    assert operators(MOST_RANKS) < 1.2 * operators(128)
 
 
 def test_no_process_group_remains_after_a_plan() -> None:
@@ -317,7 +351,7 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     """That of the prepared folder or of the tokenizer; if neither is named, of the one that is trained."""
 
     def found(key: str, value: object) -> tuple[int, str]:
-        return plan.vocabulary(load.load(None, {key: load.ConfigValue(value, "test")}, elsewhere=True).config)
+        return vocabulary(load.load(None, {key: load.ConfigValue(value, "test")}, elsewhere=True).config)
 
     split.byte_level().save(str(tmp_path / "tokenizer.json"))
     assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")

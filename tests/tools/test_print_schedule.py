@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.helpers import TINY, losses, options, python, ranks, records, succeeded, tiny
+from torchtitan_lite import plan
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.optim.optimizer import learning_rate
-from torchtitan_lite.tools import plan
 from torchtitan_lite.tools.estimate.schedule import COLUMNS, ROWS
 
 Table = dict[int, tuple[float, int, int, str]]
@@ -75,6 +75,13 @@ def test_every_schedule_has_its_corners(
         assert (ROWS - 1 - row) / (ROWS - 1) == pytest.approx(rate / max(rates), abs=0.51 / (ROWS - 1))
 
 
+def test_only_a_change_of_the_batch_size_is_a_corner(capsys: pytest.CaptureFixture[str]) -> None:
+    found = table(printed(capsys, "--train.steps=30", "--train.batch_schedule=[[0,8],[5,8],[20,16],[30,32]]"))
+    changes = {step: size for step, (_, size, _, note) in found.items() if "another batch size" in note}
+    assert changes == {21: 16}
+    assert found[30][1:3] == (16, 20 * 8 + 10 * 16)
+
+
 def test_epochs_are_steps_once_the_data_is_prepared(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,5 +94,8 @@ def test_epochs_are_steps_once_the_data_is_prepared(
     last = max(found)
     assert last % 2 == 0
     assert found[last // 2 + 1][3] == "times 0.85"
+    same_size = {key: value for key, value in values.items() if key != "train.global_batch_size"}
+    same_size["train.batch_schedule"] = "[[0,6],[4,6]]"
+    assert table(printed(capsys, *options(same_size))) == found, "no step has another batch size"
     unknown = printed(capsys, *options(values | {"data.path": text}))
     assert unknown == "schedule unknown: the length of an epoch needs prepared data in data.path\n"

@@ -15,9 +15,12 @@ import tomli
 
 from tests.helpers import HANGS_S, ranks, start, succeeded, tiny
 from torchtitan_lite.config import load, schema, toml
-from torchtitan_lite.tools.report import page as report_page
+from torchtitan_lite.tools import records as records_module
+from torchtitan_lite.tools.report import figures as figures_module
+from torchtitan_lite.tools.report import page as page_module
 from torchtitan_lite.tools.report import report
-from torchtitan_lite.tools.report import runs as runs_module
+from torchtitan_lite.tools.report.page import seconds_of
+from torchtitan_lite.tools.report.runs import read_run
 
 pytest.importorskip("plotly")
 
@@ -40,11 +43,16 @@ def step(n: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def figures_of(page: str) -> dict[str, dict[str, Any]]:
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+def data_of(page: str) -> dict[str, Any]:
+    """What report.js draws."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found
     assert not set("<>&") & set(found[1])  # "<!--<script>" in a name would hide the end of this script
-    return {figure["title"]: figure for figure in json.loads(found[1])}
+    return json.loads(found[1])
+
+
+def figures_of(page: str) -> dict[str, dict[str, Any]]:
+    return {figure["title"]: figure for figure in data_of(page)["figures"]}
 
 
 def made(out: Path, *runs: Path) -> str:
@@ -66,19 +74,20 @@ def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_pat
     page = made(tmp_path / "page.html", run)
     figures = figures_of(page)
     assert list(figures)[:4] == ["Loss", "Bits per byte", "Learning rate", "Gradient norm, before clipping"]
-    assert {"Throughput", "Peak memory of rank 0", "Where the time went"} <= figures.keys()
+    assert {"Throughput", "Peak memory of rank 0"} <= figures.keys()
     losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     train, validation = figures["Loss"]["traces"]
     assert train["x"] == list(range(1, 21))
     assert train["y"] == [r["mean_loss"] for r in losses if "loss" in r]
     assert validation["x"] == [10, 20]
-    times = {t["name"]: t["x"][0] for t in figures["Where the time went"]["traces"]}
+    times = {kind: seconds for kind, seconds in seconds_of(read_run(run)).items() if seconds}
     assert times.keys() == {"forward and backward", "optimizer", "waiting for data", "validation", "samples", "saving"}
+    assert all(f"</i>{kind}</th>" in page for kind in times)
     assert sum(times.values()) < losses[-1]["time"] - losses[0]["time"] + 60
     assert times["forward and backward"] + times["optimizer"] + times["waiting for data"] == pytest.approx(
         sum(r["seconds"] for r in losses if "loss" in r)
     )
-    assert "<b>complete</b>" in page
+    assert '<b class="status good">complete</b>' in page
     assert re.search(r"<span>bits per byte</span><b>[0-9.]+</b><small>\+- [0-9.]+</small>", page)
     assert "<th>train.steps</th><td><code>20</code></td><td>command line</td>" in page
     assert "<th>train.on_nonfinite</th><td><code>&quot;stop&quot;</code></td><td>default</td>" in page
@@ -93,9 +102,11 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
         (folder / "config.toml").write_text(f"[optim]\nlr = {lr} # command line\neps = 1e-08 # default\n")
     page = made(tmp_path / "page.html", tmp_path / "one", tmp_path / "other")
     assert [t["name"] for t in figures_of(page)["Learning rate"]["traces"]] == ["one", "other"]
-    differences = page[page.index("Differences of the configs") :].split("</section>")[0]
-    assert "<th>optim.lr</th><td><code>0.1</code></td><td><code>0.2</code></td>" in differences
-    assert "optim.eps" not in differences
+    head, *rows = re.findall("<tr.*?</tr>", page[page.index("<section class=runs>") :].split("</section>")[0])
+    assert re.findall("<th>(.*?)</th>", head)[:3] == ["run", "optim.lr", "step"], "what differs comes first"
+    assert ["<code>0.1</code>" in rows[0], "<code>0.2</code>" in rows[1]] == [True, True]
+    same = made(tmp_path / "page.html", tmp_path / "one", tmp_path / "one")
+    assert "The configs of the runs do not differ." in same
 
 
 def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
@@ -113,12 +124,13 @@ def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
     good = [a_run(name, [8.0, 6.0, 5.0, 4.0, 4.0]) for name in ("one", "two")]
     bad = a_run("bad", [8.0, 4.0, 14.0, None, 5000.0])
     late = a_run("late", [900.0, 901.0, 902.0, 903.0, 904.0])  # its first record is after it diverged
-    figures = figures_of(made(tmp_path / "page.html", *good, bad, late))
+    page = made(tmp_path / "page.html", *good, bad, late)
+    figures = figures_of(page)
     loss, bits = figures["Loss"], figures["Bits per byte"]
     assert loss["axis"]["range"] == [pytest.approx(4 - 0.05 * 6), 10]
     assert loss["traces"][4]["y"] == [8.0, 4.0, 14.0, None, 5000.0]
-    marks = {loss["traces"][mark["of"]]["name"]: mark["x"] for mark in loss["outside"] if mark["x"]}
-    assert marks == {
+    leaves = {trace["name"]: trace["leaves"] for trace in loss["traces"] if trace["leaves"]}
+    assert leaves == {
         "bad train": [pytest.approx(2.6)],
         "bad validation": [pytest.approx(2.6)],
         "late train": [1],
@@ -126,13 +138,64 @@ def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
     }
     assert "the axis ends at 10, curves that leave it (triangles) reach 5,000" in loss["unit"]
     assert bits["axis"]["range"][1] == 5
-    norm = figures["Gradient norm, before clipping"]["axis"]
-    assert (norm["type"], norm["ticktext"]) == ("log", ["1", "2", "5", "10", "20", "50"])
-    assert "outside" not in figures_of(made(tmp_path / "page.html", *good))["Loss"]
+    assert [word in page for word in ("diverged</b>", "triangles")] == [True, True]
+    page = made(tmp_path / "page.html", *good)
+    assert [word in page.split("<script")[0] for word in ("diverged</b>", "triangles")] == [False, False]
     # another vocabulary begins higher, continued pretraining ends higher: neither has diverged
     wide = a_run("wide", [12.0, 10.0, 8.0, 7.0, 6.0])
-    assert "outside" not in figures_of(made(tmp_path / "page.html", *good, wide))["Loss"]
-    assert "outside" not in figures_of(made(tmp_path / "page.html", a_run("tuned", [2.0, 3.0, 3.0, 3.0])))["Loss"]
+    tuned = a_run("tuned", [2.0, 3.0, 3.0, 3.0])
+    for runs in ([*good, wide], [tuned]):
+        page = made(tmp_path / "page.html", *runs).split("<script")[0]
+        assert [word in page for word in ("diverged</b>", "triangles")] == [False, False]
+
+
+@pytest.mark.parametrize(("losses", "expected"), [
+    ([7.0] + [15.0] * 9, True),  # most records: the axis shows it
+    ([7.0, 5.0, None, None, None], True),
+    ([None, None], True),
+    ([7.0, 5.0, 4.0, 4.0, None, 60.0, 4.0, 4.0], False),  # it has recovered
+    ([7.0, 5.0, 4.0, 4.0, 60.0], False),  # one spike
+    ([7.0, 7.1, 6.0], False),
+])  # fmt: skip
+def test_a_run_that_has_diverged_is_named(losses: list[float | None], expected: bool, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [step(n, loss=loss) for n, loss in enumerate(losses, 1)])
+    (run / "run.json").write_text('{"status": "complete"}')
+    page = made(tmp_path / "page.html", run)
+    assert '<b class="status good">complete</b>' in page
+    assert ('<b class="status bad">diverged</b>' in page) == expected
+
+
+@pytest.mark.parametrize(("norms", "ticks"), [
+    ([0.5, 1.2, 0.62], ["0.5", "0.7", "1", "1.5"]),
+    ([1.0, 1.0], ["1"]),
+    ([0.3, 40.0], ["0.2", "0.5", "1", "2", "5", "10", "20", "50"]),
+    ([1e-3, 1e6], ["0.001", "0.01", "0.1", "1", "10", "100", "1000", "10000", "100000", "1e6"]),
+    ([0.0, None, 2.0], ["2"]),
+])  # fmt: skip
+def test_the_axis_of_the_gradient_norm_begins_and_ends_at_a_label(
+    norms: list[float | None], ticks: list[str], tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", [step(n, grad_norm=norm) for n, norm in enumerate(norms, 1)])
+    axis = figures_of(made(tmp_path / "page.html", run))["Gradient norm, before clipping"]["axis"]
+    low, high = (10**end for end in axis["range"])
+    inside = [text for value, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if low <= value <= high]
+    assert (axis["type"], inside) == ("log", ticks)
+    known = [norm for norm in norms if norm]
+    assert low < min(known) <= max(known) < high
+
+
+def test_steps_become_tokens_and_time_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of training leaves out a stop of a day between two records."""
+    records = [step(n, time=1.8e9 + n + 86400 * (n > 2), seconds=2.0) for n in (1, 2, 3)]
+    run, other = write_run(tmp_path / "run", records), write_run(tmp_path / "other", [{"step": 1, "loss": 1.0}])
+    known, unknown = data_of(made(tmp_path / "page.html", run, other))["runs"]
+    assert (known["steps"], known["tokens"], known["time"]) == ([1, 2, 3], [100, 200, 300], [2, 4, 6])
+    assert (unknown["steps"], unknown["tokens"], unknown["time"]) == ([1], [], [])
+    monkeypatch.setattr(figures_module, "POINTS", 4)
+    for n in range(1, 12):
+        steps = figures_module.axes(read_run(write_run(tmp_path / str(n), [step(i) for i in range(n)])))["steps"]
+        assert (steps[0], steps[-1]) == (0, n - 1)
+        assert len(steps) <= 5
 
 
 @pytest.mark.extended
@@ -141,10 +204,19 @@ def test_many_records_are_thinned_and_spikes_kept(tmp_path: Path) -> None:
     records[33_333]["loss"] = 99.0
     page = made(tmp_path / "page.html", write_run(tmp_path / "long", records))
     for figure in figures_of(page).values():
-        assert all(len(t["x"]) <= report_page.POINTS for t in figure["traces"])
+        assert all(len(t["x"]) <= figures_module.POINTS for t in figure["traces"])
     assert 99.0 in figures_of(page)["Loss"]["traces"][0]["y"]
     assert "100,000 records, drawn as at most 2,000 points" in page
     assert len(page) < 6.5e6
+
+
+def test_a_thinned_curve_keeps_both_ends_of_each_interval_and_its_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures_module, "POINTS", 4)
+    values = [1.0, 9.0, 2.0, None, None, None, 5.0]
+    assert figures_module.thinned([*range(4)], values[:4]) == {"x": [0, 1, 2, 3], "y": [1, 9, 2, None]}, "few points"
+    thinned = figures_module.thinned([*range(7)], values)
+    assert thinned == {"x": [0, 1, 6], "y": [1, 9, 5], "mean": [4, 4, 5]}
+    assert figures_module.thinned([*range(5)], [None] * 5) == {"x": [0, 3], "y": [None, None], "mean": [None, None]}
 
 
 def test_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:
@@ -160,6 +232,7 @@ def test_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:
         None,
     ]
     assert "the loss was not finite at" in page
+    assert data_of(page)["runs"][0]["marks"] == [[2, "not finite"]], "a gap alone is overlooked"
     assert "1 step skipped, the first is 2" in page
     assert "metrics.jsonl: 1 damaged line skipped" in page
 
@@ -255,7 +328,7 @@ def test_hostile_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     for line in HOSTILE:
         for name, lines in good.items():
             (folder / name).write_text(lines + line)
-        run = runs_module.read_run(folder)
+        run = read_run(folder)
         assert [r["step"] for r in run.steps] == [1, 2], line[:50]
         assert len(run.samples) == 1, line[:50]
         assert run.notes[:2] == [f"{name}: 1 damaged line skipped" for name in good], line[:50]
@@ -277,14 +350,14 @@ def test_binary_noise_is_reported_in_notes(tmp_path: Path) -> None:
 
 
 def test_null_and_nonfinite_numbers_are_accepted(tmp_path: Path) -> None:
-    nothing = dict.fromkeys(runs_module.NUMBERS)
+    nothing = dict.fromkeys(records_module.NUMBERS)
     folder = write_run(
         tmp_path / "run", [step(1), step(2, time=float("nan"), seconds=float("inf")), step(3, **nothing)]
     )
     page = made(tmp_path / "page.html", folder)
     assert figures_of(page)["Loss"]["traces"][0]["y"][2] is None
     assert "damaged" not in page.split("<script>")[0]
-    folder = write_run(tmp_path / "largest", [step(n, **dict.fromkeys(runs_module.NUMBERS, 1e100)) for n in (1, 2)])
+    folder = write_run(tmp_path / "largest", [step(n, **dict.fromkeys(records_module.NUMBERS, 1e100)) for n in (1, 2)])
     made(tmp_path / "page.html", folder)
 
 
@@ -302,7 +375,22 @@ def test_lone_surrogates_are_escaped(tmp_path: Path) -> None:
 def test_a_malformed_run_json_gives_an_unknown_status(content: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step(1)])
     (folder / "run.json").write_text(content)
-    assert "<b>unknown</b>" in made(tmp_path / "page.html", folder)
+    assert '<b class="status unknown">unknown</b>' in made(tmp_path / "page.html", folder)
+
+
+@pytest.mark.parametrize(("about", "shown"), [
+    (
+        '{"status": "failed", "reason": "<b>no disk\\nmore"}',
+        '<b class="status bad">failed</b><small>&lt;b&gt;no disk</small>',
+    ),
+    ('{"status": "preempted", "reason": ""}', '<b class="status warn">preempted</b></div>'),
+    ('{"status": "running"}', '<b class="status live">running when last seen</b><small>last record '),
+    ('{"status": "<b> "}', '<b class="status unknown">&lt;b&gt; </b>'),
+])  # fmt: skip
+def test_the_status_has_a_colour_and_its_reason(about: str, shown: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [step(1)])
+    (folder / "run.json").write_text(about)
+    assert shown in made(tmp_path / "page.html", folder)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +474,9 @@ def test_a_browser_shows_the_page_without_errors(tmp_path: Path) -> None:
         records = [step(1), step(2), {"step": 2, "val_loss": 4.0}, task]
         records += [step(3, loss=99.0)] if name == "one" else []
         runs.append(write_run(tmp_path / name, records, samples))
-        (runs[-1] / "config.toml").write_text(f'[run]\nname = "{EVIL}" # command line\n')
+        (runs[-1] / "config.toml").write_text(f'[run]\nname = "{EVIL}" # command line\n[optim]\n"<u>" = "<i>{name}"\n')
+        (runs[-1] / "run.json").write_text('{"status": "failed", "reason": "<u>"}')
+    (runs[0] / "changes.jsonl").write_text(json.dumps({"step": 1, "changed": {"optim.<u>": [1, 2]}}) + "\n")
     made(tmp_path / "page.html", *runs)
     elements, console, asked = browse(tmp_path / "page.html", tmp_path)
     assert not console
@@ -395,18 +485,93 @@ def test_a_browser_shows_the_page_without_errors(tmp_path: Path) -> None:
     assert n >= 5
     assert f'data-drawn="{n}"' in elements
     assert elements.count('class="plot js-plotly-plot"') == n
-    assert elements.count('class="js-line"') >= 2 * (n - 2)
-    assert "one &lt;!--&lt;script&gt;" in elements
+    assert elements.count('class="js-line"') >= 2 * (n - 1)
+    assert elements.count("annotation-text") >= n, "the change, in each figure"
     assert "curves that leave it (triangles) reach 99<" in elements
     assert "<title>one, &lt;i&gt;other</title>" in elements
     assert html.escape(EVIL, quote=False) in elements
-    assert "<img" not in elements
+    for markup in ("<img", "<u>", "<i>"):
+        assert markup not in elements
+    for drawn in ('class="gtitle"', 'class="ytitle"', 'class="legendtext"'):
+        assert drawn not in elements, "titles and legends are HTML, which wraps on a narrow screen"
+
+
+# What a reader does, and what the figures then hold. It runs after the page's own script, and shares its names.
+ACTIONS = """<script>
+const result = {}, pause = () => new Promise((done) => setTimeout(done, 300));
+async function act() {
+  while (!document.documentElement.dataset.drawn) await pause();
+  const choose = (id, value, event) => { $(id).value = value; $(id).dispatchEvent(new Event(event)); return pause(); };
+  const ranges = () => plots.map((plot) => plot.layout.xaxis.range.map(Math.round));
+  const curve = () => plots[0].data.filter((trace) => trace.hoverinfo !== "skip" && trace.visible !== false)[0];
+  result.top = plots[0].getBoundingClientRect().top;
+  result.overflow = document.documentElement.scrollWidth - innerWidth;
+  await Plotly.relayout(plots[0], { "xaxis.range[0]": 3, "xaxis.range[1]": 9 });
+  await pause();
+  result.zoomed = ranges();
+  const box = plots[0].querySelector(".nsewdrag").getBoundingClientRect();
+  const at = { clientX: box.x + box.width / 2, clientY: box.y + box.height / 2, bubbles: true };
+  plots[0].querySelector(".nsewdrag").dispatchEvent(new MouseEvent("mousemove", at));
+  await pause();
+  result.hovered = plots.map((plot) => plot.querySelectorAll(".hoverlayer .legend").length);
+  $("reset").click();
+  await pause();
+  result.reset = ranges();
+  await choose("x", "tokens", "change");
+  result.tokens = curve().x;
+  await choose("x", "time", "change");
+  result.time = curve().x;
+  await choose("smooth", 10, "input");
+  result.smoothed = curve().y;
+  document.querySelector("[data-run='0']").click();
+  await pause();
+  result.other = curve().name;
+  result.saved = JSON.parse(sessionStorage.getItem(KEY));
+  parent.postMessage(JSON.stringify(result), "*");
+}
+act();
+</script></body>"""
+FRAME = """<!doctype html><body style="margin: 0"><iframe src="acted.html" width="WIDTH" height="800"></iframe>
+<script>addEventListener("message", (event) => { document.body.dataset.result = event.data; });</script></body>"""
 
 
 @pytest.mark.extended
-def test_a_narrow_browser_shows_a_single_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_figures_zoom_hover_and_smooth_together(width: int, tmp_path: Path) -> None:
+    """And on a narrow screen the first curve is within the first two screens."""
+    losses = [8.0, 4.0, 8.0, 4.0, 8.0, 4.0, 8.0, 4.0, 8.0, 4.0, 8.0]
+    runs = [
+        write_run(tmp_path / f"sweep-{n}", [step(i, loss=loss, seconds=60.0) for i, loss in enumerate(losses, 1)])
+        for n in range(8)
+    ]
+    page = made(tmp_path / "page.html", *runs)
+    (tmp_path / "acted.html").write_text(page.removesuffix("</body></html>\n") + ACTIONS)
+    (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
+    elements, console, asked = browse(tmp_path / "frame.html", tmp_path)
+    assert not console
+    assert not asked
+    found = re.search('data-result="(.*?)"', elements)
+    assert found
+    result = json.loads(html.unescape(found[1]))
+    n = len(figures_of(page))
+    assert result["top"] < 1600
+    assert result["overflow"] <= 0
+    assert result["zoomed"] == [[3, 9]] * n
+    assert result["hovered"] == [1] * n
+    assert result["reset"] == [[1, 11]] * n
+    assert result["tokens"] == [100 * i for i in range(1, 12)]
+    assert result["time"] == list(range(1, 12)), "minutes"
+    smoothed = result["smoothed"]
+    assert smoothed[:2] == [8, pytest.approx((8 * 0.5 + 4) / 1.5)], "half-life of one step"
+    assert all(4 < value < 8 for value in smoothed[1:])
+    assert result["other"] == "sweep-1 train"
+    assert {key: result["saved"][key] for key in ("x", "smooth", "runs")} == {"x": "time", "smooth": 10, "runs": [0]}
+
+
+@pytest.mark.extended
+def test_a_browser_shows_a_single_record(tmp_path: Path) -> None:
     made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
-    elements, console, asked = browse(tmp_path / "page.html", tmp_path, width=420)
+    elements, console, asked = browse(tmp_path / "page.html", tmp_path)
     assert not console
     assert not asked
     assert 'data-drawn="' in elements
@@ -441,16 +606,46 @@ def test_tasks_have_errors_and_a_chance_level(tmp_path: Path) -> None:
     page = made(tmp_path / "page.html", folder)
     (line,) = figures_of(page)["Tasks"]["traces"]
     assert (line["x"], line["y"], line["name"]) == ([1, 2, 3], [0.3, 0.5, None], escaped)
-    assert line["error_y"]["array"] == [0.03, 0.03, 0.03]
+    assert line["errors"] == [0.03, 0.03, 0.03]
     assert figures_of(page)["Tasks"]["levels"] == [{"y": 0.25, "text": "chance"}]
     assert figures_of(page)["Tasks"]["axis"]["range"] == [0, pytest.approx(1.1 * 0.53)]
     assert f"<span>task {escaped}</span><b>not finite</b><small>+- 0.030; chance 0.250</small>" in page
     assert "metrics.jsonl: 2 damaged lines skipped" in page
-    times = {t["name"]: t["x"][0] for t in figures_of(page)["Where the time went"]["traces"]}
-    assert times["tasks"] == 4.5
+    assert seconds_of(read_run(folder))["tasks"] == 4.5
     other = write_run(tmp_path / "other", [step(1), {"step": 1, "task/b": 0.1, "task_chance/b": 0.5}])
     several = figures_of(made(tmp_path / "page.html", folder, other))["Tasks"]
     assert [trace["name"] for trace in several["traces"]] == [f"run {escaped}", "other b"]
     assert [level["text"] for level in several["levels"]] == [f"chance of {escaped}", "chance of b"]
-    assert several["traces"][1]["error_y"]["array"] == [None]
+    assert several["traces"][1]["errors"] == [None]
     assert "Tasks" not in figures_of(made(tmp_path / "page.html", write_run(tmp_path / "none", [step(1)])))
+
+
+@pytest.mark.parametrize(("n", "shown"), [
+    (3, [2, 1, 0]), (4, [3, 2, 0]), (7, [6, 3, 0]),
+])  # fmt: skip
+def test_of_many_samples_some_are_shown(
+    n: int, shown: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evenly spaced, with the first and the last."""
+    monkeypatch.setattr(page_module, "SAMPLES", 3)
+    samples = [{"step": i, "prompt": prompt, "text": "x"} for i in range(n) for prompt in "ab"]
+    page = made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)], samples))
+    section = page[page.index("<h2>Samples") :].split("</section>")[0]
+    assert re.findall("<th>([0-9]+)</th>", section) == [str(i) for i in shown] * 2
+    assert section.count(f"(3 of {n})") == (0 if n == 3 else 2)
+
+
+def test_of_many_marks_and_tasks_some_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures_module, "_MARKS", 2)
+    monkeypatch.setattr(page_module, "_TASK_TILES", 2)
+    spikes = [{"step": n, "spike": {"action": "none"}} for n in (1, 2, 3)]
+    rewinds = [{"step": n, "rewind": n, "rewound_from": 9} for n in (4, 5, 6)]
+    task = {"step": 1, "task/a": 0.1, "task/b": 0.2, "task/c": 0.3}
+    folder = write_run(tmp_path / "run", [step(1), *spikes, *rewinds, task])
+    page = made(tmp_path / "page.html", folder)
+    rewound = "rewound from step 9"
+    assert data_of(page)["runs"][0]["marks"] == [[1, "spike"], [2, "spike"], [4, rewound], [5, rewound]]
+    assert "3 loss spikes, the first at step 1." in page
+    assert "6 rewinds, the last from step 9 to 5;" in page
+    assert re.findall("<span>task (.)</span>", page) == ["a", "b"]
+    assert [trace["label"] for trace in figures_of(page)["Tasks"]["traces"]] == ["a", "b", "c"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.test_report import browse, figures_of, made, step, write_run
+from tests.tools.test_report import data_of, figures_of, made, step, write_run
 from torchtitan_lite.tools.report import report
 
 pytest.importorskip("plotly")
@@ -53,35 +53,36 @@ def test_changes_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:
     ]
     (one / "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 99, "cha')
     page = made(tmp_path / "page.html", one)
-    figures = figures_of(page)
-    marks = [(mark["x"], mark["text"]) for mark in figures["Loss"]["marks"]]
-    assert marks == [(10, "lr"), (15, "&lt;b&gt;")]
-    assert "marks" not in figures["Where the time went"]
+    assert data_of(page)["runs"][0]["marks"] == [[10, "lr"], [15, "&lt;b&gt;"]]
     assert "<h2>Changed on a resume</h2>" in page
-    assert "<tr><td>10</td><th>optim.lr</th><td><code>0.004</code></td><td><code>0.001</code></td></tr>" in page
-    assert "<th>log.every</th>" in page
+    assert "<th>10</th><td>optim.lr</td><td><code>0.004</code></td><td><code>0.001</code></td></tr>" in page
+    assert "<td>log.every</td>" in page
     assert "</script></code>" not in page
     assert "changes.jsonl: 1 damaged line skipped" in page
     both = made(tmp_path / "both.html", two, one)
-    assert {mark["color"] for mark in figures_of(both)["Loss"]["marks"]} == {"#f58518"}, "the second run's"
-    assert "Changed on a resume of sweep-1e-3" in both
+    assert [(run["color"], len(run["marks"])) for run in data_of(both)["runs"]] == [("#4c78a8", 0), ("#f58518", 2)]
+    assert re.search(r"Changed on a resume of <i[^>]*></i>sweep-1e-3", both)
 
 
-@pytest.mark.extended
-def test_titles_and_legends_wrap_on_a_narrow_screen(tmp_path: Path) -> None:
-    """They were drawn into the figures, over the axes: six names, and a unit longer than the axis."""
+def test_the_table_on_the_page_is_that_of_the_terminal(tmp_path: Path) -> None:
+    """The best run first, with the colours of the curves; keys that differ before the results."""
     runs = sweep(tmp_path)
-    (runs[0] / "changes.jsonl").write_text(json.dumps({"step": 12, "changed": {"optim.lr": [1, 2]}}) + "\n")
-    made(tmp_path / "page.html", *runs)
-    elements, console, _ = browse(tmp_path / "page.html", tmp_path, width=400)
-    assert not console
-    for drawn in ('class="gtitle"', 'class="ytitle"', 'class="legendtext"'):
-        assert drawn not in elements
-    assert elements.count("<figcaption>") == len(figures_of((tmp_path / "page.html").read_text()))
-    (loss,) = re.findall(r"<figcaption><b>Loss</b>.*?</figcaption>", elements)
-    assert loss.count("<button") == 6
-    assert "sweep-2e-3 validation" in loss
-    assert elements.count("annotation-text") >= 5, "the change, in each figure over steps"
+    page = made(tmp_path / "page.html", *runs)
+    head, *rows = re.findall("<tr.*?</tr>", page[page.index("<section class=runs>") :].split("</section>")[0])
+    columns = ["run", "optim.lr", "step", "best val_loss", "at", "bits/byte", "status"]
+    assert re.findall("<th>(.*?)</th>", head) == columns
+    plain = [re.sub("<[^>]*>", "|", row) for row in rows]
+    assert [re.sub(r"\|+", "|", row).split("|")[1] for row in plain] == ["sweep-2e-3", "sweep-1e-3", "sweep-4e-3"]
+    assert re.sub(r"\|+", "|", plain[0]).split("|")[2:-1] == [
+        *(" ", "&#9733; best", "0.002", "20/20", "3.5000 +- 0.0500", "20", "2.000", "complete")
+    ]
+    assert [("best" in row) for row in rows] == [True, False, False]
+    colours = dict(zip((run.name for run in runs), (run["color"] for run in data_of(page)["runs"]), strict=True))
+    for row in rows:
+        (name,) = re.findall("<a href=#run[0-9]><i[^>]*></i>(.*?)</a>", row)
+        assert f"background: {colours[name]}" in row
+    without = [write_run(tmp_path / name, [step(1)]) for name in ("a", "b")]
+    assert "best</span>" not in made(tmp_path / "page.html", *without)
 
 
 # --- the table ----------------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ def test_a_live_page_reloads_itself_until_the_run_has_ended(
     assert figures_of(pages[2])["Loss"]["traces"][0]["x"] == [1, 2]
     last = (run / "report.html").read_text()
     assert "http-equiv=refresh" not in last
-    assert "<b>complete</b>" in last
+    assert ">complete</b>" in last
     assert not list(run.glob(".report*"))
     said = capsys.readouterr().out
     assert "waiting " in said

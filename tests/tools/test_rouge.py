@@ -13,8 +13,8 @@ from tests.helpers import ROOT, checkpoint, python, ranks, records, succeeded, t
 from torchtitan_lite.config import load
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.tools import generate
+from torchtitan_lite.tools.evaluation import rouge
 from torchtitan_lite.tools.report import report
-from torchtitan_lite.tools.scoring import rouge
 
 WIKIHOW = ROOT / "configs/t5_wikihow.toml"
 SHRUNK = {

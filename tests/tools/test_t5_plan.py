@@ -8,13 +8,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import python, ranks, succeeded, tiny
-from tests.tools.memory_cases import VOCABULARY
+from tests.tools.memory import VOCABULARY
+from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
-from torchtitan_lite.tools import plan, simulate
+from torchtitan_lite.tools.estimate import simulate
+from torchtitan_lite.tools.estimate.planned_run import make_plan
 
 
 def config_of(world_size: int, **more: Any) -> Config:
@@ -42,25 +44,6 @@ def test_flops_match_those_counted_by_torch(more: dict[str, Any]) -> None:
     # self-attention is counted as products, cross-attention, which has a kernel, is not
     scores = 12 * 64 * 2 * 32 * 48
     assert flops_per_token(model, 48, 32) == pytest.approx((products / 2 + scores) / 32, rel=0.02)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"activation_checkpointing__mode": "full", "activation_checkpointing__every": 2},
-    ],
-    ids=["plain", "full"],
-)
-def test_extrapolation_matches_a_simulation_at_full_depth(more: dict[str, Any]) -> None:
-    config = config_of(4, model__n_layers=9, model__n_decoder_layers=7, model__hidden_dim=96, **more)
-    found = simulate.simulate(config, 4, VOCABULARY, on_gpu=False)
-    with simulate.fake_world(4):
-        whole = simulate._simulate(config, 4, VOCABULARY, [9, 7], False)
-    assert found.peak == whole.peak
-    assert found.kept == whole.kept
-    assert found.collectives == whole.collectives
 
 
 def test_a_gpu_does_not_store_the_scores() -> None:
@@ -119,7 +102,5 @@ def test_a_dry_run_is_as_planned(text: Path, tmp_path: Path) -> None:
 def test_a_plan_has_the_memory_of_the_z_loss() -> None:
     """Computed from all logits, it keeps more of them for backward."""
     for chunked, grows in ((False, True), (True, False)):
-        off, on = (
-            plan.make_plan(config_of(1, train__z_loss=z, speed__chunked_loss=chunked), 1, None) for z in (0, 0.1)
-        )
+        off, on = (make_plan(config_of(1, train__z_loss=z, speed__chunked_loss=chunked), 1, None) for z in (0, 0.1))
         assert (sum(on.device_bytes.values()) > sum(off.device_bytes.values())) == grows

@@ -237,7 +237,9 @@ def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]
     first = sum(config.train.batch_size(before) for before in range(1, step))
     size, rows = config.train.batch_size(step), {}
     for rank in range(world_size):
-        batch = Loader(samples, 2, rank, world_size, config.run.seed).batch(first, size)
+        batch = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed).batch(
+            first, size
+        )
         for i, micro in enumerate(batch.micro_batches):
             for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
                 rows[i * 2 * world_size + rank * 2 + row] = both
@@ -447,7 +449,7 @@ def test_a_real_run_was_given_these_documents(trained: Path, texts: Path) -> Non
 def test_documents_are_ranked_by_their_loss_under_the_checkpoint_before(
     trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torchtitan_lite.tools.opening import open_model
+    from torchtitan_lite.tools.load_model import open_model
 
     run = trained / "run"
     rows = seen(run, "--step", "9", "--to", "10", "--rank-by-loss")["documents"]

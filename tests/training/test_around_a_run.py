@@ -254,7 +254,11 @@ def test_verify_takes_a_folder_of_runs(first: Path, tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert said.count("complete ") == 1
     assert "DAMAGED" in said
-    assert checkpoints.main(["verify", str(tmp_path / "runs/started")]) == 2
+    capsys.readouterr()
+    (tmp_path / "runs/started/run.json").write_text("{}")
+    for name, problem in (("started", "is a run without a checkpoint"), ("none", "does not exist")):
+        assert checkpoints.main(["verify", str(tmp_path / "runs" / name)]) == 2
+        assert capsys.readouterr().err == f"checkpoint.py: {tmp_path / 'runs' / name} {problem}\n"
 
 
 def test_generate_names_the_runs_of_a_folder_of_runs(first: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny
+from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import TrainConfig
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.tools import plan
 
 SCHEDULE = "--train.batch_schedule=[[3, 4], [5, 9]]"
 PLAIN: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 4, "eval__every": 0, "optim__schedule": "constant"}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
+from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, OptimConfig, TrainConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.optim.optimizer import learning_rate
-from torchtitan_lite.tools import plan
 from torchtitan_lite.tools.report import page
 from torchtitan_lite.tools.report.runs import read_run
 from torchtitan_lite.training import epochs

@@ -4,8 +4,9 @@ import fnmatch
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succ
 from torchtitan_lite.checkpointing import compatibility
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import load, schema
+from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.monitoring import resumed
+from torchtitan_lite.tools import config_reference
 
 ROWS = [
     (re.findall(r"`([^`]+)`", keys), verdict.split(",")[0].split(":")[0].strip())
@@ -30,13 +33,35 @@ def verdict_of(key: str) -> str:
     return next(verdict for patterns, verdict in ROWS for p in patterns if fnmatch.fnmatchcase(key, p))
 
 
-def test_the_table_covers_every_key_as_the_code_does() -> None:
-    assert len(ROWS) >= 8
+def test_the_table_is_made_from_the_keys() -> None:
+    page = (ROOT / "docs/resume.md").read_text()
+    table = "\n".join(config_reference.resume_table())
+    assert f"\n{table}\n\n" in page, "python -m torchtitan_lite.tools.config_reference resume"
+    assert len(ROWS) == len(config_reference.resume_table()) - 2
     for key in schema.known_keys():
-        if key.startswith(("tokenizer.", "data.")) and not compatibility.is_refused(key):
-            continue  # by their hashes, below
-        assert (verdict_of(key) == "refused") == compatibility.is_refused(key), key
-        assert (verdict_of(key) == "asks") == (compatibility.is_learned_with(key) and verdict_of(key) != "refused"), key
+        assert verdict_of(key) == schema.resume_rule(key).rule, key
+
+
+def test_old_runs_are_compared_by_the_same_keys_as_when_they_were_saved() -> None:
+    """Another list would refuse their checkpoints, or continue them with other values."""
+
+    def keys(chosen: Callable[[str], bool]) -> set[str]:
+        return {key for key in schema.known_keys() if chosen(key)}
+
+    model = {key for key in schema.known_keys() if key.startswith("model.")} - {"model.size", "model.init_from"}
+    optim = {key for key in schema.known_keys() if key.startswith("optim.")} - {"optim.name", "optim.freeze"}
+    data = {"packing", "document_mask", "objective", "noise_density", "mean_span_length", "target_len", "blind_source"}
+    refused = model | {f"data.{key}" for key in data} | {"train.seq_len", "run.seed", "optim.name", "optim.freeze"}
+    learned = optim | {"train.global_batch_size", "train.batch_schedule", "train.z_loss", "data.skip_samples"}
+    replayed = {"train.steps", "train.on_nonfinite", "train.max_skipped"}
+    replayed |= {"spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"}
+    assert keys(compatibility.is_refused) == refused
+    assert keys(compatibility.is_learned_with) == learned | {"model.init_from"}
+    assert keys(lambda key: schema.resume_rule(key).changes_steps) == refused | learned | replayed
+    # keys of older versions are treated as their section
+    assert compatibility.is_refused("model.gone")
+    assert compatibility.is_learned_with("optim.gone")
+    assert not schema.resume_rule("gone.gone").changes_steps
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +112,15 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
 
     for change in changes:
         assert resumed.differences(setting({}), setting(change)), change
+    # gloo adds the gradients of more than two ranks by their position in a group's buffer
+    by_gloo = {"speed.shared_memory": False}
+    assert resumed.differences(setting(by_gloo), setting(by_gloo | {"fsdp.blocks_per_group": 2}))
+    assert not resumed.differences(setting({}), setting({"fsdp.blocks_per_group": 2}))
+    offloaded = Config().model_copy(update={"fsdp": FsdpConfig(cpu_offload=True)})  # a rule wants a GPU for it
+    assert compatibility.bitwise_setting(offloaded, world)["cpu_offload"]
+    by_the_machine = {"fsdp.cpu_offload", "run.device", "run.threads", "run.deterministic", "speed.widened_products"}
+    changed = {key for change in changes for key in change} | {"fsdp.blocks_per_group", "fsdp.dp_replicate"}
+    assert schema.bitwise_keys().keys() == (changed - {"fsdp.dp_shard"}) | by_the_machine
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
     same |= {"speed.gc_every": 0}
     assert not resumed.differences(setting({}), setting(same))
@@ -97,6 +131,29 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
             compatibility.bitwise_setting(load.load(None, {}).config, elsewhere),
             compatibility.bitwise_setting(sent, elsewhere),
         )
+
+
+def other_value(key: str) -> Any:
+    """Another value than the default."""
+    field = schema.known_keys()[key]
+    if get_origin(field.annotation) is Literal:
+        return next(choice for choice in get_args(field.annotation) if choice != field.default)
+    if isinstance(field.default, bool):
+        return not field.default
+    if isinstance(field.default, int | float):
+        return field.default + 1
+    return f"{field.default}x" if isinstance(field.default, str) else (field.examples or [["x"]])[0]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the values need not be valid
+def test_no_other_key_is_part_of_the_setting() -> None:
+    """A resume with another value of it would be reported as not bit for bit."""
+    world = World(0, 4, torch.device("cpu"), 1, local_world_size=4)
+    before = compatibility.bitwise_setting(Config(), world)
+    for key in schema.known_keys().keys() - schema.bitwise_keys().keys() - {"fsdp.dp_shard", "model.family"}:
+        section, name = key.split(".")
+        changed = getattr(Config(), section).model_copy(update={name: other_value(key)})
+        assert compatibility.bitwise_setting(Config().model_copy(update={section: changed}), world) == before, key
 
 
 @pytest.mark.extended

@@ -23,8 +23,8 @@ from torchtitan_lite.config.schema import DataConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools.incidents import which
 from torchtitan_lite.tools.incidents.record import read_record
-from torchtitan_lite.tools.report.marks import marks, spike_notes
-from torchtitan_lite.tools.report.page import page
+from torchtitan_lite.tools.report.figures import marks
+from torchtitan_lite.tools.report.page import notes, page
 from torchtitan_lite.tools.report.runs import read_run
 from torchtitan_lite.training.spikes.watch import SpikeError, limit, require_progress
 
@@ -285,7 +285,7 @@ def test_further_spikes_rewind_again_up_to_the_limit(text: Path, tmp_path: Path)
     assert (state.spikes["rewinds"], state.jumps) == (2, [[12, 72, 108]])
     assert [r["rewind"] for r in lines(tmp_path / "run") if "back_to" in r] == [1, 2]
 
-    assert spike_notes(read_run(tmp_path / "run"))[-1].startswith("run: 2 rewinds, the last from step 13 to 12; ")
+    assert "run: 2 rewinds, the last from step 13 to 12; " in notes([read_run(tmp_path / "run")])
 
     result = run(1, text, tmp_path, "limited", env=env, **REWIND, spike__max_rewinds=1)
     assert result.returncode == 1
@@ -515,13 +515,13 @@ def test_a_run_that_rewound_is_replayed(step: int, rewound: Path, text: Path) ->
 
 def test_the_report_marks_spikes_and_rewinds(rewound: Path, tmp_path: Path) -> None:
     run = read_run(rewound)
-    assert marks([run]) == [{"x": 13, "text": "rewound from step 17", "color": "#888888"}]
+    assert marks(run) == [(13, "rewound from step 17")]
     shown = page([run])
     assert "run: 1 rewind, the last from step 17 to 12; what was abandoned is in spikes.jsonl." in shown
     with (forget(rewound, tmp_path / "run") / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 20, "spike": {"action": "skip"}}\n{"step": 21, "spike": 3, "rewound_from": "<b>"}\n')
     run = read_run(tmp_path / "run")
-    assert next((mark["x"], mark["text"]) for mark in marks([run])) == (20, "spike skipped")
+    assert marks(run)[0] == (20, "spike skipped")
     assert "run: 1 loss spike, the first at step 20." in page([run])
     assert len(run.rewinds) == 1
 

@@ -13,7 +13,7 @@ import train
 from tests.distributed.knob_table import Case
 from tests.distributed.knob_worker import training
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.tools.simulate import fake_world
+from torchtitan_lite.tools.estimate.simulate import fake_world
 
 CPU = torch.device("cpu")
 

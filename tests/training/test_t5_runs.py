@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import checkpoint, losses, python, ranks, succeeded, tensors, tiny
 from torchtitan_lite.tools import generate
-from torchtitan_lite.tools.opening import open_model
+from torchtitan_lite.tools.load_model import open_model
 
 SHAPE: dict[str, Any] = {
     **{

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny
-from tests.tasks.test_tasks import CHOICE, WORD, jsonl
+from tests.scoring.test_tasks import CHOICE, WORD, jsonl
 from torchtitan_lite.config.schema import Config, DataConfig, EvalConfig, ModelConfig
 from torchtitan_lite.training.checks import check_prompts
 
@@ -36,8 +36,12 @@ def scores(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, tmp_path: Path) -> None:
-    """On two ranks that shard, with dropout, and with the options that decide when parameters are gathered."""
+    """On two ranks that shard, with dropout, and with the options that decide when parameters are gathered.
+
+    Also with a tied head, and with averaged weights.
+    """
     knobs = {"fsdp__explicit_prefetching": "true", "fsdp__reshard_after_forward": "false", "model__dropout": 0.1}
+    knobs |= {"model__tie_embeddings": "true", "optim__ema_decay": 0.9}
     more = {"train__steps": 5, "checkpoint__every": 5, "eval__every": 0, **knobs}
     wanted = {"eval__tasks": files, "eval__tasks_every": 2}
     said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="tasks", **more, **wanted)))

@@ -2,20 +2,24 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing.progress import on_rank0
+from torchtitan_lite.checkpointing.storage import Manifest, TrainState
 from torchtitan_lite.config.derive import derive, flatten
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import Config, default_of, known_keys
+from torchtitan_lite.config.schema import Config, bitwise_keys, default_of, known_keys, resume_rule
+from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.parallelize import widens
+from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.process_group import World
 
 
@@ -50,10 +54,63 @@ def identity(config: Config, data: DataSet) -> dict[str, Any]:
     return content | {key: values[key] for key in values if is_refused(key)}
 
 
-def with_defaults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved identity, with defaults for keys that are newer than the checkpoint."""
-    known = known_keys()
-    return {key: default_of(key) for key in wanted if key in known} | dict(saved)
+def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named_by_step: bool) -> TrainState:
+    """The state of a checkpoint, on every rank.
+
+    Args:
+        expected: the identity of this run. A key that is newer than the checkpoint has its default there.
+
+    Raises:
+        CheckpointError: on every rank: it is damaged, or belongs to another model or other data.
+    """
+
+    def read_and_compare() -> dict[str, Any]:
+        state = storage.read_state(folder, named_by_step=named_by_step)
+        known = known_keys()
+        saved = {key: default_of(key) for key in expected if key in known} | dict(state.identity)
+        storage.compare(folder, saved, expected, "model, or other data")
+        return asdict(state)
+
+    return TrainState(**on_rank0(world, read_and_compare))
+
+
+def require_same_tensors(folder: Path, manifest: Manifest, parts: sharding.Parts, world: World) -> None:
+    """Raise CheckpointError on every rank if names or shapes of a checkpoint's tensors differ from these."""
+
+    def compare() -> None:
+        if manifest.state_dict == "sharded":
+            expected = shapes_of(sharding.by_name(parts))
+            storage.compare(folder, dcp_storage.shapes(folder), expected, "model or optimizer")
+            return
+        for file, tensors in parts.items():
+            storage.compare(folder, storage.read_shapes(folder / file), shapes_of(tensors), file.split(".")[0])
+
+    on_rank0(world, compare)
+
+
+def open_same_weights(
+    open_weights: Callable[[bool], Mapping[str, Tensor]], targets: Mapping[str, Tensor], world: World
+) -> Mapping[str, Tensor]:
+    """Open the weights that a run starts from, on rank 0; the other ranks get none. `open_weights(True)` verifies them.
+
+    Raises:
+        CheckpointError: on every rank, if names or shapes differ from the model's.
+    """
+    weights: Mapping[str, Tensor] = {}
+
+    def open_and_compare() -> None:
+        nonlocal weights
+        weights = open_weights(True)
+        theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
+        advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
+        storage.compare(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
+
+    on_rank0(world, open_and_compare)
+    return weights
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> AbstractContextManager[None]:
@@ -67,43 +124,29 @@ def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> A
 
 
 FAST_PATHS = 3  # the order of their sums on a CPU; it was 1 in old checkpoints, which do not record it
-_REFUSED = (
-    *("train.seq_len", "run.seed", "optim.name", "optim.freeze", "data.packing", "data.document_mask"),
-    *("data.objective", "data.noise_density", "data.mean_span_length", "data.target_len", "data.blind_source"),
-)
 
 
 def is_refused(key: str) -> bool:
     """Whether a resume with another value of this key is refused. (Text and tokenizer are compared by hash.)"""
-    if key.startswith("model."):
-        return key not in ("model.size", "model.init_from")  # an alias for other keys; only read at step 0
-    return key in _REFUSED
-
-
-_LEARNED_WITH = (
-    *("train.global_batch_size", "train.batch_schedule", "train.z_loss", "model.init_from"),
-    "data.skip_samples",
-)
+    rule = resume_rule(key)
+    return rule.rule == "refused" and not rule.by_hash
 
 
 def is_learned_with(key: str) -> bool:
     """Whether a resume with another value learns in another way, which `--resume-with-changes` has to ask for."""
-    return key.startswith("optim.") or key in _LEARNED_WITH
+    return resume_rule(key).rule == "asks"
 
 
 def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
     """What must be the same for a bitwise resume. All of it changes the order of summation."""
     on_gpu = world.device.type == "cuda"
-    fsdp = config.fsdp.model_dump(mode="json")
-    keys = "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "precision_overrides", "grad_sync"
+    values = flatten(config)
     return {
         "world_size": world.world_size,
+        **{name: values[key] for key, name in bitwise_keys().items()},
+        # where a key has an effect only sometimes, what it means here:
         "dp_replicate": derive(config, world.world_size).dp_replicate,
-        "micro_batch_size": config.train.micro_batch_size,
-        **{key: fsdp[key] for key in keys},
-        "cpu_offload": fsdp["cpu_offload"],  # the optimizer then runs on the host
         "compile": config.compile.backend if config.compile.enabled else "off",
-        "chunked_loss": config.speed.chunked_loss,
         "block_attention": config.speed.block_attention and not on_gpu,
         "fused_functions": config.speed.fused_functions
         and FAMILIES[config.model.family].fused_functions

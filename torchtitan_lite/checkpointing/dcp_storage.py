@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -193,11 +191,6 @@ class ShardReader(StorageReader):
         return True
 
 
-def load(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill tensors and DTensors from a checkpoint. All ranks of the group call it."""
-    dcp.load(state, storage_reader=ShardReader(folder), process_group=group)
-
-
 def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
     """Write whole tensors as a sharded checkpoint of one rank."""
     file = "shard-00000-of-00001.safetensors"
@@ -269,9 +262,9 @@ def read_checked_index(folder: Path) -> dict[str, Any]:
     """
     index = read_index(folder)
     parts = [part for entry in index.values() for part in entry["parts"]]
-    inside = {file: read_shapes(folder / file) for file in {part["file"] for part in parts}}
+    headers = {file: read_shapes(folder / file) for file in {part["file"] for part in parts}}
     for part in parts:
-        if inside[part["file"]].get(part["key"]) != tuple(part["shape"]):
+        if headers[part["file"]].get(part["key"]) != tuple(part["shape"]):
             raise CheckpointError(f"{folder / part['file']} does not hold {part['key']} of shape {part['shape']}")
     return index
 

@@ -1,8 +1,9 @@
 """The progress of saves, loads and verifications on this rank, for the watchdog.
 
-They take as long as there are bytes, so no fixed time tells whether one hangs. Code that writes, hashes or reads calls
-`advance` with the bytes. `doing` marks an operation that this rank takes part in; within it, `working` marks what other
-ranks may be waiting for. During a load, bytes that the kernel reads for memory-mapped files are added.
+Their time depends on the bytes and the disk, so no fixed limit tells whether one hangs. Code that writes, hashes or
+reads calls `advance` with the number of bytes. `doing` marks an operation that this rank takes part in. Within it,
+`working` marks work that other ranks may be waiting for. A load also counts bytes that the kernel reads for
+memory-mapped files.
 """
 
 import re
@@ -54,25 +55,25 @@ def advance(n_bytes: int) -> None:
 
 
 @contextmanager
-def doing(what: str, *, waiting: bool = True) -> Iterator[None]:
+def doing(operation: str, *, waiting: bool = True) -> Iterator[None]:
     """This thread takes part in a long operation, such as "saving step 5"."""
-    mine = _by_thread.setdefault(threading.get_ident(), [])
-    mine.append((what, waiting))
+    stack = _by_thread.setdefault(threading.get_ident(), [])
+    stack.append((operation, waiting))
     advance(1)
     try:
         yield
     finally:
-        mine.pop()
+        stack.pop()
         advance(1)
-        if not mine:
+        if not stack:
             del _by_thread[threading.get_ident()]
 
 
 @contextmanager
-def loading(what: str) -> Iterator[None]:
+def loading(operation: str) -> Iterator[None]:
     """The same, for a load."""
     global _loading
-    with doing(what):
+    with doing(operation):
         _loading += 1
         try:
             yield
@@ -80,16 +81,16 @@ def loading(what: str) -> Iterator[None]:
             _loading -= 1
 
 
-def working(what: str) -> AbstractContextManager[None]:
+def working(operation: str) -> AbstractContextManager[None]:
     """Other ranks may be waiting for this thread, such as for "writing model.safetensors"."""
-    return doing(what, waiting=False)
+    return doing(operation, waiting=False)
 
 
-def as_work(what: str, action: Callable[[], T]) -> Callable[[], T]:
+def as_work(operation: str, action: Callable[[], T]) -> Callable[[], T]:
     """The action, run inside `working`."""
 
     def run() -> T:
-        with working(what):
+        with working(operation):
             return action()
 
     return run
@@ -97,7 +98,7 @@ def as_work(what: str, action: Callable[[], T]) -> Callable[[], T]:
 
 def current() -> Progress:
     threads = [list(stack) for stack in list(_by_thread.values()) if stack]
-    texts = [": ".join(what for what, _ in stack) for stack in threads]
+    texts = [": ".join(operation for operation, _ in stack) for stack in threads]
     busy = [text for text, stack in zip(texts, threads, strict=True) if not stack[-1][1]]
     return Progress(_moved + (_read_by_kernel() if _loading else 0), texts, busy)
 
@@ -110,10 +111,10 @@ def main_is_doing() -> bool:
 def _read_by_kernel() -> int:
     """Bytes that the kernel has read from disks for this process; 0 if unknown."""
     try:
-        found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
+        line = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(line[1]) if line else 0
 
 
 def on_rank0(world: World, action: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""One save across all ranks, synchronous or in the background.
+"""One save across all ranks, synchronous or in the background, and the checks before it.
 
 Each rank prepares what it will write (state dicts, copies) while training waits. The ranks then agree that all have
 succeeded, rank 0 makes the folder, all write their files into it and exchange errors, and rank 0 commits (storage.py).
@@ -7,17 +7,29 @@ An error never stops a run here: every rank gets it as the outcome.
 
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress, select, storage
+from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.agreement import outcome_on_rank0
-from torchtitan_lite.distributed.process_group import World, from_all_ranks, untimed_group
+from torchtitan_lite.distributed.process_group import World, from_all_ranks, sum_over_ranks, untimed_group
+from torchtitan_lite.distributed.sharding import Tensors, local_rows
+from torchtitan_lite.errors import DivergedError, NonFiniteError
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.terminal import counted
 
 T = TypeVar("T")
 Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into an existing folder
@@ -36,47 +48,78 @@ class Saved:
     note: str = ""  # on rank 0: why older checkpoints were not deleted
 
 
-class Saver:
-    """Writes checkpoints into a folder, one at a time."""
+class BaseCheckpointer(ABC):
+    """What the four ways of checkpoint.py's Checkpointer have in common. The training loop knows it by this type."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, world: World) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        config: CheckpointConfig,
+        world: World,
+    ) -> None:
         self.folder = folder
+        self.model = model
+        self.optimizer = optimizer
         self.config = config
         self.world = world
+        self.notes: list[str] = []  # from a load, for the log: damaged checkpoints
+        self.aside: list[tuple[int, str]] = []  # from a load: steps to set aside, see select.py
         self.protect: set[int] = set()  # steps that retention must not delete
         self.older_by = 0  # also keep the newest checkpoint that is at least this many steps old, and all later ones
         self.group = untimed_group()  # not shared: a save may run in the background of training and of loads
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
-        self._what = ""  # for the watchdog
+        self._operation = ""  # for the watchdog
+        self._buffers: Tensors = {}  # host copies of this rank's rows, reused by each save
 
-    def start(self, state: TrainState, prepare: Callable[[], tuple[Write, int]], *, background: bool) -> None:
-        """Write a checkpoint. `wait` returns the outcome.
+    @abstractmethod
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint, and return its outcome from `wait`."""
+
+    @abstractmethod
+    def load(self, identity: Mapping[str, Any]) -> TrainState | None:
+        """Load the checkpoint that `config.resume` selects, and return its state; None if there is none."""
+
+    def parts(self) -> sharding.Parts:
+        """The live tensors, by file of a full state dict."""
+        model, optimizer = sharding.own_tensors(self.model), sharding.optimizer_tensors(self.model, self.optimizer)
+        return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
+
+    def require_space(self) -> None:
+        """Raise CheckpointError on every rank if the disk has no room for one checkpoint."""
+        on_rank0(self.world, lambda: storage.require_space(self.folder, self._n_bytes()))
+
+    def start_save(self, state: TrainState, prepare: Callable[[bool], Write]) -> None:
+        """Write a checkpoint; with `async_save` in the background. Never raises: `wait` returns the outcome.
 
         Args:
-            prepare: called first, while training waits. Returns the function that writes, and the size in bytes.
+            prepare: called at once, while training waits. Returns the function that writes; that function gets copies
+                if the argument is True.
         """
         assert self._thread is None, "wait for the previous save first"
+        background = self.config.async_save
         began = time.perf_counter()
-        self._what = f"saving step {state.step}"
+        self._operation = f"saving step {state.step}"
         prepared: tuple[Write, int] | str
         try:
-            prepared = prepare()
-        except Exception as caught:  # such as no memory for the copies, on this rank alone
-            prepared = self._text(caught)
+            prepared = prepare(background), self._n_bytes()
+        except Exception as error:  # such as no memory for the copies, on this rank alone
+            prepared = self._message(error)
         stopped_s = time.perf_counter() - began
 
         def run() -> None:
-            size = 0
+            n_bytes = 0
             try:
-                with progress.doing(self._what):
-                    error, size = self._save(state, prepared)
+                with progress.doing(self._operation):
+                    error, n_bytes = self._write_and_commit(state, prepared)
             except Exception as caught:  # from a collective: another rank is lost
                 error = str(caught) or repr(caught)
             folder = storage.step_folder(self.folder, state.step)
             note = "" if error else self._delete_old(state.step)
             seconds = time.perf_counter() - began
-            self._saved = Saved(state.step, folder, size, seconds, stopped_s if background else seconds, error, note)
+            self._saved = Saved(state.step, folder, n_bytes, seconds, stopped_s if background else seconds, error, note)
 
         if background:
             self._thread = threading.Thread(target=run, name="save", daemon=True)
@@ -91,51 +134,80 @@ class Saver:
     def wait(self) -> Saved | None:
         """Wait for a running save. Returns the outcome of the last one, once; None if there was none."""
         if self._thread is not None:
-            with progress.doing(self._what):
+            with progress.doing(self._operation):
                 self._thread.join()
             self._thread = None
         saved, self._saved = self._saved, None
         return saved
 
-    def _save(self, state: TrainState, prepared: tuple[Write, int] | str) -> tuple[str, int]:
-        """Returns the error and the size in bytes."""
+    def host_copies(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """Copies of this rank's rows on the host; pinned on a GPU, for speed."""
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if name not in self._buffers or self._buffers[name].shape != local.shape:
+                self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            self._buffers[name].copy_(local, non_blocking=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self._buffers
+
+    def _n_bytes(self) -> int:
+        """The size of a checkpoint in bytes, without its JSON."""
+        return sum(t.numel() * t.element_size() for tensors in self.parts().values() for t in tensors.values())
+
+    def _write_and_commit(self, state: TrainState, prepared: tuple[Write, int] | str) -> tuple[str, int]:
+        """Returns the error and the size in bytes.
+
+        Args:
+            prepared: the function that writes and the expected size, or the error of preparing them.
+        """
         failed = prepared if isinstance(prepared, str) else ""
         _, error = self._exchange({}, failed)  # writing has collectives, so all ranks begin it or none
         if error or isinstance(prepared, str):
             return error, 0
         write, n_bytes = prepared
-        folder, error = self._on_rank0(lambda: self._begin(state.step, n_bytes))
+
+        def begin() -> Path:
+            storage.require_space(self.folder, n_bytes)
+            return storage.begin(self.folder, state.step)
+
+        folder, error = self._outcome_on_rank0(begin)
         if error or folder is None:
             return error, 0
-        mine: dict[str, FileRecord] = {}
+        records: dict[str, FileRecord] = {}
         try:
-            mine = write(folder)
+            records = write(folder)
         except Exception as caught:  # any error: the other ranks must not wait for this one
-            error = self._text(caught)
-        files, error = self._exchange(mine, error)
+            error = self._message(caught)
+        files, error = self._exchange(records, error)
 
         def commit() -> Path:
             if error:
                 raise OSError(error)
             return storage.commit(folder, state, self.config.state_dict, self.world.world_size, files)
 
-        _, error = self._on_rank0(commit)
+        _, error = self._outcome_on_rank0(commit)
         if error:
             if self.world.rank == 0:
                 storage.abandon(folder)
             return error, 0
         return "", sum(record.bytes for record in files.values())
 
-    def _exchange(self, mine: dict[str, FileRecord], error: str) -> tuple[dict[str, FileRecord], str]:
+    def _exchange(self, records: dict[str, FileRecord], error: str) -> tuple[dict[str, FileRecord], str]:
         """The files and the errors of all ranks, on every rank."""
-        found = from_all_ranks(({name: asdict(record) for name, record in mine.items()}, error), self.group)
-        files = {name: FileRecord(**record) for records, _ in found for name, record in records.items()}
-        return files, "; ".join(dict.fromkeys(text for _, text in found if text))
+        of_ranks = from_all_ranks(({name: asdict(record) for name, record in records.items()}, error), self.group)
+        files = {name: FileRecord(**record) for records, _ in of_ranks for name, record in records.items()}
+        return files, "; ".join(dict.fromkeys(error for _, error in of_ranks if error))
 
-    def _text(self, error: Exception) -> str:
+    def _message(self, error: Exception) -> str:
         """The error, with the rank that has it."""
         text = str(error) or repr(error)
         return text if text.startswith("rank ") else f"rank {self.world.rank}: {text}"
+
+    def _outcome_on_rank0(self, action: Callable[[], T]) -> tuple[T | None, str]:
+        """The result or the error of an action on rank 0, on every rank."""
+        work = progress.as_work("making or committing its folder", action)
+        return outcome_on_rank0(self.world.rank, work, self.group)
 
     def _delete_old(self, step: int) -> str:
         """Apply retention, on rank 0. Returns the error, which does not fail the save."""
@@ -144,17 +216,58 @@ class Saver:
         c, keep = self.config, {*self.protect, step}
         try:
             steps = storage.find_steps(self.folder)
-            keep.update(steps[max(sum(found <= step - self.older_by for found in steps) - 1, 0) :])
+            n_older = sum(saved <= step - self.older_by for saved in steps)
+            keep.update(steps[max(n_older - 1, 0) :])
             select.purge(self.folder, select.to_keep(self.folder, c.keep_latest, c.keep_every, c.keep_best, keep))
         except Exception as caught:
             return str(caught) or repr(caught)
         return ""
 
-    def _begin(self, step: int, n_bytes: int) -> Path:
-        storage.require_space(self.folder, n_bytes)
-        return storage.begin(self.folder, step)
 
-    def _on_rank0(self, action: Callable[[], T]) -> tuple[T | None, str]:
-        """The result or the error of an action on rank 0, on every rank."""
-        work = progress.as_work("making or committing its folder", action)
-        return outcome_on_rank0(self.world.rank, work, self.group)
+# --- checks before a save: NaN, infinity and diverged copies must not reach a checkpoint ------------------------
+
+
+def require_finite(model: nn.Module, step: int) -> None:
+    """Raise NonFiniteError on every rank if a parameter is not finite on any."""
+    finite = [local_rows(parameter)[0].isfinite().all() for parameter in model.parameters()]
+    bad = (~torch.stack(finite)).float()
+    if sum_over_ranks(bad).any():
+        names = [name for (name, _), flag in zip(model.named_parameters(), bad.tolist(), strict=True) if flag]
+        raise NonFiniteError(
+            f"step {step}: not finite: {counted(len(names), 'parameter')}, the first is {names[0]}. Nothing was saved. "
+            "Older checkpoints are untouched; a lower optim.lr may help"
+        )
+
+
+def require_equal_copies(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """With HSDP, compare the copies of parameters and optimizer state bit for bit. A checkpoint saves only one copy.
+
+    Raises:
+        DivergedError: on every rank, with the tensors, and the ranks whose copies differ from the first.
+    """
+    first_parameter = next(model.parameters())
+    mesh = first_parameter.device_mesh if isinstance(first_parameter, DTensor) else None
+    if mesh is None or "dp_replicate" not in (mesh.mesh_dim_names or ()):
+        return
+    content = sharding.own_tensors(model) | sharding.optimizer_tensors(model, optimizer)
+    tensors = {name: local_rows(tensor)[0] for name, tensor in content.items() if tensor.ndim}
+    # one flipped bit changes the sum of the bit patterns
+    sums = torch.stack([_bits(rows).sum() for rows in tensors.values()])
+    first = sums.clone()
+    group = mesh.get_group("dp_replicate")
+    dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)
+    differs = (sums != first).float()
+    ranks = torch.zeros(dist.get_world_size(), device=differs.device)
+    ranks[dist.get_rank()] = differs.any().float()
+    if sum_over_ranks(ranks).any():
+        sum_over_ranks(differs)
+        names = [name for name, bad in zip(tensors, differs.tolist(), strict=True) if bad]
+        raise DivergedError(
+            f"step {step}: copies of the model differ: rank {', '.join(str(r) for r, bad in enumerate(ranks) if bad)} "
+            f"against the first copy, in {counted(len(names), 'tensor')}, the first is {names[0]}. A bit flipped in "
+            "memory, or the ranks diverged. Nothing was saved; the same command resumes from the newest checkpoint"
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -1,4 +1,4 @@
-"""Selects the checkpoint to resume from, and applies retention. Ranks verify together and get the same result.
+"""Which checkpoint a run resumes from, and which ones retention keeps. Ranks verify together and get the same result.
 
 `select_checkpoint` changes nothing on disk. It plans which checkpoints to set aside; `set_aside` renames them once
 the run is sure to start, so a process that dies in between changes nothing. Errors are raised on every rank.
@@ -10,26 +10,24 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing import progress, storage
 from torchtitan_lite.checkpointing.progress import on_rank0
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import World, from_all_ranks
 from torchtitan_lite.errors import CheckpointError, UnreadableError
-
-T = TypeVar("T")
 
 
 @dataclass
 class Selection:
-    """A verified checkpoint, or none, and notes about the others."""
+    """A verified checkpoint and its manifest, or None if there is none; and what to do with the others."""
 
-    folder: Path | None = None
-    manifest: Manifest | None = None
+    checkpoint: tuple[Path, Manifest] | None = None
     notes: list[str] = field(default_factory=list)
     aside: list[tuple[int, str]] = field(default_factory=list)  # steps to set aside, as "old" or "bad"
 
@@ -43,55 +41,87 @@ def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World)
     Raises:
         CheckpointError: the requested checkpoint is missing or damaged, all are damaged, or an I/O error.
     """
-    wanted = config.resume
+
+    def require_complete(folder: Path) -> tuple[Path, Manifest]:
+        manifest, problems = verify_together(folder, config.verify, world)
+        if manifest is None or problems:
+            raise CheckpointError("; ".join(problems))
+        return folder, manifest
+
     selection = Selection(notes=on_rank0(world, lambda: storage.incomplete_folders(checkpoints)))
-    if wanted == "never":
-        selection.aside = [(step, "old") for step in on_rank0(world, lambda: storage.find_steps(checkpoints))]
-        return selection
     steps = on_rank0(world, lambda: storage.find_steps(checkpoints))
-    if re.fullmatch(r"step-\d+", wanted):
-        step = int(wanted.removeprefix("step-"))
+    if config.resume == "never":
+        selection.aside = [(step, "old") for step in steps]
+        return selection
+    if re.fullmatch(r"step-\d+", config.resume):
+        step = int(config.resume.removeprefix("step-"))
         if step not in steps:
-            found = ", ".join(f"step-{s}" for s in steps) or "no checkpoints"
-            raise CheckpointError(f'checkpoint.resume = "step-{step}" does not exist in {checkpoints}; found {found}')
-        selection.folder = storage.step_folder(checkpoints, step)
-        selection.manifest = _require_complete(selection.folder, config, world)
+            existing = ", ".join(f"step-{s}" for s in steps) or "no checkpoints"
+            raise CheckpointError(
+                f'checkpoint.resume = "step-{step}" does not exist in {checkpoints}; found {existing}'
+            )
+        selection.checkpoint = require_complete(storage.step_folder(checkpoints, step))
         selection.aside = [(s, "old") for s in steps if s > step]
         return selection
     damaged: list[tuple[int, str]] = []
     for step in reversed(steps):
         folder = storage.step_folder(checkpoints, step)
-        manifest, problems = _verified(folder, config, world)
-        if not problems:
-            selection.folder, selection.manifest = folder, manifest
+        manifest, problems = verify_together(folder, config.verify, world)
+        if manifest is not None and not problems:
+            selection.checkpoint = folder, manifest
             break
         damaged.append((step, "; ".join(problems)))
-    if damaged and selection.folder is None:
+    if damaged and selection.checkpoint is None:
         raise CheckpointError(
-            "\n  ".join(["no checkpoint is complete:", *(text for _, text in damaged)])
+            "\n  ".join(["no checkpoint is complete:", *(problem for _, problem in damaged)])
             + "\n  --checkpoint.resume=never starts from the beginning, and keeps these as .old-step-N"
         )
-    selection.notes += [f"damaged: {text}" for _, text in damaged]
+    selection.notes += [f"damaged: {problem}" for _, problem in damaged]
     selection.aside = [(step, "bad") for step, _ in damaged]
-    if selection.folder is None and wanted != "auto":
-        from torchtitan_lite.checkpointing.verify import newest_of
-
-        selection.folder = on_rank0(world, lambda: newest_of(Path(wanted).expanduser()))
-        selection.manifest = _require_complete(selection.folder, config, world)
+    if selection.checkpoint is None and config.resume != "auto":
+        other = Path(config.resume).expanduser()
+        selection.checkpoint = require_complete(on_rank0(world, lambda: _newest_of(other)))
     return selection
 
 
-def _verified(folder: Path, config: CheckpointConfig, world: World) -> tuple[Manifest | None, list[str]]:
-    from torchtitan_lite.checkpointing.verify import verify_together
+def _newest_of(folder: Path) -> Path:
+    """The newest checkpoint of another run, or the checkpoint that the folder is."""
+    if checkpoints := storage.checkpoints_of(folder):
+        return checkpoints[-1]
+    raise CheckpointError(f'checkpoint.resume = "{folder}" is not a checkpoint, or a run with one')
 
-    return verify_together(folder, config.verify, world)
 
+def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | None, list[str]]:
+    """The manifest, and all problems. The ranks share the hashing.
 
-def _require_complete(folder: Path, config: CheckpointConfig, world: World) -> Manifest | None:
-    manifest, problems = _verified(folder, config, world)
-    if problems:
-        raise CheckpointError("; ".join(problems))
-    return manifest
+    A full state dict may be on a local disk of the first machine, so only that machine's ranks hash it.
+    """
+
+    def read_manifest() -> tuple[dict[str, Any] | None, str, int]:
+        manifest, problem = storage.check_manifest(folder)
+        # rank 0's number of local ranks for all: another machine may have more or fewer
+        return asdict(manifest) if manifest else None, problem, world.local_world_size
+
+    content, problem, n_hashing = on_rank0(world, read_manifest)
+    if content is None:
+        return None, [problem]
+    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    manifest = Manifest(**content | {"files": files})
+    n_hashing = world.world_size if manifest.state_dict == "sharded" else min(n_hashing, world.world_size)
+    by_size = sorted(files, key=lambda name: -files[name].bytes)
+    mine = by_size[world.rank :: n_hashing] if world.rank < n_hashing else []
+    problems: list[str] = []
+    unreadable = ""
+    try:
+        with progress.working(f"verifying its share of {folder.name}"):
+            checked = (storage.verify_file(folder, name, files[name], mode) for name in mine)
+            problems = [problem for problem in checked if problem]
+    except UnreadableError as error:
+        unreadable = str(error)
+    of_ranks = from_all_ranks((problems, unreadable), world.untimed)
+    if errors := list(dict.fromkeys(error for _, error in of_ranks if error)):
+        raise CheckpointError("\n  ".join(errors))
+    return manifest, [problem for problems, _ in of_ranks for problem in problems]
 
 
 def set_aside(checkpoints: Path, planned: list[tuple[int, str]]) -> list[str]:
@@ -114,23 +144,7 @@ def set_aside(checkpoints: Path, planned: list[tuple[int, str]]) -> list[str]:
     return [f"{before} was set aside as {after}" for before, after in moved]
 
 
-def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:
-    """Delete all checkpoints but these. Returns the deleted steps.
-
-    Raises:
-        OSError, UnreadableError: a checkpoint can't be read or renamed; the next save tries again.
-    """
-    kept = set(keep)
-    gone = []
-    for step in storage.find_steps(checkpoints):
-        if step in kept:
-            continue
-        folder = storage.step_folder(checkpoints, step)
-        trash = folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}")
-        folder.rename(trash)  # so that no half-deleted checkpoint is found
-        shutil.rmtree(trash, ignore_errors=True)
-        gone.append(step)
-    return gone
+# --- retention --------------------------------------------------------------------------------------------------
 
 
 def to_keep(checkpoints: Path, latest: int, every: int, best: bool, also: Iterable[int]) -> set[int]:
@@ -161,3 +175,22 @@ def to_keep(checkpoints: Path, latest: int, every: int, best: bool, also: Iterab
                 scores[step] = loss
         keep |= {min(scores, key=lambda step: (scores[step], step))} if scores else set()
     return keep
+
+
+def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:
+    """Delete all checkpoints but these. Returns the deleted steps.
+
+    Raises:
+        OSError, UnreadableError: a checkpoint can't be read or renamed; the next save tries again.
+    """
+    kept = set(keep)
+    deleted = []
+    for step in storage.find_steps(checkpoints):
+        if step in kept:
+            continue
+        folder = storage.step_folder(checkpoints, step)
+        trash = folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}")
+        folder.rename(trash)  # so that no half-deleted checkpoint is found
+        shutil.rmtree(trash, ignore_errors=True)
+        deleted.append(step)
+    return deleted

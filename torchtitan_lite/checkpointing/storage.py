@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -31,8 +32,6 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpointing.reading import MISSING, is_file, unreadable
-from torchtitan_lite.checkpointing.reading import read_json as read_json
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, sha256_of, write_text
 from torchtitan_lite.errors import CheckpointError, UnreadableError
 from torchtitan_lite.files import sync_folder
@@ -42,6 +41,8 @@ FORMAT_VERSION = 2
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a file name: no path, no "..", not hidden
+# these mean that a checkpoint is damaged; any other OSError is an I/O error
+_MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ def checkpoints_of(path: Path) -> list[Path]:
     """The checkpoints of a run, or in a folder, oldest first. A checkpoint gives itself, any other path nothing."""
     if (path / MANIFEST).is_file():
         return [path]
-    inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return [step_folder(inside, step) for step in find_steps(inside)]
+    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return [step_folder(checkpoints, step) for step in find_steps(checkpoints)]
 
 
 def misnamed(folder: Path, step: int) -> str:
@@ -106,11 +107,11 @@ def find_steps(checkpoints: Path) -> list[int]:
     """The steps of all folders with a manifest, ascending. They may be damaged, see `verify`."""
     try:
         names = [match for entry in checkpoints.iterdir() if (match := _NAME.fullmatch(entry.name))]
-    except MISSING:
+    except _MISSING:
         return []
     except OSError as error:
-        raise unreadable(checkpoints, error) from None
-    return sorted(int(name[1]) for name in names if is_file(checkpoints / name[0] / MANIFEST))
+        raise _unreadable(checkpoints, error) from None
+    return sorted(int(name[1]) for name in names if _is_file(checkpoints / name[0] / MANIFEST))
 
 
 def incomplete_folders(checkpoints: Path) -> list[str]:
@@ -118,11 +119,54 @@ def incomplete_folders(checkpoints: Path) -> list[str]:
     if not checkpoints.is_dir():
         return []
     steps = {step_folder(checkpoints, step).name for step in find_steps(checkpoints)}
-    strange = (e.name for e in checkpoints.iterdir() if e.name.startswith("step") and e.name not in steps)
-    return [f"{checkpoints / name}: not a folder step-N with a {MANIFEST}" for name in sorted(strange)]
+    others = (e.name for e in checkpoints.iterdir() if e.name.startswith("step") and e.name not in steps)
+    return [f"{checkpoints / name}: not a folder step-N with a {MANIFEST}" for name in sorted(others)]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UnreadableError: an I/O error.
+        CheckpointError: it is missing, not a JSON object, or has a duplicate key.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except (*_MISSING, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read: {error!r}") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object")
+    return content
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key appears twice")
+    return content
+
+
+def _is_file(path: Path) -> bool:
+    """Path.is_file, but an I/O error raises UnreadableError; newer versions of Python return False."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except _MISSING:
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> UnreadableError:
+    """The error for a file that can't be read now, but may be intact."""
+    return UnreadableError(
+        f"{path} can't be read: {error.strerror or error}. This is an I/O error, not damage, and "
+        "nothing was changed. Make the file readable and start the same command again"
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -143,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         bad = [name for name in files if not _PLAIN.fullmatch(name) or (folder / name).is_symlink()]
     except OSError as error:
-        raise unreadable(Path(error.filename or folder), error) from None
+        raise _unreadable(Path(error.filename or folder), error) from None
     if bad:
         raise CheckpointError(f"{folder / MANIFEST} names {bad[0]!r}, which is not a plain file of its folder")
     if STATE not in files or manifest.state_dict not in ("full", "sharded"):
@@ -161,10 +205,10 @@ def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
     try:
         state = TypeAdapter(TrainState).validate_json(content, strict=True)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{folder / STATE} is damaged: {wrong}") from None
-    if named_by_step and (wrong := misnamed(folder, state.step)):
-        raise CheckpointError(wrong)
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise CheckpointError(f"{folder / STATE} is damaged: {problems}") from None
+    if named_by_step and (problem := misnamed(folder, state.step)):
+        raise CheckpointError(problem)
     return state
 
 
@@ -179,31 +223,31 @@ def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
             return f"{path}: {size:,} bytes; the manifest says {record.bytes:,}"
         if mode == "full" and sha256_of(path) != record.sha256:
             return f"{path}: its SHA-256 does not match the manifest: the file is damaged"
-    except MISSING as error:
+    except _MISSING as error:
         return f"{path}: can't be read: {error.strerror or error}"
     except OSError as error:
-        raise unreadable(path, error) from None
+        raise _unreadable(path, error) from None
     return ""
 
 
 def check_manifest(folder: Path) -> tuple[Manifest | None, str]:
-    """The manifest, or what is wrong with it."""
+    """The manifest, or its problem."""
     try:
         manifest = read_manifest(folder)
     except UnreadableError:
         raise
     except CheckpointError as error:
         return None, str(error)
-    wrong = misnamed(folder, manifest.step)
-    return (None, wrong) if wrong else (manifest, "")
+    problem = misnamed(folder, manifest.step)
+    return (None, problem) if problem else (manifest, "")
 
 
 def verify(folder: Path, mode: str = "full") -> list[str]:
     """All problems of a checkpoint; empty if it is complete."""
-    manifest, wrong = check_manifest(folder)
+    manifest, problem = check_manifest(folder)
     if manifest is None:
-        return [wrong]
-    return [wrong for name, record in manifest.files.items() if (wrong := verify_file(folder, name, record, mode))]
+        return [problem]
+    return [problem for name, record in manifest.files.items() if (problem := verify_file(folder, name, record, mode))]
 
 
 def open_tensors(file: Path) -> Any:
@@ -261,8 +305,8 @@ def commit(
         OSError, CheckpointError: it is not committed; nothing else has changed.
     """
     for name, record in files.items():
-        if wrong := verify_file(folder, name, record, "size"):
-            raise CheckpointError(f"{wrong} (is the folder on a file system that all ranks share?)")
+        if problem := verify_file(folder, name, record, "size"):
+            raise CheckpointError(f"{problem} (is the folder on a file system that all ranks share?)")
     values = {"setting" if key == "bitwise_setting" else key: value for key, value in asdict(state).items()}
     files = {**files, STATE: write_text(folder / STATE, json.dumps(values, indent=2) + "\n")}
     manifest: dict[str, Any] = {
@@ -322,17 +366,20 @@ def require_space(checkpoints: Path, n_bytes: int) -> None:
 def compare(
     folder: Path,
     saved: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    what: str,
+    expected: Mapping[str, Any],
+    kind: str,
     advice: str = "go back to these values, or start another run with --run.name=NAME",
 ) -> None:
-    """Compare a checkpoint's values with the wanted ones.
+    """Compare a checkpoint's values with those of this run.
+
+    Args:
+        kind: for the message: the checkpoint "belongs to another" one, such as "model".
 
     Raises:
         CheckpointError: values differ; it lists each key with both values.
     """
-    if dict(saved) != dict(wanted):
+    if dict(saved) != dict(expected):
         from torchtitan_lite.hints import differences
 
-        shown = differences(saved, wanted)
-        raise CheckpointError("\n  ".join([f"{folder} belongs to another {what}:", *shown, advice]))
+        shown = differences(saved, expected)
+        raise CheckpointError("\n  ".join([f"{folder} belongs to another {kind}:", *shown, advice]))

@@ -2,11 +2,13 @@
 
 import argparse
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_lite.config import load, paths, schema, toml
+from torchtitan_lite.config.section import spelled
 
 _BARE = "\0"  # an option without a value
 
@@ -54,10 +56,10 @@ def parse(
     """
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    given = vars(options)
+    arguments = vars(options)
     overrides: load.ConfigValues = {}
     for flag, keys in SHORTHANDS.items():
-        if given[flag]:
+        if arguments[flag]:
             overrides |= {key: load.ConfigValue(value, flag) for key, value in keys.items()}
     problems: list[str] = []
     known = schema.known_keys()
@@ -69,20 +71,19 @@ def parse(
         for key, value in hints.unknown_keys(rest):
             overrides[key] = load.ConfigValue(load.parse_value(key, value), "command line")
     for key in known:
-        if given[key] is not None:
-            if given[key] == _BARE and known[key].annotation is not bool:
+        if arguments[key] is not None:
+            if arguments[key] == _BARE and known[key].annotation is not bool:
                 problems.append(f"command line: --{key} needs a value, {load.example(key)}")
                 continue
-            parsed = True if given[key] == _BARE else load.parse_value(key, given[key])
-            if key in overrides:
-                from torchtitan_lite.config.presets import against
-
-                problems += against(key, known[key].annotation, overrides[key], given[key], parsed)
+            parsed = True if arguments[key] == _BARE else load.parse_value(key, arguments[key])
+            if key in overrides and spelled(known[key].annotation, parsed) != (meant := overrides[key]).value:
+                means = f"{meant.origin} means {key} = {json.dumps(meant.value)}"
+                problems.append(f"command line: --{key}={arguments[key]}: {means}; leave one of the two out")
             overrides[key] = load.ConfigValue(parsed, "command line")
     sizes = {"world_size": world_size, "n_gpus": n_gpus, "local_world_size": local_world_size}
-    loaded = load.load(given["config"], overrides, elsewhere=elsewhere, problems=problems, checks=checks, **sizes)
-    loaded = replace(loaded, with_changes=given["resume_with_changes"])
-    modes = {name: given[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
+    loaded = load.load(arguments["config"], overrides, elsewhere=elsewhere, problems=problems, checks=checks, **sizes)
+    loaded = replace(loaded, with_changes=arguments["resume_with_changes"])
+    modes = {name: arguments[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
     return Command(loaded, **modes, trains=all(mode is None or mode is False for mode in modes.values()))
 
 

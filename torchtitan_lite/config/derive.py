@@ -22,12 +22,8 @@ class Layout:
 
 
 def derive(config: Config, world_size: int) -> Layout:
-    """Derive the layout, of the last steps if the batch grows. A dp_* of -1 takes all remaining ranks."""
-    replicate, shard = config.fsdp.dp_replicate, config.fsdp.dp_shard
-    if replicate == -1:
-        replicate = 1 if shard == -1 else max(world_size // shard, 1)
-    if shard == -1:
-        shard = max(world_size // replicate, 1)
+    """Derive the layout, of the last steps if the batch grows."""
+    replicate, shard = config.fsdp.mesh(world_size)
     train = config.train
     per_round = world_size * train.micro_batch_size
     size = train.batch_size(train.steps)
@@ -59,7 +55,7 @@ def quota_of_cores(root: Path = Path("/")) -> float:
 
     Each group limits those inside it. A container may see its own group at the path "/", or at the host's path.
     """
-    found = []
+    quotas = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -76,5 +72,5 @@ def quota_of_cores(root: Path = Path("/")) -> float:
                     quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
                 else:
                     quota, period = (folder / "cpu.max").read_text().split()
-                found.append(int(quota) / int(period))
-    return min((cores for cores in found if cores > 0), default=0)
+                quotas.append(int(quota) / int(period))
+    return min((cores for cores in quotas if cores > 0), default=0)

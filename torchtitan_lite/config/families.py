@@ -9,33 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Sizes = Mapping[str, Mapping[str, Any]]
-
 
 @dataclass(frozen=True)
 class Family:
     """A family of models."""
 
     model: str  # "module:class" of its Transformer
-    sizes: Sizes | str  # the [model] keys of each size, or "module:name" of them
-    keys: tuple[str, ...] = ()  # family-specific [model] keys that this family reads
+    sizes: Mapping[str, Mapping[str, Any]]  # the [model] keys of each size
+    keys: tuple[str, ...] = ()  # [model] keys that only this family, or some of them, read
     hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
-    fused_functions: bool = False  # whether its blocks can use models/fused.py
+    fused_functions: bool = False  # whether cpu/fused.py replaces a part of its blocks
     encoder_decoder: bool = False  # whether tokens are an encoder's inputs, and targets of another length a decoder's
 
     def load(self) -> Any:
         """Import the model class."""
-        return _load(self.model)
-
-    def named_sizes(self) -> Sizes:
-        """The [model] keys of each size."""
-        found: Sizes = _load(self.sizes) if isinstance(self.sizes, str) else self.sizes
-        return found
-
-
-def _load(named: str) -> Any:
-    module, name = named.split(":")
-    return getattr(importlib.import_module(module), name)
+        module, name = self.model.split(":")
+        return getattr(importlib.import_module(module), name)
 
 
 GPT: dict[str, dict[str, Any]] = {
@@ -69,6 +58,30 @@ LLAMA: dict[str, dict[str, Any]] = {
     "405B": _llama(16384, 126, 128, 8, 53248, theta=5e5),  # Llama 3.1
 }
 
+
+def _t5(dim: int, n_layers: int, n_heads: int, hidden_dim: int, head_dim: int = 64) -> dict[str, Any]:
+    names = "dim", "n_layers", "n_heads", "hidden_dim", "head_dim"
+    return dict(zip(names, (dim, n_layers, n_heads, hidden_dim, head_dim), strict=True)) | {"norm_eps": 1e-6}
+
+
+_V1_0 = {"gated": False, "tie_embeddings": True, "scale_output": True}
+T5: dict[str, dict[str, Any]] = {
+    # blocks of each stack; dim, layers, heads, hidden
+    "1M": _t5(128, 2, 4, 256, 32),
+    "3M": _t5(192, 3, 6, 512, 32),
+    "10M": _t5(320, 4, 5, 832),
+    "t5-small": _t5(512, 6, 8, 2048) | _V1_0,
+    "t5-base": _t5(768, 12, 12, 3072) | _V1_0,
+    "t5-large": _t5(1024, 24, 16, 4096) | _V1_0,
+    "t5-3b": _t5(1024, 24, 32, 16384, 128) | _V1_0,
+    "t5-11b": _t5(1024, 24, 128, 65536, 128) | _V1_0,
+    "t5-v1_1-small": _t5(512, 8, 6, 1024),
+    "t5-v1_1-base": _t5(768, 12, 12, 2048),
+    "t5-v1_1-large": _t5(1024, 24, 16, 2816),
+    "t5-v1_1-xl": _t5(2048, 24, 32, 5120),
+    "t5-v1_1-xxl": _t5(4096, 24, 64, 10240),
+}
+
 FAMILIES: dict[str, Family] = {
     "gpt": Family("torchtitan_lite.models.gpt:GPT", GPT, keys=("dropout", "mup_base_dim")),
     "llama": Family(
@@ -83,13 +96,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "t5": Family(
         "torchtitan_lite.models.t5:T5",
-        "torchtitan_lite.config.presets:T5",
+        T5,
         keys=("dropout", "head_dim", "hidden_dim", "gated", "scale_output", "n_decoder_layers"),
         fused_functions=True,
         encoder_decoder=True,
     ),
 }
-
 
 # the family of a block's class in the package transformers
 BLOCKS = {
@@ -97,9 +109,3 @@ BLOCKS = {
     "GPT2Block": "gpt",
     "T5Block": "t5",
 }
-
-
-def families_with(key: str) -> list[str]:
-    """The families that read a key of [model]: all, unless the key is family-specific."""
-    listed = [name for name, family in FAMILIES.items() if key in family.keys]
-    return listed or list(FAMILIES)

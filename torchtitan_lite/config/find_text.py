@@ -76,12 +76,12 @@ class Folder:
 def folders_below(root: Path, hidden: bool) -> list[Folder]:
     """The folder and all folders below it, each once. Links are followed after the real folders."""
     seen: set[tuple[int, int]] = set()
-    found: list[Folder] = []
+    folders: list[Folder] = []
     links = [root]
     while links:
         links.sort()
         todo = [links.pop(0)]
-        linked = bool(found)
+        linked = bool(folders)
         while todo:
             folder = todo.pop()
             with reading(folder):
@@ -96,8 +96,8 @@ def folders_below(root: Path, hidden: bool) -> list[Folder]:
                     names.append(entry.name)
                 else:
                     (links if entry.is_symlink() else todo).append(folder / entry.name)
-            found.append(Folder(folder, linked, names))
-    return found
+            folders.append(Folder(folder, linked, names))
+    return folders
 
 
 def matching(pattern: Path) -> list[tuple[Path, bool]]:
@@ -112,20 +112,20 @@ def matching(pattern: Path) -> list[tuple[Path, bool]]:
     with reading(pattern), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         pattern.lstat()
         return [(pattern, False)]
-    found = {Path(pattern.anchor): False}
+    matches = {Path(pattern.anchor): False}
     parts = pattern.parts[1:] if pattern.anchor else pattern.parts
     for number, part in enumerate(parts):
-        found = _step(found, part, "**" in parts[:number], last=number == len(parts) - 1)
-    return [(path, found[path]) for path in sorted(found, key=str)]
+        matches = _step(matches, part, "**" in parts[:number], last=number == len(parts) - 1)
+    return [(path, matches[path]) for path in sorted(matches, key=str)]
 
 
 def _step(bases: dict[Path, bool], part: str, below_stars: bool, last: bool) -> dict[Path, bool]:
     """Extend the matched paths by the next part of the pattern."""
-    found: dict[Path, bool] = {}
+    matches: dict[Path, bool] = {}
 
     def add(path: Path, linked: bool) -> None:
         linked = linked or (below_stars and path.is_symlink() and is_folder(path))
-        found[path] = found.get(path, True) and linked
+        matches[path] = matches.get(path, True) and linked
 
     for base, linked in bases.items():
         if part == "**":
@@ -140,7 +140,7 @@ def _step(bases: dict[Path, bool], part: str, below_stars: bool, last: bool) -> 
                     add(base / name, linked)
         elif os.path.lexists(base / part):
             add(base / part, linked)
-    return found
+    return matches
 
 
 def _names(folder: Path) -> list[str]:

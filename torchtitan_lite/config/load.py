@@ -2,7 +2,7 @@
 
 Later layers override earlier ones; `--print-config` shows the origin of each value:
 
-  1. the defaults in schema.py,
+  1. the defaults in sections/,
   2. the files: first `base = "other.toml"`, then the file itself,
   3. the command line: `--section.key=value`, and shorthands such as `--mixed-precision`.
 
@@ -23,10 +23,11 @@ from pydantic import ValidationError
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.rules import conflicts
-from torchtitan_lite.config.schema import Config, default_of, known_keys
+from torchtitan_lite.config.schema import Config, conflicts, default_of, known_keys, usage_rules
+from torchtitan_lite.config.section import Machine
+from torchtitan_lite.config.sections.fsdp import contradiction, strategy_keys
+from torchtitan_lite.config.sections.model import rate_note
 from torchtitan_lite.config.toml import Loaded, format_value
-from torchtitan_lite.config.unread import unread
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import counted
 
@@ -87,8 +88,8 @@ def read_file(path: Path, problems: list[str], files: list[str], chain: tuple[Pa
     inherited: ConfigValues = {}
     if base:
         beside = Path(base) if base[0] == "~" else path.parent / base
-        found = beside if beside.exists() or not Path(base).is_file() else Path(base)
-        inherited = read_file(found, problems, files, (*chain, where))
+        chosen = beside if beside.exists() or not Path(base).is_file() else Path(base)
+        inherited = read_file(chosen, problems, files, (*chain, where))
     return inherited | {key: ConfigValue(value, str(path), level=-len(chain)) for key, value in _leaves(tree)}
 
 
@@ -145,7 +146,7 @@ def build(
     Args:
         checks: the first accepts any values (see `conflicts`); the others build the model, and run only if [model] is
             valid.
-        notes: gets a sentence for each value that nothing reads (unread.py), or that contradicts the size.
+        notes: gets a sentence for each value that is not used (`UsedIf`), or that contradicts the size.
         left_out: gets the keys that were reset to their default.
 
     Returns:
@@ -168,36 +169,40 @@ def build(
                 problems.append(_describe(key, layers[key], f"{_sentence(item)}; {example(key, layers[key].origin)}"))
             refused.add(key)
         config = _validate(layers, refused)
-    for key in _unread(config, layers, refused, problems, notes):
+    for key in _unused(config, layers, refused, problems, notes):
         refused.add(key)
         if left_out is not None:
             left_out.add(key)
     config = _validate(layers, refused)
     for check in checks:
-        found = _conflicting(check(config), layers, refused)
-        problems += found.values()
-        if any(key.startswith("model.") for keys in (*found, *refused) for key in keys.split()):
+        broken = _accepted(check(config), layers, refused)
+        problems += broken.values()
+        if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
             break
     return config
 
 
-def _unread(
+def _unused(
     config: Config, values: ConfigValues, refused: set[str], problems: list[str], notes: list[str]
 ) -> Iterator[str]:
-    """Refuse keys that nothing reads. Yield those set in a layer below the choice: they are reset to their default."""
-    for found in unread(config):
-        key, rule = found.key, found.rule
-        if key not in values or not refused.isdisjoint((key, *rule.choice)):
+    """Refuse keys that are not used. Yield those set in a layer below the choice: they are reset to their default."""
+    for key, rule in usage_rules():
+        choices = rule.decided_by.split()
+        if key not in values or not refused.isdisjoint((key, *choices)):
             continue
-        value = values[key]
-        choice_level = max((values[choice].level for choice in rule.choice if choice in values), default=-math.inf)
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value == default_of(key) or rule.holds(config):
+            continue
+        level = values[key].level
+        message = f"{values[key].origin}: {key} = {value} has no effect without {rule.needs}"
         if not rule.refuse:
-            notes.append(f"{value.origin}: {found.message}")
-        elif value.level < choice_level:
-            notes.append(f"{value.origin}: {found.message}; it stays at its default")
+            notes.append(message)
+        elif level < max((values[choice].level for choice in choices if choice in values), default=-math.inf):
+            notes.append(f"{message}; it stays at its default")
             yield key
         else:
-            problems.append(f"{value.origin}: {found.message}; leave it out, or set that")
+            problems.append(f"{message}; leave it out, or set that")
             refused.add(key)
 
 
@@ -213,24 +218,22 @@ def _validate(values: ConfigValues, refused: set[str]) -> Config:
     return Config.model_validate(tree, context="layers")
 
 
-def _conflicting(broken: Mapping[str, str], values: ConfigValues, refused: set[str]) -> dict[str, str]:
+def _accepted(broken: Mapping[str, str], values: ConfigValues, refused: set[str]) -> dict[str, str]:
     """The broken rules whose keys were all accepted, each with the origin of the value from the highest layer."""
-    found = {}
+    accepted = {}
     for keys, message in broken.items():
         if refused.isdisjoint(keys.split()):
             origins = [values[key] for key in keys.split() if key in values]
             last = max(origins, key=lambda v: (v.level, not v.origin.startswith("size ")), default=None)
-            found[keys] = f"{last.origin if last else 'default'}: {message}"
-    return found
+            accepted[keys] = f"{last.origin if last else 'default'}: {message}"
+    return accepted
 
 
 def _with_size(values: ConfigValues, problems: list[str], refused: set[str], notes: list[str]) -> ConfigValues:
     """The values over the [model] keys of `[model] size`, which replace values of lower layers."""
     layer = _size_layer(values, problems, refused)
     if "model.size" in values:  # the default contradicts nothing
-        from torchtitan_lite.config.presets import size_notes
-
-        notes += size_notes(values, layer)
+        notes += _size_notes(values, layer)
     return layer | {key: value for key, value in values.items() if key not in layer or value.level >= layer[key].level}
 
 
@@ -241,7 +244,7 @@ def _size_layer(values: ConfigValues, problems: list[str], refused: set[str]) ->
     known = FAMILIES.get(family.value.lower()) if isinstance(family.value, str) else None
     if known is None or not isinstance(size.value, str):
         return {}  # an unknown family or a wrong type is reported elsewhere
-    sizes = known.named_sizes()
+    sizes = known.sizes
     if size.value not in sizes:
         names = ", ".join(sizes)
         problems.append(
@@ -257,15 +260,29 @@ def _size_layer(values: ConfigValues, problems: list[str], refused: set[str]) ->
     return layer
 
 
+def _size_notes(numbers: ConfigValues, size: ConfigValues) -> Iterator[str]:
+    """Which numbers of [model] contradict a size, and which of the two applies: that of the higher layer."""
+    others = [key for key in size if key in numbers and numbers[key].value != size[key].value]
+    for dropped in (False, True):
+        if keys := [key for key in others if (numbers[key].level < size[key].level) == dropped]:
+            wins, loses = (size, numbers) if dropped else (numbers, size)
+            yield f"{', '.join(keys)}: {wins[keys[0]].origin} applies, not {loses[keys[0]].origin}"
+
+
 def _strategy_layer(values: ConfigValues, local_world_size: int, problems: list[str]) -> ConfigValues:
     """The [fsdp] keys of `[fsdp] sharding_strategy` that are not set, or are set to -1 or "default"."""
-    if not values.get("fsdp.sharding_strategy", ConfigValue("", "default")).value:
-        return {}
-    from torchtitan_lite.config.presets import strategy_layer
-
-    found, wrong = strategy_layer(values, local_world_size)
-    problems += [_describe(key, values[key], why) for key, why in wrong.items()]
-    return {key: replace(values["fsdp.sharding_strategy"], **changes) for key, changes in found.items()}
+    named = values.get("fsdp.sharding_strategy", ConfigValue("", "default"))
+    if not isinstance(named.value, str):
+        return {}  # reported elsewhere
+    strategy = named.value.upper()
+    explicit = {key.removeprefix("fsdp."): value.value for key, value in values.items() if key.startswith("fsdp.")}
+    for key, value in explicit.items():
+        if why := contradiction(strategy, key, value, local_world_size):
+            problems.append(_describe(f"fsdp.{key}", values[f"fsdp.{key}"], f"{why}; leave one of the two out"))
+    return {
+        f"fsdp.{key}": replace(named, value=value, origin=f'sharding_strategy "{strategy}"')
+        for key, value in strategy_keys(strategy, explicit, local_world_size).items()
+    }
 
 
 def _describe(key: str, value: ConfigValue, message: str) -> str:
@@ -295,7 +312,8 @@ def example(key: str, origin: str = "command line") -> str:
     """A valid assignment to a key, as TOML or as an option for a shell."""
     from torchtitan_lite import hints
 
-    value = hints.EXAMPLES.get(key, default_of(key))
+    examples = known_keys()[key].examples
+    value = examples[0] if examples else default_of(key)  # an empty default shows nothing
     as_toml = format_value(value)
     return f"e.g. {hints.option(key, value, as_toml) if origin == 'command line' else f'{key} = {as_toml}'}"
 
@@ -337,13 +355,11 @@ def load(
     values |= _strategy_layer(values, local_world_size, problems)
     notes: list[str] = []
     left_out: set[str] = set()
-    fixed = conflicts(world_size, n_gpus, local_world_size, elsewhere=elsewhere)
-    config = build(values, [fixed, *checks], problems, notes, left_out)
+    rules = conflicts(Machine(world_size, n_gpus, local_world_size), elsewhere=elsewhere)
+    config = build(values, [rules, *checks], problems, notes, left_out)
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     if config.model.init_from and "optim.lr" not in values:
-        from torchtitan_lite.config.presets import rate_note
-
         notes += rate_note(config)
     origins = {key: value.origin for key, value in _with_size(values, [], set(), []).items()}
     return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes, files)

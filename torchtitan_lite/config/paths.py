@@ -51,6 +51,17 @@ def problem(path: str | Path) -> str:
     return ""
 
 
+def not_a_folder(path: str) -> str:
+    """Why a path can't be a folder; empty if it is one, or can become one."""
+    try:
+        where = expand(path)
+        return f"{path} can't be written: it is not a folder" if where.exists() and not where.is_dir() else ""
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"{shortened(path)}: {error.strerror or error}"
+
+
 _LONGEST_META = 256 << 20  # bytes
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.token_files import Meta, read_meta
 from torchtitan_lite.errors import DataError
 
@@ -36,14 +37,10 @@ class DataSet:
         Raises:
             DataError: a folder is damaged, or two of them differ in tokenizer or end token.
         """
-        found = tuple(Source(name, weight, folder, read_meta(folder)) for name, (weight, folder) in folders.items())
-        first = found[0]
-        for other in found[1:]:
-            if any(getattr(first.meta, key) != getattr(other.meta, key) for key in ("tokenizer_sha256", "end_token")):
-                from torchtitan_lite.data.repair import different
-
-                raise DataError(f"data.sources: {different(first, other)}")
-        return cls(found)
+        sources = tuple(Source(name, weight, folder, read_meta(folder)) for name, (weight, folder) in folders.items())
+        for other in sources[1:]:
+            _require_same_tokenizer(sources[0], other)
+        return cls(sources)
 
     @property
     def folder(self) -> Path:
@@ -76,6 +73,22 @@ class DataSet:
         return {f"data.sources {s.name}": f"{s.meta.tokens_sha256[:16]} x {s.weight}" for s in self.sources}
 
 
+def _require_same_tokenizer(first: Source, other: Source) -> None:
+    if other.meta.tokenizer_sha256 != first.meta.tokenizer_sha256:
+        raise DataError(
+            f"data.sources: {first.name} and {other.name} were prepared with different tokenizers "
+            f"({first.meta.tokenizer_sha256[:12]} and {other.meta.tokenizer_sha256[:12]}); prepare one of them "
+            f"again with --tokenizer {first.folder / 'tokenizer.json'}"
+        )
+    if other.meta.end_token != first.meta.end_token:
+        tokenizer = bpe.load(first.folder / "tokenizer.json")
+        ends = [bpe.shown(tokenizer, source.meta.end_token) for source in (first, other)]
+        raise DataError(
+            f"data.sources: documents end with {ends[0]} in {first.name} and with {ends[1]} in {other.name}; prepare "
+            f"one of them again with the other's --end-token"
+        )
+
+
 def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> DataSet:
     """The data of a run: `[data] path`, or each of `[data.sources]`. Text is prepared, unless it is in the cache.
 
@@ -96,9 +109,9 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[st
         if folders:
             tokenizer = as_in(next(iter(folders.values())), tokenizer)
         folders |= dict(zip(texts, prepared_in_cache(texts, data, tokenizer, info), strict=True))
-    found = DataSet.of({name: (weight, folders[name]) for name, weight in data.sources.items()})
-    _require_tokenizer(tokenizer, found.folder)
-    return found
+    data_set = DataSet.of({name: (weight, folders[name]) for name, weight in data.sources.items()})
+    _require_configured_tokenizer(tokenizer, data_set.folder)
+    return data_set
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> Path:
@@ -109,15 +122,27 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], 
     """
     if isinstance(data.path, str) and data.path and is_prepared(data.path):
         folder = Path(data.path).expanduser()
-        _require_tokenizer(tokenizer, folder)
+        _require_configured_tokenizer(tokenizer, folder)
         return folder
     from torchtitan_lite.data.prepare.cache import prepared_in_cache
 
     return prepared_in_cache([data.path], data, tokenizer, info)[0]
 
 
-def _require_tokenizer(config: TokenizerConfig, folder: Path) -> None:
-    if config.path or config.end_token:
-        from torchtitan_lite.data.repair import require_tokenizer
-
-        require_tokenizer(config, folder, read_meta(folder))
+def _require_configured_tokenizer(config: TokenizerConfig, folder: Path) -> None:
+    """Raise DataError if the config names another tokenizer or end token than those of this prepared folder."""
+    if not (config.path or config.end_token):
+        return
+    meta = read_meta(folder)
+    if config.path and (configured := bpe.sha256(bpe.load(Path(config.path)))) != meta.tokenizer_sha256:
+        raise DataError(
+            f"{folder} was prepared with another tokenizer ({meta.tokenizer_sha256[:12]}) than tokenizer.path = "
+            f"{config.path} ({configured[:12]}); leave tokenizer.path out, or prepare the text again with that "
+            "tokenizer"
+        )
+    tokenizer = bpe.load(folder / "tokenizer.json")
+    if config.end_token and tokenizer.token_to_id(config.end_token) != meta.end_token:
+        raise DataError(
+            f"documents in {folder} end with {bpe.shown(tokenizer, meta.end_token)}, but tokenizer.end_token is "
+            f"{config.end_token!r}; leave tokenizer.end_token out, or prepare the text again with that --end-token"
+        )

@@ -1,12 +1,20 @@
 """Batches: the tokens of each rank at a position of the run.
 
 The global batch of size G at position `samples_consumed` is samples samples_consumed, ..., samples_consumed + G - 1 of
-the run (order.py). They are laid out over micro-batches, then ranks, then rows. Surplus rows are fully masked: they do
-not change the loss, which is divided by the number of valid targets of the global batch.
+the run (order.py). They are laid out over micro-batches, then ranks, then rows. With G = 10, two ranks and a
+micro_batch_size of 2:
+
+                     rank 0    rank 1
+    micro-batch 0    0 1       2 3
+    micro-batch 1    4 5       6 7
+    micro-batch 2    8 9       - -
+
+Every rank gets the same number of micro-batches, because each forward is collective. The surplus rows (-) are fully
+masked: they do not change the loss, which is divided by the number of valid targets of the global batch.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,11 +26,11 @@ from torchtitan_lite.data.samples import Array, Rows, SampleSource
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The inputs of one forward, (B, T) int64 each, in host memory; pinned for a GPU."""
+    """The inputs of one forward, int64 in host memory; pinned for a GPU."""
 
-    tokens: Tensor
-    targets: Tensor  # IGNORE where masked
-    positions: Tensor | None = None  # within the document, with document_mask
+    tokens: Tensor  # (B, T)
+    targets: Tensor  # (B, S), IGNORE where masked; S is T except for encoder-decoders
+    positions: Tensor | None = None  # (B, T) within the document, with document_mask
 
     def on(self, device: torch.device) -> tuple[Tensor | None, ...]:
         """The model's arguments, on its device."""
@@ -52,6 +60,7 @@ class Loader:
     """Cuts global batches into the micro-batches of this rank."""
 
     samples: SampleSource
+    _: KW_ONLY
     micro_batch_size: int
     rank: int
     world_size: int
@@ -61,22 +70,20 @@ class Loader:
 
     def batch(self, first: int, size: int) -> Batch:
         """This rank's share of the global batch of samples first, ..., first + size - 1."""
-        per_round = self.micro_batch_size * self.world_size
-        rounds = -(-size // per_round)
-        starts = np.arange(rounds) * per_round + self.rank * self.micro_batch_size
-        mine = (starts[:, None] + np.arange(self.micro_batch_size)).ravel()
-        rows = self.samples.draw(first + mine[mine < size], self.seed)
+        per_round = self.micro_batch_size * self.world_size  # sequences of all ranks in one forward
+        n_rounds = -(-size // per_round)
+        starts = np.arange(n_rounds) * per_round + self.rank * self.micro_batch_size
+        places = (starts[:, None] + np.arange(self.micro_batch_size)).ravel()  # of this rank's rows in the batch
+        rows = self.samples.draw(first + places[places < size], self.seed)
+        n_surplus = len(places) - len(rows.tokens)
+        if n_surplus:  # the last of this rank's rows
+            rows = rows.followed_by(Rows.empty(n_surplus, rows.tokens.shape[1], rows.targets.shape[1]))
         parts = [rows.tokens, rows.targets, *([positions(rows)] if self.document_mask else [])]
-        if len(rows.tokens) < len(mine):  # the surplus rows are this rank's last ones
-            surplus = Rows.empty(len(mine) - len(rows.tokens), rows.tokens.shape[1], rows.targets.shape[1])
-            fill = [surplus.tokens, surplus.targets, *([positions(surplus)] if self.document_mask else [])]
-            parts = [np.concatenate(both) for both in zip(parts, fill, strict=True)]
         tensors = [torch.from_numpy(part) for part in parts]
         if self.pin:
             tensors = [tensor.pin_memory() for tensor in tensors]
-        micro_batches = [
-            MicroBatch(*some) for some in zip(*(t.split(self.micro_batch_size) for t in tensors), strict=True)
-        ]
+        splits = (tensor.split(self.micro_batch_size) for tensor in tensors)
+        micro_batches = [MicroBatch(*parts) for parts in zip(*splits, strict=True)]
         return Batch(micro_batches, global_tokens=self.samples.n_targets(np.arange(first, first + size), self.seed))
 
     def close(self) -> None:
@@ -97,14 +104,16 @@ class PrefetchingLoader:
         # a new thread's current GPU is 0: without this, all ranks would register pinned memory there
         initializer = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
         self._thread = ThreadPoolExecutor(1, "batches", *initializer)
-        self._next: tuple[tuple[int, int], Future[Batch]] | None = None
+        self._next: tuple[tuple[int, int], Future[Batch]] | None = None  # (first, size) and its batch
 
     def batch(self, first: int, size: int) -> Batch:
         """See Loader. An error in the thread is raised by the call that requests its batch."""
-        expected, self._next = self._next, None
-        if expected is None or expected[0] != (first, size):
-            expected = (first, size), self._submit(first, size)
-        batch = expected[1].result()
+        prefetched, self._next = self._next, None
+        if prefetched is not None and prefetched[0] == (first, size):
+            future = prefetched[1]
+        else:
+            future = self._submit(first, size)
+        batch = future.result()
         self._next = (first + size, size), self._submit(first + size, size)
         return batch
 

@@ -1,6 +1,7 @@
-"""What a row holds: `[data] objective` chooses the samples. Each kind is loaded only when it is used.
+"""What a row holds: `[data] objective` and `packing` choose the samples. Each kind is loaded only when it is used.
 
-causal            T tokens, and the targets shifted by one (samples.py)
+causal            T tokens, and the targets shifted by one (samples.py); with packing "best_fit", of whole documents
+                  (packing.py)
 span_corruption   T tokens of text without some spans, and these spans (spans.py)
 pairs             a source, and its target (pairs.py)
 """
@@ -33,6 +34,10 @@ def open_samples(data: DataSet, split: str, config: Config) -> Mixture:
             from torchtitan_lite.data.pairs import PairSamples
 
             samples.append(PairSamples(source.folder, split, config))
+        elif config.data.packing == "best_fit":
+            from torchtitan_lite.data.packing import PackedSamples
+
+            samples.append(PackedSamples(source.folder, split, config.train.seq_len))
         else:
-            samples.append(Samples(source.folder, split, config.train.seq_len, config.data.packing))
+            samples.append(Samples(source.folder, split, config.train.seq_len))
     return Mixture(samples, [source.weight for source in data.sources], [source.name for source in data.sources])

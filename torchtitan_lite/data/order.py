@@ -40,11 +40,11 @@ def sample_index(i: int, n: int, seed: int) -> int:
 def sample_indices(run_samples: Indices, n: int, seed: int) -> Indices:
     """`sample_index` of each element."""
     epochs, positions = np.divmod(run_samples, n)
-    found = np.empty_like(positions)
+    indices = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
         selected = epochs == epoch
-        found[selected] = _permutation(n, f"{seed}/{epoch}".encode())(positions[selected])
-    return found
+        indices[selected] = _permutation(n, f"{seed}/{epoch}".encode())(positions[selected])
+    return indices
 
 
 class Permutation:

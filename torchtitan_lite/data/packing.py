@@ -4,6 +4,8 @@ A document of L tokens, including its end token, takes L of the T places of a se
 of T. In each window of 32,768 documents, the pieces are placed longest first, each into the sequence with the least
 sufficient room (best-fit decreasing). The rest of a sequence is padding. An epoch has every token exactly once.
 
+A sequence is its documents, each preceded by the previous end token, from which its first token is predicted.
+
     packed-T-HASH/train.pieces   (P, 2) int64: the start of each piece in the token stream, and its length
     packed-T-HASH/train.rows     (R + 1, 2) int64: the number of pieces, and of tokens, before sequence r
     packed-T-HASH/hashes.json    sizes and hashes of these files, checked at each start
@@ -25,9 +27,19 @@ from numpy.typing import NDArray
 
 from torchtitan_lite.config.find_text import reading
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.documents import document_ends
-from torchtitan_lite.data.repair import remedy
-from torchtitan_lite.data.token_files import HASHED_BYTES, SPLITS, File, Meta, TokenFiles, spots
+from torchtitan_lite.data.order import Indices
+from torchtitan_lite.data.samples import Array, Rows, Samples
+from torchtitan_lite.data.token_files import (
+    HASHED_BYTES,
+    SPLITS,
+    File,
+    Meta,
+    TokenFiles,
+    document_ends,
+    read_meta,
+    remedy,
+    spots,
+)
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
@@ -37,6 +49,45 @@ NAMES = tuple(f"{split}.{what}" for split in SPLITS for what in ("pieces", "rows
 HASHES = "hashes.json"
 REMEDY = f"delete the files {', '.join(NAMES)} and {HASHES} and this folder: the next start makes them again"
 _checked: dict[Path, tuple[tuple[int, ...], ...]] = {}  # each verified index and the stats of its files
+
+
+class PackedSamples(Samples):
+    """The packed sequences of one split of a prepared folder."""
+
+    def __init__(self, folder: Path, split: str, seq_len: int) -> None:
+        """
+        Raises:
+            DataError: the folder or its index is damaged, or the index can't be written.
+        """
+        meta = read_meta(folder)
+        self.seq_len = self.target_len = seq_len
+        self._stream, self._n_tokens = TokenFiles(folder, meta, split), meta.tokens(split)
+        self._index = pack(folder, meta, seq_len, lambda _: None)
+        self._pieces: Array = np.memmap(self._index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
+        self._rows: Array = np.memmap(self._index / f"{split}.rows", dtype=np.int64, mode="r").reshape(-1, 2)
+        self.n_samples = len(self._rows) - 1
+        self.mean_tokens = (self._n_tokens - 1) / self.n_samples
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        rows = Rows.empty(len(run_samples), self.seq_len)
+        for row, index in enumerate(self.indices(run_samples, seed).tolist()):
+            at = 0
+            for begin, length in self._pieces[self._rows[index, 0] : self._rows[index + 1, 0]].tolist():
+                if not (0 < begin < begin + length <= self._n_tokens and at + length <= self.seq_len):
+                    raise DataError(
+                        f"{self._index} is damaged: sequence {index:,} takes {length:,} tokens from {begin:,} on, "
+                        f"after {at:,} others; {REMEDY}"
+                    )
+                tokens = self._stream.read(begin - 1, begin + length)
+                rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = tokens[:-1], tokens[1:]
+                rows.begins[row, at] = True
+                at += length
+            rows.begins[row, at : at + 1] = True  # the padding does not belong to the last document
+        return rows
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        indices = self.indices(run_samples, seed)
+        return int((self._rows[indices + 1, 1] - self._rows[indices, 1]).sum())
 
 
 def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> Path:
@@ -75,13 +126,13 @@ def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, info
     state = tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
     if _checked.get(index) == state:
         return
-    wanted = _hashes_of(index)
-    if wanted is None:  # written by an older version
+    expected = _hashes_of(index)
+    if expected is None:  # written by an older version
         info(f"data    checking the index {index}, which has no hashes yet ...")
-        wanted = _make(folder, meta, seq_len, None)
+        expected = _make(folder, meta, seq_len, None)
         with contextlib.suppress(OSError), FileLock(folder / f"{index.name}.lock"):  # a read-only folder: at each start
-            _write_hashes(index, wanted)
-    for problem in _problems(index, wanted):
+            _write_hashes(index, expected)
+    for problem in _problems(index, expected):
         raise DataError(problem)
     _checked[index] = state
 
@@ -90,34 +141,34 @@ def damaged_indices(folder: Path, meta: Meta) -> Iterator[str]:
     """Read every byte of the indices in a prepared folder. A line for each damaged file."""
     for index in sorted(folder.glob(f"packed-*-{meta.tokens_sha256[:12]}")):
         try:
-            wanted = _hashes_of(index) or _make(folder, meta, int(index.name.split("-")[1]), None)
-            yield from _problems(index, wanted, read_all=True)
+            expected = _hashes_of(index) or _make(folder, meta, int(index.name.split("-")[1]), None)
+            yield from _problems(index, expected, read_all=True)
         except DataError as error:
             yield str(error)
 
 
-def _problems(index: Path, wanted: dict[str, File], *, read_all: bool = False) -> Iterator[str]:
-    for name, file in wanted.items():
-        if wrong := _what_is_wrong(index / name, file, read_all):
-            yield f"{index}: the index of packed documents is damaged ({name} {wrong}); {REMEDY}"
+def _problems(index: Path, expected: dict[str, File], *, read_all: bool = False) -> Iterator[str]:
+    for name, file in expected.items():
+        if problem := _problem_of(index / name, file, read_all):
+            yield f"{index}: the index of packed documents is damaged ({name} {problem}); {REMEDY}"
 
 
 def _write_hashes(index: Path, files: dict[str, File]) -> None:
     write_durably(index / HASHES, json.dumps({name: vars(file) for name, file in files.items()}).encode())
 
 
-def _what_is_wrong(path: Path, wanted: File, read_all: bool) -> str:
+def _problem_of(path: Path, expected: File, read_all: bool) -> str:
     if not path.is_file():
         return "is missing"
-    if path.stat().st_size != wanted.bytes:
-        return f"has {path.stat().st_size:,} bytes instead of {wanted.bytes:,}"
-    if wanted.bytes > HASHED_BYTES and wanted.spots and not read_all:
-        same = spots(path) == wanted.spots
+    if path.stat().st_size != expected.bytes:
+        return f"has {path.stat().st_size:,} bytes instead of {expected.bytes:,}"
+    if expected.bytes > HASHED_BYTES and expected.spots and not read_all:
+        same = spots(path) == expected.spots
     else:
         with path.open("rb") as stream:
-            same = hashlib.file_digest(stream, "sha256").hexdigest() == wanted.sha256
-        if read_all and wanted.spots:
-            same = same and spots(path) == wanted.spots
+            same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.sha256
+        if read_all and expected.spots:
+            same = same and spots(path) == expected.spots
     return "" if same else "has changed since it was made"
 
 
@@ -212,29 +263,12 @@ def _rows(pieces: Pairs, seq_len: int) -> Iterator[Any]:
             room, row = seq_len, len(rows)
             rows.append([])
         rows[row].append(piece)
-        if left := room - length:
-            if not with_room[left]:
-                bisect.insort(rooms, left)
-            with_room[left].append(row)
+        if rest := room - length:
+            if not with_room[rest]:
+                bisect.insort(rooms, rest)
+            with_room[rest].append(row)
     for row_pieces in sorted(sorted(row) for row in rows):
         yield pieces[row_pieces]
-
-
-def fill(rows: Any, row: int, pieces: Pairs, stream: TokenFiles, n_tokens: int, damaged: str) -> None:
-    """Write a sequence's pieces of the stream to a row of samples.Rows.
-
-    Raises:
-        DataError: a piece is outside the stream, or does not fit. `damaged` begins the message.
-    """
-    at, seq_len = 0, rows.tokens.shape[1]
-    for begin, length in pieces.tolist():
-        if not (0 < begin < begin + length <= n_tokens and at + length <= seq_len):
-            raise DataError(f"{damaged} takes {length:,} tokens from {begin:,} on, after {at:,} others; {REMEDY}")
-        tokens = stream.read(begin - 1, begin + length)
-        rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = tokens[:-1], tokens[1:]
-        rows.begins[row, at] = True
-        at += length
-    rows.begins[row, at : at + 1] = True  # the padding does not belong to the last document
 
 
 def pack_all(data: DataSet, seq_len: int, info: Callable[[str], None]) -> None:

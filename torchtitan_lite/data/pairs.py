@@ -20,11 +20,10 @@ import numpy as np
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.order import Indices, Permutation, sample_indices
 from torchtitan_lite.data.samples import Array, Mixture, Rows, Samples
 from torchtitan_lite.data.spans import require_pad
-from torchtitan_lite.data.token_files import PAIRS, TokenFiles, read_meta
+from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
 
@@ -68,30 +67,32 @@ class PairSamples(Samples):
         """The tokens of the source and of the target of these pairs, with their end marks, (n, 2); `cut` to fit."""
         begins = np.where(pairs, self._ends[2 * pairs - 1], 1)
         ends = np.stack((self._ends[2 * pairs], self._ends[2 * pairs + 1]), axis=1)
-        found = np.diff(ends, axis=1, prepend=begins[:, None])
+        lengths = np.diff(ends, axis=1, prepend=begins[:, None])
         if self._blind:
-            found[:, 0] = 1
-        return np.minimum(found, self._longest) if cut else found
+            lengths[:, 0] = 1
+        return np.minimum(lengths, self._longest) if cut else lengths
 
     def _note(self) -> str:
         cut = np.zeros(2, np.int64)
         for first in range(0, self.n_samples, _COUNTED):
             pairs = np.arange(first, min(first + _COUNTED, self.n_samples))
             cut += (self.lengths(pairs, cut=False) > self._longest).sum(axis=0)
-        shares = [f"{n:,} {what} cut to {to} tokens" for n, what, to in zip(cut, _SIDES, self._longest, strict=True)]
+        cuts = [
+            f"{n:,} {side} cut to {limit} tokens" for n, side, limit in zip(cut, _SIDES, self._longest, strict=True)
+        ]
         blind = "; data.blind_source leaves every source empty" if self._blind else ""
-        return f"{self.n_samples:,} pairs; {' and '.join(shares)}{blind}"
+        return f"{self.n_samples:,} pairs; {' and '.join(cuts)}{blind}"
 
     def indices(self, run_samples: Indices, seed: int | None) -> Indices:
         if seed is None or not self._sorted:
             return super().indices(run_samples, seed)
         epochs, positions = np.divmod(run_samples, self.n_samples)
         windows, places = np.divmod(positions, WINDOW)
-        found = np.empty_like(run_samples)
+        pairs = np.empty_like(run_samples)
         for epoch, window in np.unique(np.stack((epochs, windows), axis=1), axis=0).tolist():
             here = (epochs == epoch) & (windows == window)
-            found[here] = self._window(epoch, window, seed)[places[here]]
-        return found
+            pairs[here] = self._window(epoch, window, seed)[places[here]]
+        return pairs
 
     def _sorted_window(self, epoch: int, window: int, seed: int) -> Indices:
         """The pairs of a window of an epoch: blocks of similar lengths, in random order."""
@@ -127,13 +128,13 @@ class PairSamples(Samples):
 
     def questions(self, run_samples: Indices, seed: int | None) -> list[tuple[list[int], list[int]]]:
         """For generation: what the model gets before its answer, and the whole target, without its end mark."""
-        found = []
+        questions = []
         pairs = self.indices(run_samples, seed)
         n_sources, n_targets = self.lengths(pairs)[:, 0], self.lengths(pairs, cut=False)[:, 1]
         for pair, n_source, n_target in zip(pairs.tolist(), n_sources.tolist(), n_targets.tolist(), strict=True):
             source = [*[self._end] * self._joined, *self._tokens(2 * pair, n_source).tolist()]
-            found.append((source, self._tokens(2 * pair + 1, n_target).tolist()[:-1]))
-        return found
+            questions.append((source, self._tokens(2 * pair + 1, n_target).tolist()[:-1]))
+        return questions
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
         return int(self.lengths(self.indices(run_samples, seed))[:, 1].sum())
@@ -148,12 +149,12 @@ class PairSamples(Samples):
 def questions(samples: Mixture, n: int, seed: int) -> list[tuple[list[int], list[int]]]:
     """The `questions` of the first n samples of a mixture of pairs, or of as many as there are without repetition."""
     which, numbers = samples.interleave.locate(np.arange(samples.longest_prefix(n)))
-    found = []
+    pairs = []
     for k, number in zip(which.tolist(), numbers.tolist(), strict=True):
         source = samples.sources[k]
         assert isinstance(source, PairSamples)
-        found += source.questions(np.array([number]), seed)
-    return found
+        pairs += source.questions(np.array([number]), seed)
+    return pairs
 
 
 def _columns(used: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> int:

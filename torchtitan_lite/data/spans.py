@@ -7,8 +7,8 @@ the density and the mean length of spans, so that the inputs are full:
     inputs    the cat <0> the mat <1> <end>            <0>, <1>, ...: sentinels, each used once
     targets   <0> sat on <1> and slept <end>
 
-Every length is fixed: the numbers of replaced tokens and of spans (config/presets.py, span_lengths). The lengths of the
-spans, and of the text before each, are random compositions of these numbers. A sample begins with text.
+Every length is fixed: the numbers of replaced tokens and of spans (span_lengths in config/sections/data.py). The
+lengths of the spans, and of the text before each, are random compositions of these numbers. A sample begins with text.
 
 The spans are a function of the seed, and of the number of the sample in the run: each epoch draws new ones. They
 are made of raw random bits, because numpy may change the algorithms of its distributions.
@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand, problem
-from torchtitan_lite.config.presets import SpanLengths, span_lengths
 from torchtitan_lite.config.schema import Config, DataConfig
+from torchtitan_lite.config.sections.data import SpanLengths, span_lengths
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows, Samples
@@ -61,9 +61,9 @@ class SpanSamples(Samples):
             first = 1 + index * self.lengths.raw
             text = self._stream.read(first, first + self.lengths.raw).astype(np.int64)
             gaps = mask(self.lengths, f"{seed}/{number}/{index}")
-            for to, cut in ((rows.tokens, gaps), (rows.targets, ~gaps)):
-                found = replaced(text, cut, self._sentinels)
-                to[row, : len(found)], to[row, len(found)] = found, self._end
+            for side, cut in ((rows.tokens, gaps), (rows.targets, ~gaps)):
+                tokens = replaced(text, cut, self._sentinels)
+                side[row, : len(tokens)], side[row, len(tokens)] = tokens, self._end
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
@@ -102,14 +102,14 @@ def sentinels(folder: Path, n: int) -> Array:
     """
     require_pad(folder)
     tokenizer = _tokenizer(folder)
-    found = [tokenizer.token_to_id(bpe.sentinel(i)) for i in range(n)]
-    if None in found:
+    ids = [tokenizer.token_to_id(bpe.sentinel(i)) for i in range(n)]
+    if None in ids:
         raise DataError(
-            f"{folder}: a sample has {n} spans, but the tokenizer has {found.index(None)} sentinels "
+            f"{folder}: a sample has {n} spans, but the tokenizer has {ids.index(None)} sentinels "
             f"({bpe.sentinel(0)} to {bpe.sentinel(n - 1)} are needed); use a smaller train.seq_len or a larger "
             "data.mean_span_length"
         )
-    return np.array(found, np.int64)
+    return np.array(ids, np.int64)
 
 
 def require_pad(folder: Path) -> None:

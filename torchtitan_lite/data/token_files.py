@@ -10,11 +10,22 @@
 
 The stream of a split is: end token, document, end token, document, ..., end token. A document's first token is
 predicted from the end token before it.
+
+Tokens of Megatron stay in its .bin files (`prepare --from-megatron`). Such a folder has format version 3, and instead
+of the shards:
+
+    megatron.json                   the .bin files and their dtypes
+    train.extents, val.extents      (4, N) int64: where N pieces of the stream are
+
+A column of extents is: the position in the stream, the number of tokens, the number of the file, and the first token in
+it. Positions that no piece covers hold the end token: the first one, and the ends of documents that have none in their
+file.
 """
 
 import hashlib
 import json
 import os
+import re
 import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,13 +38,20 @@ from torchtitan_lite.config.paths import _LONGEST_META
 from torchtitan_lite.errors import DataError
 
 FORMAT_VERSION = 2
-IN_PLACE = 3  # the same, with Megatron's .bin files in place of ours: megatron/tokens.py
+IN_PLACE = 3  # the same, with Megatron's .bin files in place of the shards
 SPLITS = "train", "val"
+SOURCES = "megatron.json"
 PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
 _SPOTS = 64
 _SPOT_BYTES = 4096
 HASHED_BYTES = 256 << 20  # larger files are compared by size and 64 spots, except by verify
-_BLOCK = 1 << 22  # tokens checked at a time
+_ENDS = 1 << 20  # document ends checked at a time
+_OURS = re.compile(
+    r"(train|val)(-\d+\.bin|\.(idx|extents|pieces|position|n|file|at|origins))|skipped\.log"
+    r"|(meta|progress|tokenizer|pairs|megatron|origins)\.json(\.new)?"
+    r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
+)  # the names in a prepared folder
+_PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.new)?")  # in a packed-* folder
 
 
 @dataclass(frozen=True)
@@ -98,20 +116,66 @@ def shard_lengths(tokens: int, shard_tokens: int) -> list[int]:
     return [shard_tokens] * full + [rest] * bool(rest)
 
 
+class TokenFile:
+    """A file of tokens. It is read, not mapped: a truncated file is then an error, not a SIGBUS."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self.path, self._dtype = path, dtype
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{path} can't be read: {error.strerror}") from None
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, first: int, n: int, vocab_size: int) -> NDArray[Any]:
+        """Tokens first, ..., first + n - 1 of the file, (n,).
+
+        Raises:
+            TokenError: a token is not in the vocabulary.
+            DataError: the file is unreadable or truncated.
+        """
+        size = self._dtype.itemsize
+        try:
+            data = os.pread(self._descriptor, n * size, first * size)
+        except OSError as error:
+            raise DataError(f"{self.path} can't be read at byte {first * size:,}: {error.strerror}") from None
+        if len(data) != n * size:
+            raise DataError(f"{self.path} ends before token {first + n:,}: it was truncated after the run started")
+        tokens = np.frombuffer(data, self._dtype)
+        if n and (int(tokens.max()) >= vocab_size or (self._dtype.kind == "i" and int(tokens.min()) < 0)):
+            bad = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
+            raise TokenError(
+                f"token {first + bad:,} (at byte {(first + bad) * size:,}) is {int(tokens[bad])}, but the vocabulary "
+                f"has {vocab_size} entries"
+            )
+        return tokens
+
+
+class TokenError(Exception):
+    """A token is not in the vocabulary. The message says where, but not in which file."""
+
+
 class TokenFiles:
-    """The token stream of one split. It is read, not mapped: a truncated file is then an error, not a SIGBUS."""
+    """The token stream of one split: pieces of shards, or of Megatron's files."""
 
     def __init__(self, folder: Path, meta: Meta, split: str) -> None:
-        self._dtype = np.dtype(token_dtype(meta.vocab_size))
-        self._shard_tokens = meta.shard_tokens
-        self._split, self._folder = split, folder
-        self._vocab_size = meta.vocab_size
-        self._files: dict[int, int] = {}  # descriptors
-        self._in_place: Any = None
-        if meta.format_version == IN_PLACE:
-            from torchtitan_lite.data.megatron.tokens import MegatronTokens
-
-            self._in_place = MegatronTokens(folder, meta, split, token_dtype(meta.vocab_size))
+        """
+        Raises:
+            DataError: megatron.json or the extents are damaged.
+        """
+        self._folder, self._split, self._meta = folder, split, meta
+        self._n_tokens, self._dtype = meta.tokens(split), np.dtype(token_dtype(meta.vocab_size))
+        self._in_place = meta.format_version == IN_PLACE
+        self._pieces: NDArray[np.int64]  # (4, N): position in the stream, number of tokens, file, first token in it
+        self._files: dict[int, TokenFile] = {}  # those that were opened
+        if self._in_place:
+            self._pieces, self._sources = _pieces_in_place(folder, split)
+        else:
+            lengths = shard_lengths(self._n_tokens, meta.shard_tokens)
+            numbers = np.arange(len(lengths))
+            self._pieces = np.stack((numbers * meta.shard_tokens, lengths, numbers, np.zeros_like(numbers)))
+            self._sources = [(folder / shard_name(split, i), self._dtype) for i in range(len(lengths))]
+        self._positions = self._pieces[0]
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """Tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
@@ -119,39 +183,106 @@ class TokenFiles:
         Raises:
             DataError: a file is unreadable or truncated, or has a token outside the vocabulary.
         """
-        if self._in_place is not None:
-            return self._in_place.read(first, end)
-        number, offset = divmod(first, self._shard_tokens)
-        n = min(end - first, self._shard_tokens - offset)
-        size = self._dtype.itemsize
-        file = self._folder / shard_name(self._split, number)
-        try:
-            data = os.pread(self._descriptor(number), n * size, offset * size)
-        except OSError as error:
-            raise DataError(f"{file} can't be read at byte {offset * size:,}: {error.strerror}") from None
-        if len(data) != n * size:
-            raise DataError(f"{file} ends before token {offset + n:,}: it was truncated after the run started")
-        tokens = np.frombuffer(data, self._dtype)
-        if n and int(tokens.max()) >= self._vocab_size:
-            from torchtitan_lite.data.repair import remedy
+        number = max(int(np.searchsorted(self._positions, first, "right")) - 1, 0)
+        begin, n, file, at = self._piece(number)
+        if begin <= first and end <= begin + n:  # the usual case: one piece has all of it
+            return self._read_file(file, at + first - begin, end - first).astype(self._dtype, copy=False)
+        stream = np.full(end - first, self._meta.end_token, self._dtype)
+        while number < len(self._positions) and self._positions[number] < end:
+            begin, n, file, at = self._piece(number)
+            low, high = max(first, begin), min(end, begin + n)
+            if low < high:
+                stream[low - first : high - first] = self._read_file(file, at + low - begin, high - low)
+            number += 1
+        return stream
 
-            bad = int(np.argmax(tokens >= self._vocab_size))
-            raise DataError(
-                f"{file} is damaged: token {offset + bad:,} (at byte {(offset + bad) * size:,}) is {int(tokens[bad])}, "
-                f"but the vocabulary has {self._vocab_size} entries; {remedy(self._folder)} "
-                "(python -m torchtitan_lite.data.prepare --verify FOLDER reads every byte)"
-            )
-        return tokens if n == end - first else np.concatenate((tokens, self.read(first + n, end)))
+    def _piece(self, number: int) -> tuple[int, int, int, int]:
+        begin, n, file, at = self._pieces[:, number].tolist()
+        if not (self._in_place <= begin < begin + n <= self._n_tokens and 0 <= file < len(self._sources) and at >= 0):
+            extents = self._folder / f"{self._split}.extents"
+            raise DataError(f"{extents} is damaged: piece {number:,}; {remedy(self._folder)}")
+        return begin, n, file, at
 
-    def _descriptor(self, number: int) -> int:
+    def _read_file(self, number: int, first: int, n: int) -> NDArray[Any]:
         if number not in self._files:
-            path = self._folder / shard_name(self._split, number)
-            try:
-                self._files[number] = os.open(path, os.O_RDONLY)
-                weakref.finalize(self, os.close, self._files[number])
-            except OSError as error:
-                raise DataError(f"{path} can't be read: {error}") from None
-        return self._files[number]
+            self._files[number] = TokenFile(*self._sources[number])
+        file = self._files[number]
+        try:
+            return file.read(first, n, self._meta.vocab_size)
+        except TokenError as error:
+            if self._in_place:
+                raise DataError(f"{file.path}: {error}: {OTHER_TOKENIZER}") from None
+            raise DataError(
+                f"{file.path} is damaged: {error}; {remedy(self._folder)} "
+                "(python -m torchtitan_lite.data.prepare --verify FOLDER reads every byte)"
+            ) from None
+
+
+OTHER_TOKENIZER = "the file was made with another tokenizer, or is damaged"
+
+
+def _pieces_in_place(folder: Path, split: str) -> tuple[NDArray[np.int64], list[tuple[Path, np.dtype[Any]]]]:
+    """The extents of a split, and Megatron's files with their dtypes."""
+    extents = folder / f"{split}.extents"
+    try:
+        pieces = np.memmap(extents, dtype="<i8", mode="r").reshape(4, -1)
+        files = json.loads((folder / SOURCES).read_bytes())["files"]
+        sources = [(Path(file["path"]), np.dtype(file["dtype"])) for file in files]
+        if any(dtype.kind not in "iu" for _, dtype in sources):
+            raise ValueError("a dtype is not that of tokens")
+        return pieces, sources
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{folder}: {extents.name} or {SOURCES} is damaged ({error}); {remedy(folder)}") from None
+
+
+def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
+    """The end of each document in a split's stream, memory-mapped and checked.
+
+    Raises:
+        DataError: the ends are not increasing, or do not match the stream's length.
+    """
+    file = folder / f"{split}.idx"
+    try:
+        ends = np.memmap(file, dtype=np.int64, mode="r")
+    except (OSError, ValueError) as error:  # ValueError: empty, or not a multiple of 8 bytes
+        raise DataError(f"{file} can't be read: {error}") from None
+    n_tokens, before = meta.tokens(split), 1  # the stream begins with an end token
+    for first in range(0, len(ends), _ENDS):
+        block = ends[first : first + _ENDS]
+        good = (np.diff(block, prepend=before) > 0) & (block <= n_tokens)
+        if last := first + len(block) == len(ends):
+            good[-1] &= block[-1] == n_tokens
+        if not good.all():
+            bad = int(np.argmin(good))
+            least = n_tokens - 1 if last and bad == len(block) - 1 else int(block[bad - 1]) if bad else before
+            raise DataError(
+                f"{file} is damaged: document {first + bad:,} (at byte {8 * (first + bad):,}) ends at token "
+                f"{int(block[bad]):,}, but should end after {least:,} and at most at {n_tokens:,}; {remedy(folder)}"
+            )
+        before = int(block[-1])
+    return ends
+
+
+def foreign(folder: Path) -> list[str]:
+    """The entries of a folder that are not part of prepared data, sorted."""
+    names = []
+    for entry in os.scandir(folder):
+        if not _OURS.fullmatch(entry.name):
+            names.append(entry.name)
+        elif entry.is_dir():  # of packing.py
+            names += [f"{entry.name}/{name}" for name in os.listdir(entry) if not _PACKED.fullmatch(name)]
+    return sorted(names)
+
+
+def remedy(folder: Path) -> str:
+    """How to repair a damaged folder. The user is never told to delete foreign files."""
+    try:
+        others = foreign(folder)
+    except OSError as error:
+        return f"it can't be listed: {error.strerror}"
+    if others:
+        return f"prepare the text again into another folder; keep this one, which also holds {others[0]}"
+    return "delete this folder, and prepare it again (train.py does so itself for a folder in its cache)"
 
 
 def spots(path: Path) -> str:
@@ -172,7 +303,7 @@ def read_meta(folder: Path) -> Meta:
     """
     try:
         meta = _parsed(folder / "meta.json")
-        _require_named(meta)
+        _require_consistent(meta)
         for name, file in meta.files.items():
             size = (folder / name).stat().st_size
             if size != file.bytes:
@@ -182,8 +313,6 @@ def read_meta(folder: Path) -> Meta:
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         if not folder.is_dir():
             raise DataError(f"{folder} is not a folder of prepared data") from None
-        from torchtitan_lite.data.repair import remedy
-
         raise DataError(f"{folder}: the prepared data is damaged ({error}); {remedy(folder)}") from None
     except OSError as error:
         raise DataError(f"{error.filename or folder} can't be read: {error.strerror}") from None
@@ -205,25 +334,25 @@ def _parsed(file: Path) -> Meta:
         raise ValueError("meta.json is not a JSON object")
     if (version := content.get("format_version")) not in (FORMAT_VERSION, IN_PLACE):
         raise ValueError(f"its format is {version}, but this version reads {FORMAT_VERSION} and {IN_PLACE}")
-    _require_types(Meta, content, "meta.json")
+    _require_fields(Meta, content, "meta.json")
     for name, described in content["files"].items():
         if not isinstance(described, dict):
             raise ValueError(f"meta.json does not describe {name}")
-        _require_types(File, described, f"meta.json, {name}")
+        _require_fields(File, described, f"meta.json, {name}")
     return Meta(**{**content, "files": {name: File(**described) for name, described in content["files"].items()}})
 
 
-def _require_types(what: type[Meta] | type[File], content: dict[str, Any], place: str) -> None:
-    wanted = {field.name: field.type for field in fields(what)}
-    if wrong := sorted(wanted.keys() ^ content.keys()):
-        raise ValueError(f"{place} {'has no' if wrong[0] in wanted else 'has an unknown'} {wrong[0]}")
+def _require_fields(record: type[Meta] | type[File], content: dict[str, Any], place: str) -> None:
+    types = {field.name: field.type for field in fields(record)}
+    if wrong := sorted(types.keys() ^ content.keys()):
+        raise ValueError(f"{place} {'has no' if wrong[0] in types else 'has an unknown'} {wrong[0]}")
     for name, value in content.items():
-        kind = get_origin(wanted[name]) or wanted[name]
-        if type(value) is not kind or (kind is int and not 0 <= value < 2**62):
+        expected = get_origin(types[name]) or types[name]
+        if type(value) is not expected or (expected is int and not 0 <= value < 2**62):
             raise ValueError(f"{place}: {name} is {json.dumps(value)[:40]}")
 
 
-def _require_named(meta: Meta) -> None:
+def _require_consistent(meta: Meta) -> None:
     """Check that meta.json is consistent, and lists exactly the expected files with the expected sizes."""
     if not meta.end_token < meta.vocab_size <= 2**32:
         raise ValueError(f"meta.json: end_token {meta.end_token} is not in a vocabulary of {meta.vocab_size}")
@@ -232,16 +361,16 @@ def _require_named(meta: Meta) -> None:
     if meta.val_documents > meta.documents:
         raise ValueError(f"meta.json: {meta.val_documents} of {meta.documents} documents are for validation")
     itemsize = np.dtype(token_dtype(meta.vocab_size)).itemsize
-    wanted: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # in bytes
     others = {"tokenizer.json", "skipped.log", PAIRS}
     if in_place := meta.format_version == IN_PLACE:
-        others |= {"megatron.json", "train.extents", "val.extents", *filter(os.path.isabs, meta.files)}
+        others |= {SOURCES, "train.extents", "val.extents", *filter(os.path.isabs, meta.files)}
     for split in SPLITS:
         for number, length in enumerate(() if in_place else shard_lengths(meta.tokens(split), meta.shard_tokens)):
-            wanted[shard_name(split, number)] = length * itemsize
-        wanted[f"{split}.idx"] = meta.n_documents(split) * 8
+            sizes[shard_name(split, number)] = length * itemsize
+        sizes[f"{split}.idx"] = meta.n_documents(split) * 8
     for name, file in meta.files.items():
-        if name not in others and wanted.get(name) != file.bytes:
+        if name not in others and sizes.get(name) != file.bytes:
             raise ValueError(f"meta.json contradicts itself about {name}")
-    if missing := (wanted.keys() | {"tokenizer.json"}) - meta.files.keys():
+    if missing := (sizes.keys() | {"tokenizer.json"}) - meta.files.keys():
         raise ValueError(f"meta.json does not list {', '.join(sorted(missing))}")

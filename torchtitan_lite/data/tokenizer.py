@@ -26,26 +26,26 @@ def load(path: Path) -> Tokenizer:
         DataError: the file is not a valid tokenizer.json.
     """
     file = expanded(path, "tokenizer.path")
-    wrong = f"tokenizer.path: {path} can't be read as a tokenizer.json: "
+    problem = f"tokenizer.path: {path} can't be read as a tokenizer.json: "
     try:
         if file.exists() and not file.is_file():
-            raise DataError(f"{wrong}it is {kind_of(file)}")
+            raise DataError(f"{problem}it is {kind_of(file)}")
         if file.stat().st_size > _LONGEST:
-            raise DataError(f"{wrong}it has {file.stat().st_size:,} bytes; the limit is {_LONGEST:,}")
+            raise DataError(f"{problem}it has {file.stat().st_size:,} bytes; the limit is {_LONGEST:,}")
         tokenizer = Tokenizer.from_str(file.read_bytes().decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if not tokenizer.get_vocab_size():
-            raise DataError(f"{wrong}its vocabulary is empty")
+            raise DataError(f"{problem}its vocabulary is empty")
         return tokenizer
     except UnicodeDecodeError as error:
-        raise DataError(f"{wrong}byte {error.start:,} is not UTF-8") from None
+        raise DataError(f"{problem}byte {error.start:,} is not UTF-8") from None
     except OSError as error:
-        raise DataError(f"{wrong}{error.strerror}") from None
+        raise DataError(f"{problem}{error.strerror}") from None
     except DataError:
         raise
     except BaseException as error:
-        raise DataError(f"{wrong}{reason(error)}") from None
+        raise DataError(f"{problem}{reason(error)}") from None
 
 
 def encode(tokenizer: Tokenizer, text: str, name: str = "text") -> list[int]:
@@ -71,19 +71,19 @@ def reason(error: BaseException) -> str:
     return str(error)[:300]
 
 
-def end_token(tokenizer: Tokenizer, wanted: str = "") -> int:
+def end_token(tokenizer: Tokenizer, name: str = "") -> int:
     """The id of the token that ends a document.
 
     Raises:
-        DataError: the tokenizer does not have the wanted token, or any known one.
+        DataError: the tokenizer has no token of this name; or, without a name, none of the usual ones.
     """
-    for token in (wanted,) if wanted else _KNOWN_ENDS:
+    for token in (name,) if name else _KNOWN_ENDS:
         index = tokenizer.token_to_id(token)
         if index is not None:
             return int(index)
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:8]
     raise DataError(
-        f"tokenizer.end_token: the tokenizer has no entry {wanted or ' or '.join(_KNOWN_ENDS)} to end a document with; "
+        f"tokenizer.end_token: the tokenizer has no entry {name or ' or '.join(_KNOWN_ENDS)} to end a document with; "
         f"its special entries are {', '.join(special) or '-'}"
     )
 

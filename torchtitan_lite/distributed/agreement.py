@@ -46,12 +46,12 @@ def require_agreement(config: Config, world: World) -> list[str]:
         "device": world.device.type,
         **flatten(config),
     }
-    found = from_all_ranks((socket.gethostname(), mine))
-    hosts = [host for host, _ in found]
+    reports = from_all_ranks((socket.gethostname(), mine))
+    hosts = [host for host, _ in reports]
     differences = []
-    for key in sorted({key for _, values in found for key in values}):
+    for key in sorted({key for _, values in reports for key in values}):
         ranks_of: dict[str, list[int]] = {}
-        for rank, (_, values) in enumerate(found):
+        for rank, (_, values) in enumerate(reports):
             ranks_of.setdefault(repr(values.get(key)), []).append(rank)
         if len(ranks_of) > 1:
             shown = "; ".join(f"{value} on {_ranks(ranks, hosts)}" for value, ranks in ranks_of.items())

@@ -6,9 +6,16 @@ Parameters are gathered in groups, in the order of forward:
 
 fsdp.blocks_per_group puts several blocks into one. Tied inputs and head are one group, gathered throughout.
 
+Between its uses a parameter is a DTensor: each rank holds some of its rows, in float32. A group lives through a
+micro-batch in this way:
+
+    forward     all-gather, in param_dtype; compute; free, unless reshard_after_forward is False
+    backward    all-gather again, if freed; compute; free; reduce-scatter the gradients, in reduce_dtype
+
+So only the groups that compute or are prefetched are whole at a time, and the optimizer sees only shards.
+
 The order of application matters: activation checkpointing replaces a block's forward, compilation takes the result,
-and `fully_shard` adds its hooks around both. The root comes last. It owns no parameters, but makes the groups share
-streams and buffers.
+and `fully_shard` adds its hooks around both. The root comes last.
 """
 
 import contextlib
@@ -24,8 +31,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config.patterns import first_match, unused
-from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, Config, FsdpConfig, SpeedConfig
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, FsdpConfig
+from torchtitan_lite.distributed.post_forward import one_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
@@ -35,11 +42,15 @@ from torchtitan_lite.models import Transformer
 _aten = torch.ops.aten
 PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
 ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    getattr(_aten, f"_scaled_dot_product_{name}").default
+    for name in (
+        "flash_attention_for_cpu",
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+    if hasattr(_aten, f"_scaled_dot_product_{name}")  # private: may go away
 }
 FLEX_ATTENTION = ("flex_attention", "inductor_compiled_code")  # within a compiled block, and compiled by itself
 
@@ -68,29 +79,6 @@ def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Ca
 def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     keep = operator in kept or operator.__name__ in FLEX_ATTENTION
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def apply_fast_paths(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> None:
-    """Switch to faster implementations. Names, shapes and checkpoints stay the same."""
-    model.output.chunked = config.chunked_loss
-    for module in model.modules():
-        for name, value in (("by_blocks", config.block_attention), ("fused", config.fused_functions)):
-            if hasattr(module, name):
-                setattr(module, name, value)
-    if widen:
-        from torchtitan_lite.models import widened
-
-        widened.widen(model)
-
-
-def widens(config: Config, world: World) -> bool:
-    """Whether 16-bit products are computed in float32. The first call is a collective."""
-    dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
-    if not dtypes or not config.speed.widened_products or world.device.type != "cpu":
-        return False
-    from torchtitan_lite.distributed.cpu_flags import slow_on_rank0
-
-    return not dtypes.isdisjoint(slow_on_rank0())
 
 
 def apply_compile(model: Transformer, config: CompileConfig) -> None:
@@ -132,7 +120,9 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
     wrong = []
     for modules in chain:
         parameters = list(dict.fromkeys(owned[id(p)] for module in modules for p in module.parameters()))
-        # The head stays gathered: backward starts with it.
+        # True frees the parameters after forward (ZeRO-3), False keeps them for backward (ZeRO-2), and a number keeps
+        # a shard of them on so many neighbours. The head stays gathered, as backward starts with it. FSDP2 has the same
+        # rule for the root, which for us has no parameters.
         reshard = config.reshard_after_forward
         if reshard == "default" or (not isinstance(reshard, bool) and modules is chain[-1]):
             reshard = modules is not chain[-1]
@@ -165,20 +155,20 @@ def _dtypes(
     group: str, parameters: list[str], config: FsdpConfig
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
     """param_dtype, reduce_dtype and output_dtype, which all parameters of a group share."""
-    found: dict[tuple[str, str, str], str] = {}
+    first_with: dict[tuple[str, str, str], str] = {}
     for name in parameters:
         dtypes = {key: getattr(config, key) for key in ("param_dtype", "reduce_dtype", "output_dtype")}
         i = first_match(name, [override.match for override in config.precision_overrides])
         if i is not None:
             dtypes |= config.precision_overrides[i].model_dump(exclude={"match"}, exclude_none=True)
-        found.setdefault((dtypes["param_dtype"], dtypes["reduce_dtype"], dtypes["output_dtype"]), name)
-    if len(found) > 1:
-        one, other = list(found.values())[:2]
+        first_with.setdefault((dtypes["param_dtype"], dtypes["reduce_dtype"], dtypes["output_dtype"]), name)
+    if len(first_with) > 1:
+        one, other = list(first_with.values())[:2]
         raise ConfigError(
             f"fsdp.precision_overrides: {one} and {other} would get different dtypes, but group '{group}' is "
             f"gathered and cast together; a pattern has to match all of: {', '.join(parameters)}"
         )
-    param, reduce, output = next(iter(found))
+    param, reduce, output = next(iter(first_with))
     return getattr(torch, param), getattr(torch, reduce), getattr(torch, output) if output else None
 
 
@@ -188,17 +178,17 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     Raises:
         ConfigError: see `groups_of`.
     """
+    # param_dtype is that of the gathered copies; shards, and so the optimizer, stay float32. Without a reduce_dtype,
+    # FSDP2 would sum gradients over the ranks in param_dtype: in bfloat16, a sum loses what is less than 1/256 of it.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype),
         reduce_dtype=getattr(torch, config.reduce_dtype),
-        cast_forward_inputs=config.cast_forward_inputs,  # see casts.py
+        cast_forward_inputs=config.cast_forward_inputs,  # False by default: see _cast_first
     )
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     groups = groups_of(model, config)
     with contextlib.ExitStack() as sharing:
         if type(config.reshard_after_forward) is int:
-            from torchtitan_lite.distributed.post_forward import one_mesh
-
             sharing.enter_context(one_mesh())
         for group in groups:
             mp_policy = replace(
@@ -214,22 +204,39 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
                 mp_policy=mp_policy,
                 offload_policy=offload,
             )
-    # the root takes token ids and returns a float32 loss: nothing to cast
+    # The root would own what no group has, and keep it gathered from forward to backward; here that is nothing. But its
+    # first forward makes the groups share streams and buffers, its backward waits for their reduce-scatters in the end,
+    # and what is set on it, as in before_micro_batch, reaches all groups. It takes token ids, and returns a float32
+    # loss: nothing to cast.
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), offload_policy=offload)
     if not model.config.tie_embeddings:
         _fsdp(model.tok_embeddings).set_unshard_in_backward(False)  # a lookup's gradient needs no table
     if len({group.param_dtype for group in groups}) > 1 or any(group.output_dtype for group in groups):
-        from torchtitan_lite.distributed.casts import cast_inputs
-
-        cast_inputs((module, group.param_dtype) for group in groups for module in group.modules)
+        for group in groups:
+            for module in group.modules:
+                module.register_forward_pre_hook(functools.partial(_cast_first, group.param_dtype))
     if config.explicit_prefetching:
         chain = [_fsdp(group.modules[0]) for group in groups]
         _set_prefetch(chain, config, model.config.tie_embeddings, mesh.device_type)
 
 
+def _cast_first(dtype: torch.dtype, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Cast the activations that come from a group with another dtype.
+
+    `cast_forward_inputs` would also cast the other arguments, e.g. the rotary tables, which have to stay float32.
+    """
+    first, *others = args
+    return (first.to(dtype) if first.is_floating_point() else first, *others)
+
+
 def _set_prefetch(chain: list[FSDPModule], config: FsdpConfig, tied: bool, device_type: str) -> None:
-    """While a group computes, gather the next forward_prefetch groups, or in backward the groups before it. FSDP's
-    default gathers each group when forward reaches it (on CUDA this still overlaps), and one ahead in backward."""
+    """While a group computes, gather the next forward_prefetch groups, or in backward the groups before it.
+
+    FSDP2's default gathers each group when forward reaches it; on CUDA this still overlaps, as the host runs ahead of
+    the device. In backward it gathers one group ahead, in the reverse of the order of forward. A list replaces this
+    default, it does not add to it: one group named here is one ahead, not two. (An empty list leaves the default.)
+    Each group ahead is one more that is whole at the same time.
+    """
     # the tied group is gathered first, and still is when the head needs it
     forward_chain = [chain[-1], *chain[:-1]] if tied else chain
     for i, module in enumerate(forward_chain):

@@ -5,18 +5,18 @@ NCCL communicators, for each group of parameters. They are all the same, so one 
 """
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
-
-from torch.distributed.fsdp._fully_shard import _fully_shard
 
 
 @contextlib.contextmanager
 def one_mesh() -> Iterator[None]:
     """Calls of `fully_shard` in this context, all with the same mesh, share what torch makes for each N."""
-    module: Any = _fully_shard
-    make = getattr(module, "_get_post_forward_mesh_info", None)
-    if make is None:  # private: may go away
+    try:  # private: may go away
+        module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+        make = module._get_post_forward_mesh_info
+    except (ImportError, AttributeError):
         yield
         return
     made: dict[int, Any] = {}

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_lite.config.derive import Layout, quota_of_cores, usable_cores
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed import process
+from torchtitan_lite.distributed.rendezvous import find_ranks
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import counted, flush, print_error
 
@@ -77,8 +78,6 @@ def process_group(run: RunConfig) -> Iterator[World]:
     process.die_with_launcher()
     timeout = timedelta(minutes=run.timeout_minutes)
     if "RANK" in os.environ:
-        from torchtitan_lite.distributed.rendezvous import find_ranks
-
         store, rank, world_size = find_ranks(timeout)
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
@@ -95,9 +94,9 @@ def cpu_threads(run: RunConfig) -> tuple[int, str]:
     """
     if run.threads:
         return run.threads, "run.threads"
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has a number for each nested level
-    if "LOCAL_WORLD_SIZE" not in os.environ and wanted.isdecimal() and 0 < int(wanted) <= 4096:
-        return int(wanted), "OMP_NUM_THREADS"
+    variable = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has a number for each nested level
+    if "LOCAL_WORLD_SIZE" not in os.environ and variable.isdecimal() and 0 < int(variable) <= 4096:
+        return int(variable), "OMP_NUM_THREADS"
     cores, ranks = usable_cores(), env_int("LOCAL_WORLD_SIZE", 1)
     quota = quota_of_cores()
     limit = f"quota of {quota:g} cores" if 0 < quota <= cores else counted(cores, "core")
@@ -116,14 +115,14 @@ def untimed_group() -> dist.ProcessGroup:
 def limit_group_timeouts(timeout_minutes: float) -> None:
     """Give every group but the untimed ones this timeout. The groups of a mesh start with torch's 30 minutes."""
     c10d = dist.distributed_c10d
-    for group in list(c10d._world.pg_map):
+    for group in list(c10d._world.pg_map):  # private, as is the setter: torch has no public list of groups
         if group.group_desc != _UNTIMED:
             c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this rank. A GPU becomes the current one."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank: of run.device, "auto", "cpu" or "cuda". A GPU becomes the current one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

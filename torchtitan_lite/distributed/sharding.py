@@ -58,18 +58,18 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
     Raises:
         CheckpointError: it keeps something else, which a resume would lose.
     """
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():  # a frozen one has none
             local = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
             if isinstance(value, Tensor) and not (local and value.numel() != 1):
-                found[f"{key}.{name}"] = value
+                tensors[f"{key}.{name}"] = value
             elif value is not None:
                 raise CheckpointError(
                     f'{type(optimizer).__name__} keeps "{key}" of {name} as {type(value).__name__}, which can\'t be '
                     "saved: it should be a DTensor (torch.zeros_like(parameter)) or a tensor of one element"
                 )
-    return found
+    return tensors
 
 
 def flat(nested: Any) -> Tensors:

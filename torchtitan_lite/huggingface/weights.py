@@ -1,7 +1,4 @@
-"""Imports and exports Hugging Face models: Llama, Qwen2, Qwen3 (family llama), GPT-2 (gpt) and T5 (t5).
-
-    python checkpoint.py import FOLDER [OUT]     a config that starts from a Hugging Face folder
-    python checkpoint.py export RUN OUT          a run's newest checkpoint, or a given one, as such a folder
+"""Reads and writes Hugging Face models: Llama, Qwen2, Qwen3 (family llama), GPT-2 (gpt) and T5 (t5).
 
 A folder holds config.json and model.safetensors, or shards of it with an index. Files are memory-mapped: on import each
 rank reads only its own rows, and an export holds one tensor at a time.
@@ -10,7 +7,7 @@ rank reads only its own rows, and an export holds one tensor at a time.
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +20,12 @@ from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
-from torchtitan_lite.config import paths, toml
-from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.presets import started_from
+from torchtitan_lite.config import paths
 from torchtitan_lite.config.schema import Config, ModelConfig
+from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
-from torchtitan_lite.models import build
 from torchtitan_lite.optim.average import KEY
 
 INDEX = "model.safetensors.index.json"
@@ -68,11 +63,11 @@ def find_weights(path: Path, config: ModelConfig) -> Path:
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine; T5's are relative
         _compare(folder, theirs, config)
         return folder
-    if not (found := storage.checkpoints_of(folder)):
+    if not (checkpoints := storage.checkpoints_of(folder)):
         raise CheckpointError(
             f"model.init_from: {path} is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
         )
-    folder = found[-1]
+    folder = checkpoints[-1]
     state = storage.read_state(folder, named_by_step=False)
     saved = {key.removeprefix("model."): v for key, v in state.identity.items() if key.startswith("model.")}
     for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
@@ -128,10 +123,10 @@ def _tensors(folder: Path, file: str, prefix: str = "") -> Any:
     if storage.read_manifest(folder).state_dict == "sharded":
         return dcp_storage.WholeTensors(folder, file.removesuffix("safetensors") + prefix)
     try:
-        found = load_file(folder / file)
+        tensors = load_file(folder / file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / file} can't be read: {error}") from None
-    return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -141,8 +136,8 @@ def config_of(folder: Path) -> ModelConfig:
 
 def folder_of_tokenizer(checkpoint: Path) -> Path:
     """Where a checkpoint's tokenizer.json should be: in its run, or next to it, where `convert` puts it."""
-    beside = checkpoint.parent
-    return beside if (beside / "tokenizer.json").is_file() else beside.parent
+    checkpoints = checkpoint.parent
+    return checkpoints if (checkpoints / "tokenizer.json").is_file() else checkpoints.parent
 
 
 def tokenizer_notes(source: Path, ours: Path) -> list[str]:
@@ -173,8 +168,8 @@ def trained_config(folder: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        wrong = "; ".join(f"model.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{folder / storage.STATE} is damaged: {wrong}") from None
+        problems = "; ".join(f"model.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise CheckpointError(f"{folder / storage.STATE} is damaged: {problems}") from None
 
 
 def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | None:
@@ -212,10 +207,10 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 def _compare(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
     """Compare a folder's model keys with the config's."""
-    here = config.resolved()
+    ours = config.resolved()
     saved = {f"model.{key}": value for key, value in theirs.items()}
-    wanted = {f"model.{key}": here[key] for key in theirs}
-    storage.compare(folder, saved, wanted, "model", "set [model] to the folder's values, or train from the beginning")
+    expected = {f"model.{key}": ours[key] for key in theirs}
+    storage.compare(folder, saved, expected, "model", "set [model] to the folder's values, or train from the beginning")
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
@@ -223,9 +218,8 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     weight_map = storage.read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: its weight_map should give the file of each tensor")
-    names = sorted(set(weight_map.values()))
     weights: dict[str, Tensor] = {}
-    for name in names:
+    for name in sorted(set(weight_map.values())):
         if Path(name).name != name or ((folder / name).is_symlink() and not (folder / name).exists()):
             raise CheckpointError(f"{index} names {name}, which is not a file of this folder")
         try:
@@ -246,9 +240,9 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, e
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, `out` is not empty, or it can't be written.
     """
-    if not (found := storage.checkpoints_of(source)):
+    if not (checkpoints := storage.checkpoints_of(source)):
         raise CheckpointError(f"{source} is neither a checkpoint nor a run with one")
-    folder = found[-1]
+    folder = checkpoints[-1]
     run = folder_of_tokenizer(folder)
     state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
@@ -270,7 +264,8 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, e
             # without these, readers use the architecture's defaults, which are wrong for our vocabulary
             content |= {"eos_token_id": end} | ({} if config.family == "t5" else {"bos_token_id": end})
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _write_shards(temporary, *with_head(weights, specs, config), config.family, max_shard_bytes)
+        weights, specs = with_head(weights, specs, config)
+        _write_shards(temporary, weights, specs, config.family, max_shard_bytes)
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
@@ -317,74 +312,15 @@ def _write_shards(folder: Path, weights: Mapping[str, Tensor], specs: TensorSpec
         files[-1].append(name)
         room -= size
     weight_map: dict[str, str] = {}
-    for number, inside in enumerate(files, start=1):
+    for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         write_tensors(
             folder / file,
-            {name: theirs[name] for name in inside},
+            {name: theirs[name] for name in names},
             lambda name: to_hf(parts[name], lambda ours: weights[ours].float(), family),
         )
-        weight_map |= dict.fromkeys(inside, file)
+        weight_map |= dict.fromkeys(names, file)
     if len(files) > 1:
         total = sum((folder / file).stat().st_size for file in set(weight_map.values()))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def section(folder: Path) -> Iterator[str]:
-    """The lines of a config that starts from a Hugging Face folder: [model], [tokenizer] if there is one, and a recipe
-    for continued pretraining."""
-    keys = keys_of(folder)
-    yield "[model]"
-    for key, value in keys.items():
-        yield f"{key} = {toml.format_value(value)}"
-    yield f"init_from = {toml.format_value(str(folder))}"
-    if (folder / "tokenizer.json").is_file():
-        yield ""
-        yield "[tokenizer]"
-        yield f"path = {toml.format_value(str(folder / 'tokenizer.json'))}"
-        tokenizer = bpe.load(folder / "tokenizer.json")
-        if end := next((name for i in end_tokens(folder) if 0 <= i < 2**32 and (name := tokenizer.id_to_token(i))), ""):
-            yield f"end_token = {toml.format_value(end)}"
-    yield from recipe(ModelConfig.model_validate(keys))
-
-
-BATCH_TOKENS = 65_536  # of the recipe, per optimizer step
-
-
-def recipe(model: ModelConfig) -> Iterator[str]:
-    """The lines of [data], [train] and [optim] for continued pretraining; docs/models.md has the reasons."""
-    with torch.device("meta"):
-        n_parameters = sum(parameter.numel() for parameter in build(model, 1).parameters())
-    # Float32 activations of a token, within a quarter of what `plan` simulates. A sequence may take as much memory as
-    # weights, gradients and the moments of AdamW, which one process needs anyway: 16 bytes a parameter.
-    token_bytes = 4 * sum(model.stacks) * (12 * model.dim + 4 * model.dim_of_ffn)
-    fits = max(16 * n_parameters // token_bytes, 256)
-    seq_len = min(model.max_seq_len, 1 << (fits.bit_length() - 1))
-    batch = max(BATCH_TOKENS // seq_len, 1)
-    limit = (
-        f"the model takes {model.max_seq_len}, if there is memory" if seq_len < model.max_seq_len else "as the model"
-    )
-    lr, source = "2e-5", "that of Code Llama's continued training on long sequences, arXiv:2308.12950"
-    yield ""
-    yield "# Continued pretraining; docs/models.md has the reasons and the sources."
-    if FAMILIES[model.family].encoder_decoder:
-        lr, source = "1e-4", "the lower one that transformers' page on T5 gives for AdamW"
-        yield "[data]"
-        yield 'objective = "span_corruption"  # or "pairs", with target_len'
-        yield ""
-    yield "[train]"
-    yield f"seq_len = {seq_len}  # {limit}"
-    yield f"micro_batch_size = {min(max(fits // seq_len, 1), 8, batch)}  # sequences per rank and forward pass"
-    yield f"global_batch_size = {batch}  # {batch * seq_len:,} tokens per step; with 4 times as many, lr times 2"
-    yield f"steps = 500  # {500 * batch * seq_len:,} tokens; or epochs = 1 in its place"
-    yield ""
-    yield "[optim]"
-    yield 'name = "adamw"'
-    yield f"lr = {lr}  # {source}"
-    yield "# A larger rate learns the new text faster and forgets more of the old (Ibrahim et al., arXiv:2403.08763)."
-    yield "betas = [0.9, 0.95]"
-    yield "weight_decay = 0.1"
-    yield 'schedule = "cosine"  # warm up again, then decay again to a tenth'
-    yield "warmup_steps = 20"
-    yield "min_lr_ratio = 0.1"

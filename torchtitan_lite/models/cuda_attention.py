@@ -1,4 +1,4 @@
-"""Attention on a GPU: PyTorch's fused kernels, and FlexAttention within documents. Loaded only there.
+"""Attention on a GPU: PyTorch's fused kernels, and FlexAttention within documents.
 
 SDPA's kernels are tried in the order cuDNN, flash, efficient, math: on an H100 with heads of 128, cuDNN reaches twice
 the rate of PyTorch's flash kernel (pytorch issue 142132). torch's own order depends on its version and the GPU.
@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BLOCK = 128  # queries and keys in a block of FlexAttention's mask, its default
-# PyTorch has a flash kernel, and the GPU is an A100 or newer
-FLASH_WORKS = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability() >= (8, 0)
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -52,7 +50,13 @@ def _takes_groups(q: Tensor) -> bool:
     By the rules of torch's sdp_utils.cpp, not by can_use_flash_attention: torch.compile can't trace that one.
     """
     # longer heads only without gradients on some GPUs
-    return FLASH_WORKS and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 192
+    return flash_works() and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 192
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def flash_works() -> bool:
+    """Whether PyTorch has a flash kernel, and the GPU is an A100 or newer."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def block_mask(positions: Tensor) -> Any:

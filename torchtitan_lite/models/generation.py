@@ -72,14 +72,14 @@ class Continuation:
 
     def logits(self, rows: list[list[int]]) -> Tensor:
         """The logits of the next token of each row, (N, V), after its new tokens. The first call has one empty row."""
-        found: Tensor
+        logits: Tensor
         if self._answers:
             answer = self._tokens([row or [self._model.start] for row in rows])
             source = self._tokens([self._prompt]).expand(len(rows), -1)
-            found = self._model(source, None, self._cache, answer=answer)
+            logits = self._model(source, None, self._cache, answer=answer)
         else:
-            found = self._model(self._tokens([row or self._prompt for row in rows]), None, self._cache)
-        return found[:, -1]
+            logits = self._model(self._tokens([row or self._prompt for row in rows]), None, self._cache)
+        return logits[:, -1]
 
     def select(self, rows: list[int]) -> None:
         """Continue these rows of an encoder-decoder, in this order; a row may be repeated."""
@@ -149,7 +149,7 @@ def beam_search(
                 going.append((score, row, tokens))
             elif rank < beams:
                 finished.append((score / length**length_penalty, tokens))
-        finished = sorted(finished, key=lambda found: found[0], reverse=True)[:beams]
+        finished = sorted(finished, key=lambda answer: answer[0], reverse=True)[:beams]
         going = going[:beams]
         # stop when no running beam can beat the worst finished one
         if not going or (len(finished) == beams and going[0][0] / length**length_penalty <= finished[-1][0]):

@@ -16,10 +16,9 @@ from torchtitan_lite.models.transformer import Transformer
 class Attention(nn.Module):
     """Causal multi-head attention."""
 
-    by_blocks, widened = False, False  # set by parallelize.apply_fast_paths
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.attend = attend  # cpu/ may replace it
         self.n_heads = config.n_heads
         self.dropout = config.dropout
         self.wq = nn.Linear(config.dim, config.dim)
@@ -33,8 +32,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        mixed = attend(q, k, v, mask, dropout, by_blocks=self.by_blocks, widened=self.widened)  # (B, T, H, D / H)
-        return self.wo(mixed.flatten(2))
+        return self.wo(self.attend(q, k, v, mask, dropout).flatten(2))
 
 
 class FeedForward(nn.Module):

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models import fused
 from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.transformer import Transformer
 
@@ -19,28 +18,26 @@ from torchtitan_lite.models.transformer import Transformer
 class Attention(nn.Module):
     """Causal grouped-query attention."""
 
-    by_blocks, fused, widened = False, False, False  # set by parallelize.apply_fast_paths
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.attend, self.rotate = attend, rotate  # cpu/ may replace them
         self.head_dim = config.dim_of_heads
         bias = config.qkv_bias
         self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=bias)
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = fused.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = fused.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D); cos and sin are (T, E) or (B, T, E), float32"""
-        turn = fused.rotate if self.fused and fused.use_fused(x) else rotate
-        q = turn(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, H, E)
-        k = turn(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, K, E)
+        q = self.rotate(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, H, E)
+        k = self.rotate(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, K, E)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.wo(attend(q, k, v, mask, by_blocks=self.by_blocks, widened=self.widened).flatten(2))
+        return self.wo(self.attend(q, k, v, mask).flatten(2))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -87,9 +84,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = fused.RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = fused.RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
@@ -106,7 +103,7 @@ class Llama(Transformer):
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         blocks: list[nn.Module] = [TransformerBlock(config) for _ in range(config.n_layers)]
-        super().__init__(config, vocab_size, blocks, fused.RMSNorm(config.dim, config.norm_eps))
+        super().__init__(config, vocab_size, blocks, nn.RMSNorm(config.dim, config.norm_eps))
         shape = config.max_seq_len, config.dim_of_heads
         self.register_buffer("rope_cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape, dtype=torch.float32), persistent=False)

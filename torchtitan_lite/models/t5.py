@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.models import cuda_attention
 from torchtitan_lite.models.attention import KeysValues
-from torchtitan_lite.models.fused import RMSNorm
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.models.transformer import Fill, Transformer
 
@@ -43,10 +43,9 @@ class Cache(KeysValues):
 class Attention(nn.Module):
     """Multi-head attention without scaling."""
 
-    widened = False  # set by widened.widen
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.attend = attend  # cpu/ may replace it
         self.head_dim = config.dim_of_heads
         self.dropout = config.dropout
         inner = config.n_heads * self.head_dim
@@ -71,25 +70,16 @@ class Attention(nn.Module):
             if cache is not None:
                 k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        return self.wo(attend(q, k, v, bias, dropout, widened=self.widened).flatten(2))
+        return self.wo(self.attend(q, k, v, bias, dropout).flatten(2))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float, *, widened: bool = False) -> Tensor:
-    """Attention of (B, T, H, E) queries to (B, S, H, E) keys and values, with scores q k^T + bias -> (B, T, H, E).
-
-    Args:
-        widened: compute in float32, and round the result.
-    """
-    dtype = q.dtype
-    q, k, v = ((t.float() if widened else t).transpose(1, 2) for t in (q, k, v))
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
+    """Attention of (B, T, H, E) queries to (B, S, H, E) keys and values, with scores q k^T + bias -> (B, T, H, E)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     bias = bias.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if q.is_cuda:
-        from torchtitan_lite.models import cuda_attention
-
-        mixed = cuda_attention.attend_with_bias(q, k, v, bias, dropout)
-    else:
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
-    return mixed.transpose(1, 2).to(dtype)
+        return cuda_attention.attend_with_bias(q, k, v, bias, dropout).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0).transpose(1, 2)
 
 
 def buckets(distances: Tensor, *, both_ways: bool) -> Tensor:
@@ -103,10 +93,10 @@ def buckets(distances: Tensor, *, both_ways: bool) -> Tensor:
     n = BUCKETS // 2 if both_ways else BUCKETS
     exact = n // 2
     far = distances.abs() if both_ways else (-distances).clamp(min=0)
-    found = far.clamp(max=exact)
+    bucket = far.clamp(max=exact)
     for i in range(1, n - exact):
-        found = found + (far >= math.ceil(exact * (MAX_DISTANCE / exact) ** (i / (n - exact)))).long()
-    return found + n * (distances > 0) if both_ways else found
+        bucket = bucket + (far >= math.ceil(exact * (MAX_DISTANCE / exact) ** (i / (n - exact)))).long()
+    return bucket + n * (distances > 0) if both_ways else bucket
 
 
 class FeedForward(nn.Module):
@@ -131,9 +121,9 @@ class EncoderBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -149,11 +139,11 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
-        self.cross_attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.cross_attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.cross_attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -190,10 +180,10 @@ class T5(Transformer):
         n_encoder, n_decoder = config.stacks
         blocks: list[nn.Module] = [EncoderBlock(config) for _ in range(n_encoder)]
         blocks += [DecoderBlock(config) for _ in range(n_decoder)]
-        super().__init__(config, vocab_size, blocks, RMSNorm(config.dim, config.norm_eps))
+        super().__init__(config, vocab_size, blocks, nn.RMSNorm(config.dim, config.norm_eps))
         self.encoder_bias = nn.Embedding(BUCKETS, config.n_heads)
         self.decoder_bias = nn.Embedding(BUCKETS, config.n_heads)
-        self.encoder_norm = RMSNorm(config.dim, config.norm_eps)
+        self.encoder_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
     def block_groups(self) -> list[list[nn.Module]]:

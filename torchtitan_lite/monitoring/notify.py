@@ -26,7 +26,7 @@ class Notifier:
 
     Args:
         run: the run's name.
-        variable: the environment variable with the URL. `config/rules.py` has checked it.
+        variable: the environment variable with the URL. `config/sections/outputs.py` has checked it.
     """
 
     def __init__(self, run: str, variable: str) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded, multiply_gradients
 
@@ -44,7 +45,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
     Raises:
         ConfigError: a pattern of [[optim.groups]] matches no parameter.
     """
-    optimizer = _by_name(parameter_groups(model, config), config)
+    optimizer: GuardedOptimizer = OPTIMIZERS[config.name].load()(parameter_groups(model, config), config)
     if config.ema_decay:
         from torchtitan_lite.optim.average import keep_average
 
@@ -54,18 +55,18 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
     return optimizer
 
 
-def _by_name(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
-    if config.name == "sgd":
-        return SGD(groups, lr=config.lr, momentum=config.momentum)
-    if config.name == "muon":
-        from torchtitan_lite.optim.muon import Muon
-
-        return Muon(groups, config)
+def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
+    """torch's AdamW, or with rms_scaling, ours."""
     if config.rms_scaling:
         from torchtitan_lite.optim.rms_scaling import ScaledAdamW
 
         return ScaledAdamW(groups, config)
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def sgd(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
+    """torch's SGD."""
+    return SGD(groups, lr=config.lr, momentum=config.momentum)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:

@@ -9,18 +9,23 @@ import FOLDER [OUT]  print, or write to OUT, a config for continued pretraining 
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_tensors
-from torchtitan_lite.config import paths
+from torchtitan_lite.config import paths, toml
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
+from torchtitan_lite.models import build
 from torchtitan_lite.terminal import counted, size
 
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # name prefix in shards, file of the full state
@@ -32,8 +37,12 @@ def named_checkpoints(path: Path) -> list[Path]:
     Raises:
         CheckpointError: there is none.
     """
-    if found := storage.checkpoints_of(path):
-        return found
+    if checkpoints := storage.checkpoints_of(path):
+        return checkpoints
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if (path / "run.json").is_file():
+        raise CheckpointError(f"{path} is a run without a checkpoint")
     raise CheckpointError(f"{path} is neither a checkpoint nor a run or a folder with one")
 
 
@@ -46,20 +55,20 @@ def runs_of(path: Path) -> list[Path]:
 
 def verify(folders: Sequence[Path]) -> bool:
     """Print the problems of each checkpoint. Returns whether all are complete."""
-    good = True
+    all_complete = True
     for path in (run for folder in folders for run in runs_of(folder)):
         for folder in named_checkpoints(path):
             try:
                 problems = storage.verify(folder)
             except UnreadableError as error:
-                good = False
+                all_complete = False
                 print(f"UNREADABLE {error}")
                 continue
-            good &= not problems
+            all_complete &= not problems
             print("\n".join(f"DAMAGED {problem}" for problem in problems) or f"complete {folder}")
         for text in storage.incomplete_folders(path / "checkpoints"):
             print(f"note    {text}")
-    return good
+    return all_complete
 
 
 def inspect(folder: Path) -> None:
@@ -104,24 +113,33 @@ def convert(folder: Path, out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         temporary = storage.begin(out, state.step, locked=False)
         if manifest.state_dict == "full":
-            made = storage.commit(temporary, state, "sharded", 1, _one_shard(folder, temporary), replace=False)
+            converted = storage.commit(temporary, state, "sharded", 1, _one_shard(folder, temporary), replace=False)
         else:
             records = {}
             for prefix, file in PARTS:
                 tensors = dcp_storage.WholeTensors(folder, prefix)
                 records[file] = write_tensors(temporary / file, tensors.specs(), tensors.__getitem__)
-            made = storage.commit(temporary, state, "full", manifest.world_size, records, replace=False)
+            converted = storage.commit(temporary, state, "full", manifest.world_size, records, replace=False)
         source = weights.folder_of_tokenizer(folder)
-        if not (weights.folder_of_tokenizer(made) / "tokenizer.json").is_file():
+        if not (weights.folder_of_tokenizer(converted) / "tokenizer.json").is_file():
             for name in ("tokenizer.json", PAIRS):  # so that `out` can be used as a run is
                 if (source / name).is_file():
                     shutil.copyfile(source / name, out / name)
-        return made
+        return converted
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
         if temporary is not None:
             storage.abandon(temporary)  # a committed folder has been renamed
+
+
+def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:
+    """Write the tensors of a full checkpoint as the shards of a single rank."""
+    try:
+        tensors = {prefix + name: t for prefix, file in PARTS for name, t in load_file(folder / file).items()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder} can't be read: {error}") from None
+    return dcp_storage.write_whole(out, tensors)
 
 
 def import_config(folder: Path, out: Path | None) -> None:
@@ -130,7 +148,7 @@ def import_config(folder: Path, out: Path | None) -> None:
     Raises:
         CheckpointError: it is no such folder, or `out` exists.
     """
-    text = "\n".join(weights.section(folder.expanduser().absolute())) + "\n"
+    text = "\n".join(section(folder.expanduser().absolute())) + "\n"
     if out is None:
         print(text, end="")
         return
@@ -147,13 +165,64 @@ def import_config(folder: Path, out: Path | None) -> None:
     )
 
 
-def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:
-    """Write the tensors of a full checkpoint as the shards of a single rank."""
-    try:
-        tensors = {prefix + name: t for prefix, file in PARTS for name, t in load_file(folder / file).items()}
-    except SafetensorError as error:
-        raise CheckpointError(f"{folder} can't be read: {error}") from None
-    return dcp_storage.write_whole(out, tensors)
+def section(folder: Path) -> Iterator[str]:
+    """The lines of a config that starts from a Hugging Face folder: [model], [tokenizer] if there is one, and a recipe
+    for continued pretraining."""
+    keys = weights.keys_of(folder)
+    yield "[model]"
+    for key, value in keys.items():
+        yield f"{key} = {toml.format_value(value)}"
+    yield f"init_from = {toml.format_value(str(folder))}"
+    if (folder / "tokenizer.json").is_file():
+        yield ""
+        yield "[tokenizer]"
+        yield f"path = {toml.format_value(str(folder / 'tokenizer.json'))}"
+        tokenizer = bpe.load(folder / "tokenizer.json")
+        ids = (token for token in weights.end_tokens(folder) if 0 <= token < 2**32)
+        if end := next(filter(None, map(tokenizer.id_to_token, ids)), None):
+            yield f"end_token = {toml.format_value(end)}"
+    yield from recipe(ModelConfig.model_validate(keys))
+
+
+BATCH_TOKENS = 65_536  # of the recipe, per optimizer step
+
+
+def recipe(model: ModelConfig) -> Iterator[str]:
+    """The lines of [data], [train] and [optim] for continued pretraining; docs/models.md has the reasons."""
+    with torch.device("meta"):
+        n_parameters = sum(parameter.numel() for parameter in build(model, 1).parameters())
+    # Float32 activations of a token, within a quarter of what `plan` simulates. A sequence may take as much memory as
+    # weights, gradients and the moments of AdamW, which one process needs anyway: 16 bytes a parameter.
+    token_bytes = 4 * sum(model.stacks) * (12 * model.dim + 4 * model.dim_of_ffn)
+    fits = max(16 * n_parameters // token_bytes, 256)
+    seq_len = min(model.max_seq_len, 1 << (fits.bit_length() - 1))
+    batch = max(BATCH_TOKENS // seq_len, 1)
+    limit = (
+        f"the model takes {model.max_seq_len}, if there is memory" if seq_len < model.max_seq_len else "as the model"
+    )
+    lr, source = "2e-5", "that of Code Llama's continued training on long sequences, arXiv:2308.12950"
+    yield ""
+    yield "# Continued pretraining; docs/models.md has the reasons and the sources."
+    if FAMILIES[model.family].encoder_decoder:
+        lr, source = "1e-4", "the lower one that transformers' page on T5 gives for AdamW"
+        yield "[data]"
+        yield 'objective = "span_corruption"  # or "pairs", with target_len'
+        yield ""
+    yield "[train]"
+    yield f"seq_len = {seq_len}  # {limit}"
+    yield f"micro_batch_size = {min(max(fits // seq_len, 1), 8, batch)}  # sequences per rank and forward pass"
+    yield f"global_batch_size = {batch}  # {batch * seq_len:,} tokens per step; with 4 times as many, lr times 2"
+    yield f"steps = 500  # {500 * batch * seq_len:,} tokens; or epochs = 1 in its place"
+    yield ""
+    yield "[optim]"
+    yield 'name = "adamw"'
+    yield f"lr = {lr}  # {source}"
+    yield "# A larger rate learns the new text faster and forgets more of the old (Ibrahim et al., arXiv:2403.08763)."
+    yield "betas = [0.9, 0.95]"
+    yield "weight_decay = 0.1"
+    yield 'schedule = "cosine"  # warm up again, then decay again to a tenth'
+    yield "warmup_steps = 20"
+    yield "min_lr_ratio = 0.1"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -172,20 +241,20 @@ def main(argv: Sequence[str]) -> int:
     command = commands.add_parser("import")
     command.add_argument("folder", type=paths.argument)
     command.add_argument("out", type=paths.argument, nargs="?")
-    given = parser.parse_args(argv)
-    return run_cli("checkpoint.py", lambda: _run(given))
+    arguments = parser.parse_args(argv)
+    return run_cli("checkpoint.py", lambda: _run(arguments))
 
 
-def _run(given: argparse.Namespace) -> int:
-    if given.command == "verify":
-        return 0 if verify(given.paths) else 1
-    if given.command == "inspect":
-        inspect(named_checkpoints(given.folder)[-1])
-    elif given.command == "convert":
-        print(f"converted to {convert(named_checkpoints(given.folder)[-1], given.out)}")
-    elif given.command == "export":
-        made = weights.export(given.source, given.out, ema=given.ema)
-        print(f"exported to {given.out}: transformers.{made}.from_pretrained reads it")
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "verify":
+        return 0 if verify(arguments.paths) else 1
+    if arguments.command == "inspect":
+        inspect(named_checkpoints(arguments.folder)[-1])
+    elif arguments.command == "convert":
+        print(f"converted to {convert(named_checkpoints(arguments.folder)[-1], arguments.out)}")
+    elif arguments.command == "export":
+        model_class = weights.export(arguments.source, arguments.out, ema=arguments.ema)
+        print(f"exported to {arguments.out}: transformers.{model_class}.from_pretrained reads it")
     else:
-        import_config(given.folder, given.out)
+        import_config(arguments.folder, arguments.out)
     return 0

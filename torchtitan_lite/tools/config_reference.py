@@ -1,13 +1,19 @@
-"""Generates docs/config.md: `python -m torchtitan_lite.tools.config_reference > docs/config.md`."""
+"""Generates docs/config.md: `python -m torchtitan_lite.tools.config_reference > docs/config.md`.
+
+With the argument `resume` it prints the table of docs/resume.md.
+"""
+
+import sys
 
 from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.section import Resume
 
 _HEAD = """# Every key of the config
 
-Made by `python -m torchtitan_lite.tools.config_reference` from [schema.py](../torchtitan_lite/config/schema.py); a test
-compares. A key is `key = value` under its `[section]` in a TOML file, or `--section.key=value` on the command line,
-which wins. `train.py --print-config` prints every value with its origin.
+Made by `python -m torchtitan_lite.tools.config_reference` from [config/sections/](../torchtitan_lite/config/sections);
+a test compares. A key is `key = value` under its `[section]` in a TOML file, or `--section.key=value` on the command
+line, which wins. `train.py --print-config` prints every value with its origin.
 
 A file can build on another by `base = "other.toml"`. All paths in a file are relative to the working directory, as on
 the command line; `base` is looked for next to the file that names it first. Choices may be in upper or lower case, and
@@ -39,5 +45,25 @@ def lines() -> list[str]:
     return page
 
 
+def resume_table() -> list[str]:
+    """The lines of the table in docs/resume.md. The first row that matches a key applies."""
+    own: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for name, section in schema.sections().items():
+        default = _on_resume(section.on_resume)
+        others.setdefault(default, []).append(f"`{name}.*`")
+        for key in section.model_fields:
+            text = _on_resume(schema.resume_rule(f"{name}.{key}"))
+            if text != default:
+                own.setdefault(text, []).append(f"`{name}.{key}`")
+    rows = [f"| {', '.join(keys)} | {text} |" for table in (own, others) for text, keys in table.items()]
+    return ["| keys | on a resume |", "|---|---|", *rows]
+
+
+def _on_resume(resume: Resume) -> str:
+    separator = ", " if resume.by_hash else ": "
+    return resume.rule + (separator + resume.note if resume.note else "")
+
+
 if __name__ == "__main__":
-    print("\n".join(lines()))
+    print("\n".join(resume_table() if sys.argv[1:] == ["resume"] else lines()))

@@ -27,22 +27,23 @@ from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
-from torchtitan_lite.tools.plan import Plan, make_plan
-from torchtitan_lite.tools.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
+from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
+from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, StepResult, settle
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]
 STEPS = 3
-IN_ALL = "total at the peak"
+TOTAL = "total at the peak"
 
 
 @dataclass(frozen=True)
 class Measured:
     """Memory and time of a step on this rank."""
 
-    bytes: dict[str, int]  # by kind; IN_ALL is the peak
+    bytes: dict[str, int]  # by kind; TOTAL is the peak
     step_s: float
 
 
@@ -99,11 +100,11 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
 
 def measure(s: Session, step: Step) -> Measured:
     """Make and measure three steps. Collective."""
-    found: dict[str, int] = {}
+    n_bytes: dict[str, int] = {}
 
     def measure_gradients(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found[GRADIENTS] = own_bytes(p.grad for p in parameters if p.grad is not None)
+        n_bytes[GRADIENTS] = own_bytes(p.grad for p in parameters if p.grad is not None)
 
     def make(number: int) -> None:
         s.watchdog.step(number)
@@ -112,39 +113,44 @@ def measure(s: Session, step: Step) -> Measured:
     s.optimizer.register_step_pre_hook(measure_gradients)
     with s.watchdog.explained(), out_of_memory.explained(s.config):
         make(1)
-        found[PARAMETERS] = own_bytes((*s.model.parameters(), *s.model.buffers()))
-        found[OPTIMIZER] = own_bytes(v for state in s.optimizer.state.values() for v in state.values())
+        n_bytes[PARAMETERS] = own_bytes((*s.model.parameters(), *s.model.buffers()))
+        n_bytes[OPTIMIZER] = own_bytes(v for state in s.optimizer.state.values() for v in state.values())
         if s.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             make(2)
-            found[IN_ALL] = torch.cuda.max_memory_allocated()
+            n_bytes[TOTAL] = torch.cuda.max_memory_allocated()
         elif s.world.rank == 0:
-            found[IN_ALL] = found[PARAMETERS] + found[OPTIMIZER] + peak_of(lambda: make(2))
+            n_bytes[TOTAL] = n_bytes[PARAMETERS] + n_bytes[OPTIMIZER] + peak_of(lambda: make(2))
         else:
             make(2)
         before = time.perf_counter()
         make(STEPS)
         seconds = time.perf_counter() - before
     settle(s)
-    return Measured(found, seconds)
+    return Measured(n_bytes, seconds)
 
 
 def compare(plan: Plan, measured: Measured, folder: Path) -> str:
     """A table of planned and measured values."""
-    config, layout, kinds = plan.config, plan.layout, plan.simulated.peak
+    config, layout, steps = plan.config, plan.layout, plan.config.train.steps
+    # gradients are measured when the optimizer steps, which need not be the peak
+    planned_bytes = {**plan.simulated.peak, GRADIENTS: plan.simulated.peaks["optimizer"][GRADIENTS]}
+    planned_bytes[TOTAL] = sum(plan.device_bytes.values())
+    unmeasured = [kind for kind in plan.simulated.peak if kind not in measured.bytes]
     rows = [("memory of rank 0", "planned", "measured", "")]
-    for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, *(k for k in kinds if k not in measured.bytes), IN_ALL):
-        # gradients are measured when the optimizer steps, which need not be the peak
-        guess = sum(plan.device_bytes.values()) if kind == IN_ALL else _of(plan, kind)
-        real = measured.bytes.get(kind)
-        ratio = f"{real / guess:.2f}" if real and guess else ""
-        rows.append((f"  {kind}", size(guess), "" if real is None else size(real), ratio))
-    least = f"at least {plan.least_s(plan.device):.3f} s" if plan.device else ""
-    rows.append(("time of a step", least, f"{measured.step_s:.3f} s", ""))
-    steps = config.train.steps
-    least = f"at least {duration(plan.least_s(plan.device) * steps)}" if plan.device else ""
-    rows.append((f"{steps:,} steps", least, duration(measured.step_s * steps), ""))
-    rows.append(("tokens per second", "", f"{layout.tokens_per_step / measured.step_s:,.0f}", ""))
+    for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, *unmeasured, TOTAL):
+        expected, real = planned_bytes[kind], measured.bytes.get(kind)
+        ratio = f"{real / expected:.2f}" if real and expected else ""
+        rows.append((f"  {kind}", size(expected), "" if real is None else size(real), ratio))
+    step_s, run_s = "", ""
+    if plan.device:
+        least_s = step_time.least_s(plan, plan.device)
+        step_s, run_s = f"at least {least_s:.3f} s", f"at least {duration(least_s * steps)}"
+    rows += [
+        ("time of a step", step_s, f"{measured.step_s:.3f} s", ""),
+        (f"{steps:,} steps", run_s, duration(measured.step_s * steps), ""),
+        ("tokens per second", "", f"{layout.tokens_per_step / measured.step_s:,.0f}", ""),
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     table = ["  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))]) for row in rows]
     return "\n".join(
@@ -159,8 +165,3 @@ def compare(plan: Plan, measured: Measured, folder: Path) -> str:
             "times exclude saves, validations and samples",
         ]
     )
-
-
-def _of(plan: Plan, kind: str) -> int:
-    peaks = plan.simulated.peaks
-    return peaks["optimizer"][kind] if kind == GRADIENTS else plan.simulated.peak[kind]

@@ -8,6 +8,7 @@ is streamed to stdout; everything else goes to stderr.
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -23,7 +24,7 @@ from torchtitan_lite.data.pairs import with_prefix
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
 from torchtitan_lite.terminal import counted, encodable, prepare_streams
-from torchtitan_lite.tools.opening import Opened, open_model
+from torchtitan_lite.tools.load_model import Opened, device_of, device_problems, open_model
 
 MOST_BEAMS = 1000
 
@@ -59,10 +60,40 @@ def encode(opened: Opened, prompt: str) -> list[int]:
 class Options:
     """How to continue a prompt, or to answer a source."""
 
-    max_tokens: int
-    sampler: Sampler
-    beams: int = 1  # more: beam search instead of the sampler
+    max_tokens: int = 200
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    beams: int = 1  # more: beam search replaces sampling
     length_penalty: float = 1.0
+
+    @functools.cached_property
+    def sampler(self) -> Sampler:
+        """One for all prompts of a conversation."""
+        return Sampler(self.temperature, self.top_k, self.top_p, self.seed)
+
+    def problems(self) -> list[str]:
+        """The options that are out of range, and what works."""
+        problems = []
+        if not 1 <= self.beams <= MOST_BEAMS:
+            problems.append(f"--beams={self.beams} should be 1 to {MOST_BEAMS}, e.g. 4")
+        if not -10 <= self.length_penalty <= 10:
+            problems.append(f"--length-penalty={self.length_penalty} should be between -10 and 10, e.g. 1.0")
+        if self.max_tokens < 1:
+            problems.append(f"--max-tokens={self.max_tokens} should be at least 1")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
+            problems.append(
+                f"--temperature={self.temperature} should be 0 (always the likeliest token) or at least "
+                f"{MIN_TEMPERATURE}, e.g. 0.8"
+            )
+        if self.top_k < 0:
+            problems.append(f"--top-k={self.top_k} should be 0 (all) or more, e.g. 50")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"--top-p={self.top_p} should be above 0 and at most 1, e.g. 0.95")
+        if not 0 <= self.seed < 2**63:
+            problems.append(f"--seed={self.seed} should be 0 or more and have at most 63 bits, e.g. 0")
+        return problems
 
 
 def answer(opened: Opened, prompt: str, options: Options) -> str:
@@ -174,74 +205,56 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def problems_of(given: argparse.Namespace) -> list[str]:
-    """What is wrong with the options, also of `ttl.generate`."""
-    found = []
-    if given.prompt is None and given.source is None and not given.interactive:
-        found.append('nothing to continue; e.g. --prompt "def ", --source "summarize: ..." or --interactive')
-    if given.prompt is not None and given.source is not None:
-        found.append("--prompt is for decoders, and --source for encoder-decoders: give one of them")
-    if not 1 <= given.beams <= MOST_BEAMS:
-        found.append(f"--beams={given.beams} should be 1 to {MOST_BEAMS}, e.g. 4")
-    if not -10 <= given.length_penalty <= 10:
-        found.append(f"--length-penalty={given.length_penalty} should be between -10 and 10, e.g. 1.0")
-    if given.max_tokens < 1:
-        found.append(f"--max-tokens={given.max_tokens} should be at least 1")
-    if given.temperature != 0 and not MIN_TEMPERATURE <= given.temperature < float("inf"):
-        found.append(
-            f"--temperature={given.temperature} should be 0 (always the likeliest token) or at least "
-            f"{MIN_TEMPERATURE}, e.g. 0.8"
-        )
-    if given.top_k < 0:
-        found.append(f"--top-k={given.top_k} should be 0 (all) or more, e.g. 50")
-    if not 0 < given.top_p <= 1:
-        found.append(f"--top-p={given.top_p} should be above 0 and at most 1, e.g. 0.95")
-    if not 0 <= given.seed < 2**63:
-        found.append(f"--seed={given.seed} should be 0 or more and have at most 63 bits, e.g. 0")
-    if given.device not in ("auto", "cpu", "cuda"):
-        found.append(f"--device={given.device} should be auto, cpu or cuda")
-    elif given.device == "cuda" and not torch.cuda.is_available():
-        found.append("--device=cuda, but torch sees no GPU here; --device=cpu works")
-    return found
+def _problems(args: argparse.Namespace, options: Options) -> list[str]:
+    problems = []
+    if args.prompt is None and args.source is None and not args.interactive:
+        problems.append('nothing to continue; e.g. --prompt "def ", --source "summarize: ..." or --interactive')
+    if args.prompt is not None and args.source is not None:
+        problems.append("--prompt is for decoders, and --source for encoder-decoders: give one of them")
+    return problems + options.problems() + device_problems(args.device)
 
 
-def _require_family(given: argparse.Namespace, opened: Opened) -> None:
+def _require_family(args: argparse.Namespace, opened: Opened) -> None:
     """Raise ConfigError if an option does not suit the model."""
     family = opened.model.config.family
-    if answers(opened.model) and given.prompt is not None:
+    if answers(opened.model) and args.prompt is not None:
+        raise ConfigError(f"--prompt is for decoders, and {args.run} holds an encoder-decoder ({family}): use --source")
+    if not answers(opened.model) and (args.source is not None or args.beams > 1):
+        name = "--beams" if args.source is None else "--source"
         raise ConfigError(
-            f"--prompt is for decoders, and {given.run} holds an encoder-decoder ({family}): use --source"
-        )
-    if not answers(opened.model) and (given.source is not None or given.beams > 1):
-        name = "--beams" if given.source is None else "--source"
-        raise ConfigError(
-            f"{name} is for encoder-decoders, and {given.run} holds a decoder ({family}): use --prompt without --beams"
+            f"{name} is for encoder-decoders, and {args.run} holds a decoder ({family}): use --prompt without --beams"
         )
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
-    given = _parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     prepare_streams()
-    return run_cli("generate", lambda: _run(given))
+    return run_cli("generate", lambda: _run(args))
 
 
-def _run(given: argparse.Namespace) -> int:
-    if problems := problems_of(given):
+def _run(args: argparse.Namespace) -> int:
+    options = Options(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        beams=args.beams,
+        length_penalty=args.length_penalty,
+    )
+    if problems := _problems(args, options):
         raise ConfigError("\n  ".join(problems))
     try:
-        cuda = given.device != "cpu" and torch.cuda.is_available()
-        device, dtype = torch.device("cuda" if cuda else "cpu"), getattr(torch, given.dtype)
-        opened = open_model(given.run, device, dtype, given.tokenizer, ema=given.ema)
+        dtype = getattr(torch, args.dtype)
+        opened = open_model(args.run, device_of(args.device), dtype, args.tokenizer, ema=args.ema)
         for note in [*opened.notes, opened.source]:
             print(note, file=sys.stderr)
-        _require_family(given, opened)
-        sampler = Sampler(given.temperature, given.top_k, given.top_p, given.seed)
-        options = Options(given.max_tokens, sampler, given.beams, given.length_penalty)
-        prompt = given.prompt if given.source is None else given.source
+        _require_family(args, opened)
+        prompt = args.prompt if args.source is None else args.source
         if prompt is not None:
             print(answer(opened, prompt, options), file=sys.stderr)
-        if given.interactive:
+        if args.interactive:
             converse(opened, options)
     except KeyboardInterrupt:
         print(file=sys.stderr)

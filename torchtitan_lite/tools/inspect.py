@@ -1,14 +1,28 @@
 """`train.py --inspect`: the sharded model and its FSDP groups, before anything is allocated."""
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.config.schema import FsdpConfig
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.parallelize import Group, groups_of
+from torchtitan_lite.distributed.process_group import build_mesh, process_group
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+COLUMNS = "group", "parameters", "frozen", "shard MiB", "full MiB", "computes", "reduces", "reshard", "placements"
+NUMBERS = COLUMNS[1:5]
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def run(config: Config, vocab_size: int, sharded_model: Callable[..., Transformer]) -> None:
+    """Print the model on rank 0. `sharded_model` is that of train.py."""
+    with process_group(config.run) as world:
+        model = sharded_model(config, vocab_size, build_mesh(derive(config, world.world_size), world.device))
+        if world.rank == 0:
+            print(describe(model, config.fsdp))
 
 
 def describe(model: Transformer, config: FsdpConfig) -> str:
@@ -16,38 +30,33 @@ def describe(model: Transformer, config: FsdpConfig) -> str:
 
     Bytes are per rank: of its shards in float32, and of the gathered group in the dtype of the computation.
     """
-    groups = groups_of(model, config)
     parameters = dict(model.named_parameters())
-    header = "group", "parameters", "frozen", "shard MiB", "full MiB", "computes", "reduces", "reshard", "placements"
-    rows = [header, *(_row(group, parameters) for group in groups)]
     n = sum(p.numel() for p in parameters.values())
     mine = sum(local_rows(p)[0].nbytes for p in parameters.values())
-    rows.append(("total", f"{n:,}", "", f"{mine / 2**20:.2f}", "", "", "", "", ""))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    numbers = (1, 2, 3, 4)
-    lines = [
-        "  ".join(
-            cell.rjust(w) if i in numbers else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join([str(model), "", *(line.rstrip() for line in lines)])
+    total = ("total", f"{n:,}", "", f"{mine / 2**20:.2f}", "", "", "", "", "")
+    rows = [COLUMNS, *(_row(group, parameters) for group in groups_of(model, config)), total]
+    lines = []
+    for row in rows:
+        cells = []
+        for i, name in enumerate(COLUMNS):
+            width = max(len(row[i]) for row in rows)
+            cells.append(row[i].rjust(width) if name in NUMBERS else row[i].ljust(width))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([str(model), "", *lines])
 
 
 def _row(group: Group, parameters: dict[str, torch.nn.Parameter]) -> tuple[str, ...]:
     mine = [parameters[name] for name in group.parameters]
     numel = sum(p.numel() for p in mine)
     placements = sorted({str(p.placements) if isinstance(p, DTensor) else "not sharded" for p in mine})
-    computes = _SHORT[group.param_dtype] + (f" -> {_SHORT[group.output_dtype]}" if group.output_dtype else "")
     return (
         group.name,
         f"{numel:,}",
         f"{sum(p.numel() for p in mine if not p.requires_grad):,}",
         f"{sum(local_rows(p)[0].nbytes for p in mine) / 2**20:.2f}",
         f"{numel * group.param_dtype.itemsize / 2**20:.2f}",
-        computes,
-        _SHORT[group.reduce_dtype],
+        SHORT[group.param_dtype] + (f" -> {SHORT[group.output_dtype]}" if group.output_dtype else ""),
+        SHORT[group.reduce_dtype],
         str(group.reshard_after_forward),
         ", ".join(placements),
     )

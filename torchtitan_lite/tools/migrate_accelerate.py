@@ -6,6 +6,7 @@ and `FullyShardedDataParallelPlugin` (Accelerate 1.x), and PyTorch's FSDP2 tutor
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,237 @@ from typing import Any
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import BLOCKS, FAMILIES
-from torchtitan_lite.config.presets import STRATEGIES
+from torchtitan_lite.config.sections.fsdp import STRATEGIES
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.tools.strict_yaml import read, shown
+
+# --- what becomes of a key -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Always:
+    """Nothing has to be set."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """There is no counterpart."""
+
+    reason: str
+
+
+Outcome = dict[str, Any] | Always | Missing  # the first: our keys, "section.key", with their values
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An outcome for each value, in upper or lower case. Any other value is an error, or has the outcome `other`."""
+
+    outcomes: dict[Any, Outcome]
+    other: Outcome | None = None
+
+
+Rule = Outcome | Choice | Callable[[Any], Outcome]
+
+
+def _count(key: str) -> Rule:
+    """One of our keys that takes a number of ranks."""
+
+    def outcome(value: Any) -> Outcome:
+        n = _positive(value)
+        return Missing(f"{shown(value)} is not a number of ranks") if n is None else {key: n}
+
+    return outcome
+
+
+def _positive(value: Any) -> int | None:
+    """A positive count, as an int or as digits; None for anything else."""
+    text = shown(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0 else None
+
+
+def _port(value: Any) -> int | None:
+    port = _positive(value)
+    return port if port is not None and port <= 65_535 else None
+
+
+def _launch_port(value: Any) -> Outcome:
+    """With 0, Accelerate takes a free port."""
+    if _port(value):
+        return LAUNCHER
+    return Missing(f"{shown(value)} is not a port; torchrun --standalone takes a free one")
+
+
+def _clipping(value: Any) -> Outcome:
+    """DeepSpeed's 0 means no clipping."""
+    try:
+        norm = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        norm = math.nan
+    if not norm >= 0:
+        return Missing(f"{shown(value)} is not a number above 0 (or 0: no clipping)")
+    return {"optim.max_norm": norm or math.inf}
+
+
+def _block_class(value: Any) -> Outcome:
+    """The classes of the blocks, which always are FSDP groups. They tell which family the model belongs to."""
+    reason = GROUPS.reason
+    if known := [block for block in shown(value).replace(",", " ").split() if block in BLOCKS]:
+        family = BLOCKS[known[0]]
+        objective = ' with data.objective = "pairs" or "span_corruption"' if FAMILIES[family].encoder_decoder else ""
+        reason += f'; {known[0]} is the block of model.family = "{family}"{objective} (docs/models.md)'
+    return Always(reason)
+
+
+LAUNCHER = Always("an option of the launcher: see the command below")
+TPU = Missing("for TPUs")
+ACCUMULATION = Missing(
+    "it follows: train.global_batch_size = this x ranks x train.micro_batch_size, the sequences per rank and forward"
+)
+OWN_ROWS = Always("always on: each rank gets only its own rows of the model")
+GROUPS = Always("always on: each block, the embeddings and the head are groups")
+FIXED_GROUPS = Missing("the groups are fixed: each block, the embeddings, the head")
+# FSDP2 offloads all or nothing
+OFFLOAD = Choice(
+    {"cpu": {"fsdp.cpu_offload": True}, "none": Always("off")},
+    other=Missing("parameters, gradients and optimizer state can be offloaded to the host, not to a disk"),
+)
+PREFETCH_POLICY = Choice(
+    {
+        "BACKWARD_PRE": Always("FSDP2 always does; explicit_prefetching = true reaches further ahead"),
+        "BACKWARD_POST": Missing("FSDP2 has BACKWARD_PRE only"),
+        "NO_PREFETCH": Missing("FSDP2 has BACKWARD_PRE only"),
+    }
+)
+_ZERO2 = "_HYBRID_SHARD_ZERO2"
+_NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": _ZERO2}
+_STRATEGY_NAMES = {**{name: name for name in STRATEGIES}, "HYBRID_SHARD_ZERO2": _ZERO2, **_NUMBERED}
+STRATEGY: dict[Any, Outcome] = {theirs: {"fsdp.sharding_strategy": ours} for theirs, ours in _STRATEGY_NAMES.items()}
+NO_SHARD: Outcome = {"fsdp.sharding_strategy": "NO_SHARD"}
+
+
+def _switch(key: str, on: Any = True, off: Any = False) -> Choice:
+    return Choice({True: {key: on}, False: {key: off}})
+
+
+def _dtype(name: str) -> Outcome:
+    return {"fsdp.param_dtype": name, "fsdp.reduce_dtype": name}
+
+
+TOP: dict[str, Rule] = {
+    "compute_environment": Choice({"LOCAL_MACHINE": LAUNCHER}, other=Missing("start torchrun in your cloud's own way")),
+    "debug": Missing("TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment checks collectives"),
+    "distributed_type": Choice(
+        {
+            "FSDP": Always("always on"),
+            "MULTI_GPU": NO_SHARD,
+            "MULTI_CPU": NO_SHARD,
+            "DEEPSPEED": Always("its ZeRO stage becomes a sharding strategy"),
+            "NO": Always("python train.py runs one process"),
+        },
+        other=Missing("not supported"),
+    ),
+    "downcast_bf16": TPU,
+    "gradient_accumulation_steps": ACCUMULATION,
+    "machine_rank": LAUNCHER,
+    "main_training_function": Missing("train.py is the script"),
+    "main_process_ip": LAUNCHER,
+    "main_process_port": _launch_port,
+    "mixed_precision": Choice(
+        {
+            "bf16": _dtype("bfloat16"),
+            "fp16": _dtype("float16"),
+            "no": _dtype("float32"),
+            "fp8": Missing("float8 is not supported"),
+        }
+    ),
+    "num_machines": LAUNCHER,
+    "num_processes": LAUNCHER,
+    "rdzv_backend": Choice(
+        {"static": LAUNCHER}, other=Missing("the command below is for a static rendezvous; others: docs/cluster.md")
+    ),
+    "same_network": LAUNCHER,
+    "tpu_env": TPU,
+    "tpu_name": TPU,
+    "tpu_use_cluster": TPU,
+    "tpu_use_sudo": TPU,
+    "tpu_zone": TPU,
+    "use_cpu": _switch("run.device", "cpu", "auto"),
+    "enable_cpu_affinity": Missing("start torchrun under numactl"),
+    "gpu_ids": Missing("set CUDA_VISIBLE_DEVICES in the environment"),
+}
+FSDP: dict[str, Rule] = {
+    "fsdp_version": Always("always FSDP2"),
+    "fsdp_sharding_strategy": Choice(STRATEGY),
+    # Accelerate also accepts FSDP1's strategy names here
+    "fsdp_reshard_after_forward": Choice(_switch("fsdp.reshard_after_forward").outcomes | STRATEGY),
+    "fsdp_auto_wrap_policy": Choice({"TRANSFORMER_BASED_WRAP": GROUPS}, other=FIXED_GROUPS),
+    "fsdp_transformer_layer_cls_to_wrap": _block_class,
+    "fsdp_transformer_cls_names_to_wrap": _block_class,
+    "fsdp_min_num_params": FIXED_GROUPS,
+    "fsdp_backward_prefetch": PREFETCH_POLICY,
+    "fsdp_backward_prefetch_policy": PREFETCH_POLICY,
+    "fsdp_forward_prefetch": Choice(  # FSDP1 gathers one group ahead
+        {
+            True: {"fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 1},
+            False: {"fsdp.explicit_prefetching": False},
+        }
+    ),
+    "fsdp_limit_all_gathers": Missing("not needed: FSDP2 frees memory without blocking the host"),
+    "fsdp_use_orig_params": Always("always on: FSDP2 has no flat parameters"),
+    "fsdp_cpu_ram_efficient_loading": OWN_ROWS,
+    "fsdp_sync_module_states": OWN_ROWS,
+    "fsdp_offload_params": _switch("fsdp.cpu_offload"),
+    "fsdp_activation_checkpointing": _switch("activation_checkpointing.mode", "full", "none"),
+    "fsdp_state_dict_type": Choice(
+        {
+            "FULL_STATE_DICT": {"checkpoint.state_dict": "full"},
+            "SHARDED_STATE_DICT": {"checkpoint.state_dict": "sharded"},
+        },
+        other=Missing("checkpoints are full or sharded state dicts"),
+    ),
+    "fsdp_ignored_modules": Missing("every parameter is sharded; optim.freeze excludes some from training"),
+}
+DEEPSPEED: dict[str, Rule] = {
+    # ZeRO-1 and ZeRO-2 differ only in gradients between micro-batches, which is grad_sync here
+    "zero_stage": Choice({0: NO_SHARD, 1: STRATEGY["2"], 2: STRATEGY["2"], 3: STRATEGY["1"]}),
+    "offload_param_device": OFFLOAD,
+    "offload_optimizer_device": OFFLOAD,
+    "gradient_clipping": _clipping,
+    "gradient_accumulation_steps": ACCUMULATION,
+    "zero3_init_flag": Always("always on: the model is built without storage and sharded before it is allocated"),
+    "zero3_save_16bit_model": Missing("checkpoints hold float32; python checkpoint.py export writes a model"),
+}
+DYNAMO: dict[str, Rule] = {
+    "dynamo_backend": Choice(
+        {
+            "NO": {"compile.enabled": False},
+            "INDUCTOR": {"compile.enabled": True},
+            "AOT_EAGER": {"compile.enabled": True, "compile.backend": "aot_eager"},
+            "EAGER": {"compile.enabled": True, "compile.backend": "eager"},
+        },
+        other=Missing("backends are inductor, aot_eager and eager"),
+    ),
+}
+PARALLELISM: dict[str, Rule] = {
+    "parallelism_config_dp_replicate_size": _count("fsdp.dp_replicate"),
+    "parallelism_config_dp_shard_size": _count("fsdp.dp_shard"),
+    **{
+        f"parallelism_config_{name}_size": Choice({1: Always("off")}, other=Missing(f"no {name} parallelism here"))
+        for name in ("tp", "cp", "sp")
+    },
+}
+SECTIONS = {
+    "fsdp_config": FSDP,
+    "deepspeed_config": DEEPSPEED,
+    "dynamo_config": DYNAMO,
+    "parallelism_config": PARALLELISM,
+}
+
+# --- the conversion ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -36,234 +264,6 @@ class Translation:
                 f"and {self.sets[key][1]} {format_value(self.sets[key][0])}"
             )
         self.sets[key] = value, source
-
-
-Rule = Callable[[Translation, str, Any], None]
-
-
-def _set(key: str, values: Mapping[Any, Any]) -> Rule:
-    """Set one of our keys by a table from their values to ours. Other values are an error."""
-
-    def rule(t: Translation, name: str, value: Any) -> None:
-        known = {str(k).upper(): v for k, v in values.items()}
-        if shown(value).upper() not in known:
-            raise ConfigError(f"{name} = {shown(value)} is not one of {', '.join(map(str, values))}")
-        t.set(key, known[shown(value).upper()], f"{name}: {shown(value)}")
-
-    return rule
-
-
-def _anyway(reason: str) -> Rule:
-    return lambda t, name, _value: t.done_anyway.__setitem__(name, reason)
-
-
-def _none(reason: str) -> Rule:
-    return lambda t, name, _value: t.no_counterpart.__setitem__(name, reason)
-
-
-def _choice(**rules: Rule) -> Rule:
-    """A rule for each value, in upper or lower case; `other` for the rest."""
-    known = {value.lower(): one for value, one in rules.items()}
-
-    def rule(t: Translation, name: str, value: Any) -> None:
-        chosen = known.get(shown(value).lower(), rules.get("other"))
-        if chosen is None:
-            raise ConfigError(f"{name} = {shown(value)} is not one of {', '.join(rules)}")
-        chosen(t, name, value)
-
-    return rule
-
-
-def _all(*rules: Rule) -> Rule:
-    def rule(t: Translation, name: str, value: Any) -> None:
-        for one in rules:
-            one(t, name, value)
-
-    return rule
-
-
-def _count(key: str) -> Rule:
-    """Set one of our keys that takes a number of ranks."""
-
-    def rule(t: Translation, name: str, value: Any) -> None:
-        n = _positive(value)
-        if n is None:
-            t.no_counterpart[name] = f"{shown(value)} is not a number of ranks"
-        else:
-            t.set(key, n, f"{name}: {n}")
-
-    return rule
-
-
-def _positive(value: Any) -> int | None:
-    """A positive count, as an int or as digits; None for anything else."""
-    text = shown(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0 else None
-
-
-def _offload(t: Translation, name: str, value: Any) -> None:
-    """FSDP2 offloads all or nothing."""
-    if value == "cpu":
-        t.set("fsdp.cpu_offload", True, f"{name}: cpu")
-    elif value not in ("none", None):
-        t.no_counterpart[name] = "parameters, gradients and optimizer state can be offloaded to the host, not to a disk"
-
-
-def _clipping(t: Translation, name: str, value: Any) -> None:
-    """DeepSpeed's 0 means no clipping."""
-    try:
-        norm = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
-        norm = math.nan
-    if norm >= 0:
-        t.set("optim.max_norm", norm or math.inf, f"{name}: {shown(value)}")
-    else:
-        t.no_counterpart[name] = f"{shown(value)} is not a number above 0 (or 0: no clipping)"
-
-
-def _prefetch(t: Translation, name: str, value: Any) -> None:
-    """FSDP1 gathers one group ahead."""
-    _set("fsdp.explicit_prefetching", YES)(t, name, value)
-    if t.sets["fsdp.explicit_prefetching"][0]:
-        t.set("fsdp.forward_prefetch", 1, f"{name}: {shown(value)}")
-
-
-def _layer(t: Translation, name: str, value: Any) -> None:
-    """The classes of the blocks, which are groups always. They tell which family the model belongs to."""
-    reason = "always on: each block, the embeddings and the head are groups"
-    if known := [block for block in shown(value).replace(",", " ").split() if block in BLOCKS]:
-        family = BLOCKS[known[0]]
-        objective = ' with data.objective = "pairs" or "span_corruption"' if FAMILIES[family].encoder_decoder else ""
-        reason += f'; {known[0]} is the block of model.family = "{family}"{objective} (docs/models.md)'
-    t.done_anyway[name] = reason
-
-
-YES = {True: True, False: False}
-_LAUNCH = _anyway("an option of the launcher: see the command below")
-_TPU = _none("for TPUs")
-_ACCUMULATION = _none(
-    "it follows: train.global_batch_size = this x ranks x train.micro_batch_size, the sequences per rank and forward"
-)
-_ONE_PROCESS_READS = _anyway("always on: each rank gets only its own rows of the model")
-_BLOCKS = _anyway("always on: each block, the embeddings and the head are groups")
-_STRATEGY_BY_NUMBER = dict(
-    zip("12345", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *list(STRATEGIES)[2:4]], strict=True)
-)
-_STRATEGY = {
-    **{name: name for name in STRATEGIES},
-    "HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2",
-    **_STRATEGY_BY_NUMBER,
-}
-_HALF = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
-
-TOP: dict[str, Rule] = {
-    "compute_environment": _choice(LOCAL_MACHINE=_LAUNCH, other=_none("start torchrun in your cloud's own way")),
-    "debug": _none("TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment checks collectives"),
-    "distributed_type": _choice(
-        FSDP=_anyway("always on"),
-        MULTI_GPU=_set("fsdp.sharding_strategy", {"MULTI_GPU": "NO_SHARD"}),
-        MULTI_CPU=_set("fsdp.sharding_strategy", {"MULTI_CPU": "NO_SHARD"}),
-        DEEPSPEED=_anyway("its ZeRO stage becomes a sharding strategy"),
-        NO=_anyway("python train.py runs one process"),
-        other=_none("not supported"),
-    ),
-    "downcast_bf16": _TPU,
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "machine_rank": _LAUNCH,
-    "main_training_function": _none("train.py is the script"),
-    "main_process_ip": _LAUNCH,
-    "main_process_port": _LAUNCH,
-    "mixed_precision": _choice(
-        other=_all(_set("fsdp.param_dtype", _HALF), _set("fsdp.reduce_dtype", _HALF)),
-        fp8=_none("float8 is not supported"),
-    ),
-    "num_machines": _LAUNCH,
-    "num_processes": _LAUNCH,
-    "rdzv_backend": _LAUNCH,
-    "same_network": _LAUNCH,
-    "tpu_env": _TPU,
-    "tpu_name": _TPU,
-    "tpu_use_cluster": _TPU,
-    "tpu_use_sudo": _TPU,
-    "tpu_zone": _TPU,
-    "use_cpu": _set("run.device", {True: "cpu", False: "auto"}),
-    "enable_cpu_affinity": _none("start torchrun under numactl"),
-    "gpu_ids": _none("set CUDA_VISIBLE_DEVICES in the environment"),
-}
-FSDP: dict[str, Rule] = {
-    "fsdp_version": _anyway("always FSDP2"),
-    "fsdp_sharding_strategy": _set("fsdp.sharding_strategy", _STRATEGY),
-    "fsdp_reshard_after_forward": _choice(
-        **{str(value): _set("fsdp.reshard_after_forward", YES) for value in (True, False, "true", "false")},
-        # Accelerate also accepts FSDP1's strategy names here
-        other=_set("fsdp.sharding_strategy", _STRATEGY),
-    ),
-    "fsdp_auto_wrap_policy": _choice(
-        TRANSFORMER_BASED_WRAP=_BLOCKS,
-        other=_none("the groups are fixed: each block, the embeddings, the head"),
-    ),
-    "fsdp_transformer_layer_cls_to_wrap": _layer,
-    "fsdp_transformer_cls_names_to_wrap": _layer,
-    "fsdp_min_num_params": _none("the groups are fixed: each block, the embeddings, the head"),
-    "fsdp_backward_prefetch_policy": _choice(
-        BACKWARD_PRE=_anyway("FSDP2 always does; explicit_prefetching = true reaches further ahead"),
-        BACKWARD_POST=_none("FSDP2 has BACKWARD_PRE only"),
-        NO_PREFETCH=_none("FSDP2 has BACKWARD_PRE only"),
-    ),
-    "fsdp_forward_prefetch": _prefetch,
-    "fsdp_limit_all_gathers": _none("not needed: FSDP2 frees memory without blocking the host"),
-    "fsdp_use_orig_params": _anyway("always on: FSDP2 has no flat parameters"),
-    "fsdp_cpu_ram_efficient_loading": _ONE_PROCESS_READS,
-    "fsdp_sync_module_states": _ONE_PROCESS_READS,
-    "fsdp_offload_params": _set("fsdp.cpu_offload", YES),
-    "fsdp_activation_checkpointing": _set("activation_checkpointing.mode", {True: "full", False: "none"}),
-    "fsdp_state_dict_type": _choice(
-        FULL_STATE_DICT=_set("checkpoint.state_dict", {"FULL_STATE_DICT": "full"}),
-        SHARDED_STATE_DICT=_set("checkpoint.state_dict", {"SHARDED_STATE_DICT": "sharded"}),
-        other=_none("checkpoints are full or sharded state dicts"),
-    ),
-    "fsdp_ignored_modules": _none("every parameter is sharded; optim.freeze excludes some from training"),
-}
-FSDP["fsdp_backward_prefetch"] = FSDP["fsdp_backward_prefetch_policy"]
-DEEPSPEED: dict[str, Rule] = {
-    # ZeRO-1 and ZeRO-2 differ only in gradients between micro-batches, which is grad_sync here
-    "zero_stage": _set(
-        "fsdp.sharding_strategy", {0: "NO_SHARD", 1: "SHARD_GRAD_OP", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
-    ),
-    "offload_param_device": _offload,
-    "offload_optimizer_device": _offload,
-    "gradient_clipping": _clipping,
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "zero3_init_flag": _anyway("always on: the model is built without storage and sharded before it is allocated"),
-    "zero3_save_16bit_model": _none("checkpoints hold float32; python checkpoint.py export writes a model"),
-}
-DYNAMO: dict[str, Rule] = {
-    "dynamo_backend": _choice(
-        NO=_set("compile.enabled", {"NO": False}),
-        INDUCTOR=_set("compile.enabled", {"INDUCTOR": True}),
-        AOT_EAGER=_all(
-            _set("compile.enabled", {"AOT_EAGER": True}), _set("compile.backend", {"AOT_EAGER": "aot_eager"})
-        ),
-        EAGER=_all(_set("compile.enabled", {"EAGER": True}), _set("compile.backend", {"EAGER": "eager"})),
-        other=_none("backends are inductor, aot_eager and eager"),
-    ),
-}
-PARALLELISM: dict[str, Rule] = {
-    "parallelism_config_dp_replicate_size": _count("fsdp.dp_replicate"),
-    "parallelism_config_dp_shard_size": _count("fsdp.dp_shard"),
-    **{
-        f"parallelism_config_{name}_size": _choice(
-            **{"1": _anyway("off"), "other": _none(f"no {name} parallelism here")}
-        )
-        for name in ("tp", "cp", "sp")
-    },
-}
-SECTIONS = {
-    "fsdp_config": FSDP,
-    "deepspeed_config": DEEPSPEED,
-    "dynamo_config": DYNAMO,
-    "parallelism_config": PARALLELISM,
-}
 
 
 def translate(content: Mapping[Any, Any]) -> Translation:
@@ -294,23 +294,41 @@ def _reconcile(t: Translation) -> None:
         for key, value in STRATEGIES[strategy].items():
             if not (key.startswith("dp_") and {"fsdp.dp_replicate", "fsdp.dp_shard"} & specific):
                 t.sets.setdefault(f"fsdp.{key}", (value, source))
-    if t.sets.get("run.device", ("", ""))[0] == "cpu" and t.sets.pop("fsdp.cpu_offload", (False, ""))[0]:
-        t.no_counterpart["fsdp_offload_params"] = "on a CPU, parameters are on the host anyway"
-    if t.sets.get("fsdp.cpu_offload", (False, ""))[0]:
-        t.set("optim.name", "adamw", f"{t.sets['fsdp.cpu_offload'][1]} (the default, muon, needs gradients on the GPU)")
+    offload, offload_source = t.sets.get("fsdp.cpu_offload", (False, ""))
+    if offload and t.sets.get("run.device", ("", ""))[0] == "cpu":
+        del t.sets["fsdp.cpu_offload"]
+        t.no_counterpart[offload_source.split(":")[0]] = "on a CPU, parameters are on the host anyway"
+    elif offload:
+        t.set("optim.name", "adamw", f"{offload_source} (the default, muon, needs gradients on the GPU)")
     if source.startswith("distributed_type") and "fsdp.reduce_dtype" in t.sets:
         t.sets["fsdp.reduce_dtype"] = "float32", f"{source}: DDP with autocast sums in float32"
 
 
 def _apply(t: Translation, rules: Mapping[str, Rule], name: Any, value: Any) -> None:
     # FSDP1's plugin also accepts its keys without the prefix
-    rule = rules.get(name) or (rules.get(f"fsdp_{name}") if isinstance(name, str) else None)
+    rule = rules.get(name, rules.get(f"fsdp_{name}") if isinstance(name, str) else None)
     if rule is None:
         t.no_counterpart[shown(name)] = "unknown to this tool"
-    elif value is not None:
-        # YAML reads a bare no as false
-        is_word = name in ("mixed_precision", "distributed_type", "dynamo_backend")
-        rule(t, name, "NO" if value is False and is_word else value)
+        return
+    if value is None:
+        return
+    if isinstance(rule, Choice):
+        outcomes = {str(theirs).upper(): outcome for theirs, outcome in rule.outcomes.items()}
+        if value is False and "NO" in outcomes:
+            value = "NO"  # YAML reads a bare no as false
+        outcome = outcomes.get(shown(value).upper(), rule.other)
+        if outcome is None:
+            raise ConfigError(f"{name} = {shown(value)} is not one of {', '.join(map(str, rule.outcomes))}")
+    else:
+        outcome = rule(value) if callable(rule) else rule
+    match outcome:
+        case Always(reason):
+            t.done_anyway[name] = reason
+        case Missing(reason):
+            t.no_counterpart[name] = reason
+        case _:
+            for key, ours in outcome.items():
+                t.set(key, ours, f"{name}: {shown(value)}")
 
 
 def to_toml(t: Translation, content: Mapping[Any, Any], source: str) -> str:
@@ -328,10 +346,20 @@ def to_toml(t: Translation, content: Mapping[Any, Any], source: str) -> str:
         "# An Accelerate config lacks the model, the text, the batch and the learning rate. Set [model], [data],",
         "# [train] and [optim] (docs/config.md): the defaults train a small Llama on Python's source, at Muon's rate.",
     ]
+    return "\n".join([*lines, "#", f"# {_launch_command(content)}"])
+
+
+def _launch_command(content: Mapping[Any, Any]) -> str:
     machines, processes = (_positive(content.get(key)) or 1 for key in ("num_machines", "num_processes"))
-    nodes = f"--nnodes {machines} --node-rank RANK --master-addr ADDRESS " if machines > 1 else ""
-    lines += ["#", f"# torchrun {nodes}--nproc-per-node {max(processes // machines, 1)} train.py --config THIS_FILE"]
-    return "\n".join(lines)
+    words = ["torchrun"]
+    if machines > 1:
+        address = content.get("main_process_ip")
+        is_host = isinstance(address, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,252}", address)
+        words.append(f"--nnodes {machines} --node-rank RANK --master-addr {address if is_host else 'ADDRESS'}")
+    if port := _port(content.get("main_process_port")):
+        words.append(f"--master-port {port}")
+    words.append(f"--nproc-per-node {max(processes // machines, 1)} train.py --config THIS_FILE")
+    return " ".join(words)
 
 
 def main(argv: Sequence[str]) -> int:

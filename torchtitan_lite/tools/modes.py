@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from torchtitan_lite.config.cli import Command
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.toml import to_toml_with_origins
-from torchtitan_lite.distributed.process_group import build_mesh, local_rank, process_group
+from torchtitan_lite.distributed.process_group import local_rank
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.terminal import print_line
+from torchtitan_lite.tools import dry_run, inspect
+from torchtitan_lite.tools.incidents import replay
 from torchtitan_lite.training.session import Session, StepResult
 from torchtitan_lite.training.start import prepared
 
@@ -19,9 +20,9 @@ def run(
     sharded_model: Callable[..., Transformer],
 ) -> None:
     """Do what the command asks for. `build`, `train_step` and `sharded_model` are those of train.py."""
-    config, notes = command.loaded.config, [f"note    {note}" for note in command.loaded.notes]
+    notes = [f"note    {note}" for note in command.loaded.notes]
     if command.print_config or command.check_config:
-        notes.append(f"the configuration is fine; its run is in {config.folder}")
+        notes.append(f"the configuration is fine; its run is in {command.loaded.config.folder}")
         if local_rank() == 0:
             print(to_toml_with_origins(command.loaded) if command.print_config else "\n".join(notes))
         return
@@ -29,18 +30,8 @@ def run(
         print_line(note)
     loaded, data = prepared(command.loaded)
     if command.dry_run:
-        from torchtitan_lite.tools import dry_run
-
         dry_run.run(loaded, data, build, train_step)
     elif command.replay is not None:
-        from torchtitan_lite.tools.incidents import replay
-
         replay.run(command.replay, loaded, data, build, train_step)
     else:
-        from torchtitan_lite.tools import inspect
-
-        config = loaded.config
-        with process_group(config.run) as world:
-            model = sharded_model(config, data.vocab_size, build_mesh(derive(config, world.world_size), world.device))
-            if world.rank == 0:
-                print(inspect.describe(model, config.fsdp))
+        inspect.run(loaded.config, data.vocab_size, sharded_model)

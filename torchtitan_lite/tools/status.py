@@ -5,14 +5,13 @@ lock of the folder, which the kernel releases when rank 0 ends. Every reader of 
 """
 
 import argparse
-import contextlib
 import fcntl
 import json
 import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from torchtitan_lite.config import paths
 from torchtitan_lite.errors import ConfigError, UserError, run_cli
 from torchtitan_lite.terminal import counted, duration, size
+from torchtitan_lite.tools.records import Records, read_about, read_records
 
 _TAIL = 1 << 20  # bytes of metrics.jsonl that are read
 _EVENTS = 3
@@ -66,8 +66,12 @@ def status_of(folder: Path, about: Mapping[str, Any]) -> Status:
 
 def _holder(folder: Path, about: Mapping[str, Any]) -> str:
     """The machine of rank 0. A power loss or a full disk may have emptied the file, but not the run.json before."""
-    if found := re.search(r" on (.+)$", _text(folder / ".lock-holder")):
-        return found[1]
+    try:
+        holder = re.search(r" on (.+)$", (folder / ".lock-holder").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        holder = None
+    if holder:
+        return holder[1]
     machines = about.get("machines")
     return str(machines[0]) if isinstance(machines, list) and machines and "starting" not in about else ""
 
@@ -95,26 +99,15 @@ def _locked(folder: Path) -> bool | None:
 
 def _last_time(folder: Path, about: Mapping[str, Any]) -> float:
     """When the run wrote its last record, or else run.json; 0 if unknown. Seconds since the epoch."""
-    newest: Mapping[str, Any] = next(reversed([*_tail(folder / "metrics.jsonl")]), {})
-    return max([float(t) for t in (about.get("time"), newest.get("time")) if isinstance(t, int | float)], default=0.0)
+    times = [about.get("time"), *(record.get("time") for record in _last_records(folder)[-1:])]
+    return max([float(t) for t in times if isinstance(t, int | float)], default=0.0)
 
 
-def _tail(file: Path) -> Iterator[dict[str, Any]]:
-    """The last records of a file. Damaged lines are left out."""
-    with contextlib.suppress(OSError), file.open("rb") as stream:
-        stream.seek(max(stream.seek(0, os.SEEK_END) - _TAIL, 0))
-        for line in stream.read().splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and type(record.get("step")) is int:
-                    yield record
-
-
-def _text(file: Path) -> str:
+def _last_records(folder: Path) -> Records:
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
+        return read_records(folder / "metrics.jsonl", last_bytes=_TAIL)[0]
     except OSError:
-        return ""
+        return []
 
 
 def _ago(moment: float) -> str:
@@ -133,82 +126,81 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", nargs="?", type=paths.argument, help="the run's folder; default: the newest in runs/")
     parser.add_argument("--plan", action="store_true", help="also print the speed that `plan` expects (GPUs; slower)")
-    given = parser.parse_args(argv)
-    return run_cli("status", lambda: _status(given.run or _newest(), with_plan=given.plan))
+    args = parser.parse_args(argv)
+    return run_cli("status", lambda: _status(args.run or _newest(), with_plan=args.plan))
 
 
 def _newest() -> Path:
-    found = {file.parent: file.stat().st_mtime for file in Path("runs").glob("*/run.json")}
-    if not found:
+    runs = {file.parent: file.stat().st_mtime for file in Path("runs").glob("*/run.json")}
+    if not runs:
         raise ConfigError("there is no run in runs/: name its folder, e.g. python -m torchtitan_lite.status FOLDER")
-    return max(found, key=lambda folder: found[folder])
+    return max(runs, key=lambda folder: runs[folder])
 
 
 def _status(folder: Path, *, with_plan: bool) -> int:
     try:
-        about = json.loads((folder / "run.json").read_bytes())
+        about = read_about(folder)
     except FileNotFoundError:
         raise ConfigError(f"{folder} is not the folder of a run: it has no run.json") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / 'run.json'} can't be read: {error}") from None
-    if not isinstance(about, dict):
-        raise ConfigError(f"{folder / 'run.json'} can't be read: it holds no table of keys and values")
     status = status_of(folder, about)
-    records = [*_tail(folder / "metrics.jsonl")]
-    steps = [record for record in records if "loss" in record and _number(record.get("time"))]
-    of = about.get("steps")
+    records = _last_records(folder)
+    steps = [record for record in records if "loss" in record and record.get("time") is not None]
+    n_steps = about["steps"] if type(about.get("steps")) is int else None
     lines = [f"run     {folder}: {status.text}"]
     if steps:
         last = steps[-1]
         loss = last.get("mean_loss", last["loss"])
         lines.append(
-            f"step    {last['step']:,}{f' of {of:,}' if type(of) is int else ''}, {_ago(last['time'])}, "
-            f"loss {f'{loss:.4f}' if _number(loss) else 'not finite'}"
+            f"step    {last['step']:,}{'' if n_steps is None else f' of {n_steps:,}'}, {_ago(last['time'])}, "
+            f"loss {'not finite' if loss is None else f'{loss:.4f}'}"
         )
-        lines += _speed(folder, steps[-10:], of if status.active else None, with_plan=with_plan)
+        lines += _speed(folder, about, steps[-10:], n_steps if status.active else None, with_plan=with_plan)
     else:
         lines.append("step    none has been logged")
     lines.append(f"saved   {_newest_checkpoint(folder / 'checkpoints')}")
-    lines += [f"event   {_ago(when)}: {what}" for when, what in _events(about, records)]
+    lines += [f"event   {_ago(when)}: {event}" for when, event in _events(about, records)]
     print("\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines))
     return 1 if status.text.startswith(("failed", "stopped")) else 0
 
 
-def _number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-def _speed(folder: Path, steps: list[dict[str, Any]], of: int | None, *, with_plan: bool) -> list[str]:
+def _speed(
+    folder: Path, about: Mapping[str, Any], steps: Records, n_steps: int | None, *, with_plan: bool
+) -> list[str]:
     """Tokens per second over the last records, the expected end, and what `plan` expects."""
-    rates = sorted(r["tokens_per_second"] for r in steps if _number(r.get("tokens_per_second")))
+    rates = sorted(r["tokens_per_second"] for r in steps if r.get("tokens_per_second") is not None)
     if not rates:
         return []
-    line = f"speed   {rates[len(rates) // 2]:,.0f} tokens per second (median of {counted(len(rates), 'record')})"
+    rate = rates[len(rates) // 2]
+    line = f"speed   {rate:,.0f} tokens per second (median of {counted(len(rates), 'record')})"
     first, last = steps[0], steps[-1]
-    if of and last["step"] > first["step"]:
-        seconds = sum(r["seconds"] for r in steps[1:] if _number(r.get("seconds")))
-        line += f", {duration(seconds / (last['step'] - first['step']) * max(of - last['step'], 0))} to the last step"
-    return [line, *([f"plan    {_planned(folder, rates[len(rates) // 2])}"] if with_plan else [])]
+    if n_steps and last["step"] > first["step"]:
+        seconds = sum(r.get("seconds") or 0.0 for r in steps[1:])
+        left = max(n_steps - last["step"], 0)
+        line += f", {duration(seconds / (last['step'] - first['step']) * left)} to the last step"
+    return [line, f"plan    {_planned(folder, about, rate)}"] if with_plan else [line]
 
 
-def _planned(folder: Path, rate: float) -> str:
+def _planned(folder: Path, about: Mapping[str, Any], rate: float) -> str:
     """The speed that `plan` expects of this run on its device."""
     from torchtitan_lite.monitoring.mfu import named
+    from torchtitan_lite.tools.estimate.planned_run import make_plan
+    from torchtitan_lite.tools.estimate.step_time import expected
     from torchtitan_lite.tools.incidents.record import config_of
-    from torchtitan_lite.tools.plan import make_plan
 
-    about = json.loads((folder / "run.json").read_bytes())
-    device = named(str(about.get("device", "")).removeprefix("cuda "))
-    if device is None or not str(about["device"]).startswith("cuda"):
-        return f"has no figures of this device: {about.get('device', 'unknown')}"
+    name = str(about.get("device", "unknown"))
+    device = named(name.removeprefix("cuda "))
+    if device is None or not name.startswith("cuda"):
+        return f"has no figures of this device: {name}"
     try:
         plan = make_plan(config_of(folder), int(about["world_size"]), device)
     except UserError as error:
         return f"not known: {error}"
     if plan.config.fsdp.cpu_offload:
         return "not known: copies to the host are not estimated"
-    expected = plan.layout.tokens_per_step / plan.expected(device).total
-    return f"expects {expected:,.0f} tokens per second: the run has {rate / expected:.0%}"
+    planned_rate = plan.layout.tokens_per_step / expected(plan, device).total
+    return f"expects {planned_rate:,.0f} tokens per second: the run has {rate / planned_rate:.0%}"
 
 
 def _newest_checkpoint(checkpoints: Path) -> str:
@@ -227,23 +219,23 @@ def _newest_checkpoint(checkpoints: Path) -> str:
     return f"no complete checkpoint{damaged}"
 
 
-def _events(about: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[tuple[float, str]]:
+def _events(about: Mapping[str, Any], records: Records) -> list[tuple[float, str]]:
     """The last events with their times, newest first: how the run ended, a refused command, spikes, skipped steps."""
-    found: list[tuple[Any, str]] = []
+    events: list[tuple[Any, str]] = []
     if about.get("status") in ("failed", "preempted", "complete"):
         reason = str(about.get("reason") or "").split("\n")[0]
-        found.append((about.get("time"), f"{about['status']} at step {about.get('step')}{reason and f': {reason}'}"))
+        events.append((about.get("time"), f"{about['status']} at step {about.get('step')}{reason and f': {reason}'}"))
     if isinstance(refused := about.get("refused"), dict):
         message = str(refused.get("message")).split("\n")[0]
-        found.append((refused.get("time"), f"a command was refused, the run is as it was: {message}"))
+        events.append((refused.get("time"), f"a command was refused, the run is as it was: {message}"))
     for record in records:
         when, step = record.get("time"), record["step"]
         if isinstance(spike := record.get("spike"), dict):
-            loss = f" (loss {spike['loss']:.4f})" if _number(spike.get("loss")) else ""
-            found.append((when, f"loss spike at step {step}{loss}, action {spike.get('action')}"))
+            loss = f" (loss {spike['loss']:.4f})" if isinstance(spike.get("loss"), int | float) else ""
+            events.append((when, f"loss spike at step {step}{loss}, action {spike.get('action')}"))
         if "skipped_samples" in record:
-            found.append((when, f"step {step} was skipped: not finite"))
+            events.append((when, f"step {step} was skipped: not finite"))
         if "rewound_from" in record:
-            found.append((when, f"rewound from step {record['rewound_from']} to {step - 1}"))
-    known = [(float(when), what) for when, what in found if _number(when)]
+            events.append((when, f"rewound from step {record['rewound_from']} to {step - 1}"))
+    known = [(float(when), event) for when, event in events if isinstance(when, int | float)]
     return sorted(known, reverse=True)[:_EVENTS]

@@ -37,13 +37,13 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        found: set[Hashable] = set()
+        keys: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):  # the rest is refused below
-                if key in found:
+                if key in keys:
                     raise _at(key_node, f"{shown(key)} is set twice; remove one of the two")
-                found.add(key)
+                keys.add(key)
         return super().construct_mapping(node, deep)
 
 

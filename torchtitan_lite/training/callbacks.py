@@ -1,14 +1,15 @@
 """The work beside the steps: log, validate, score tasks, save, sample, profile, collect garbage. In this order."""
 
 import contextlib
+import functools
 import gc
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchtitan_lite.checkpointing.preflight import require_equal_copies, require_finite
+from torchtitan_lite.checkpointing.save import require_equal_copies, require_finite
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
@@ -17,59 +18,91 @@ from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring.console import fitted, step_line
 from torchtitan_lite.monitoring.metrics import peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
-from torchtitan_lite.training.evaluate import Validation, eval_line, evaluate
+from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 from torchtitan_lite.training.session import Callback, Session, StepResult, due, stream
 
-if TYPE_CHECKING:  # loaded only if the config asks for them
-    from torchtitan_lite.monitoring.profiler import Profile
-    from torchtitan_lite.training.sampling import Prompts
-    from torchtitan_lite.training.tasks import Tasks
+
+def build_callbacks(
+    config: Config, data: DataSet, world: World, model: Transformer, validation: Validation
+) -> list[Callback]:
+    """The callbacks that this config asks for, in their order. Collective. UserError: one does not suit the run."""
+    peak = peak_tokens_per_second(config, model, world)
+    callbacks = [Callback(functools.partial(log_step, peak=peak), config.log.every, when_preempted=True)]
+    if config.eval.every:
+        callbacks.append(Callback(functools.partial(validate, validation), config.eval.every))
+    if config.tasks:
+        from torchtitan_lite.training.tasks import Tasks
+
+        if tasks := Tasks.of(config, data):
+            score = lambda s, _: tasks.score(s, s.state.step)  # noqa: E731
+            callbacks.append(Callback(score, tasks.every, resume=tasks.score_missing, questions=tasks.digests))
+    callbacks.append(Callback(save, config.checkpoint.every, when_preempted=True))
+    if config.sample.every:
+        from torchtitan_lite.training.sampling import Prompts, sample
+
+        prompts = Prompts.of(config, data)
+
+        def continue_prompts(s: Session, _: StepResult) -> None:
+            if not s.preemption.agreed:
+                seed = stream(s.config.run.seed, s.state.step, 0, 0)
+                sample(s.model, prompts, s.state.step, seed, s.world, s.log)
+
+        callbacks.append(Callback(continue_prompts, config.sample.every))
+    callbacks.append(Callback(lambda s, _: report_save(s, wait=False), every=1, reads_step=False))
+    if config.profile.steps:
+        from torchtitan_lite.monitoring.profiler import Profile
+
+        profile = Profile(config.profile, config.folder, world)
+
+        def end(s: Session, _: StepResult) -> None:
+            if line := profile.end(s.state.step, last=s.stopping):
+                s.log.info(line)
+
+        callbacks.append(Callback(end, every=1, when_preempted=True, reads_step=False, before=profile.begin))
+    if config.speed.gc_every:
+        callbacks.append(Callback(lambda *_: gc.collect(), config.speed.gc_every, reads_step=False))
+    return callbacks
 
 
-class LogStep(Callback):
-    """Records and logs the step. Rates cover the time since the last line, without saves and validations.
+def log_step(s: Session, result: StepResult, peak: float) -> None:
+    """Record and log the step. Rates cover the time since the last line, without saves and validations.
 
     `loss` is that of the step, which a replay compares. `mean_loss` is the mean per token over the steps since the last
     multiple of log.every: a line that a preemption adds in between does not divide them, so a resume has the same mean.
+
+    Args:
+        peak: `peak_tokens_per_second`.
     """
+    state, steps = s.state, s.config.train.steps
+    lap = s.meter.lap(state.tokens)
+    if s.world.device.type == "cuda":
+        lap.parts.pop("optimizer_s", None)  # the host only launches the kernels
+    record: dict[str, Any] = {
+        "step": state.step,
+        "loss": _finite(result.loss.item()),  # not finite in a skipped step
+        "mean_loss": s.meter.mean_loss(),
+        "grad_norm": _finite(result.grad_norm.item()),
+        "rank_losses": [_finite(loss) for loss in s.guard.rank_losses],  # sums
+        "lr": learning_rate(s.config.optim, state.step, steps),
+        "tokens": state.tokens,
+        "tokens_per_second": lap.tokens / lap.seconds,
+        "peak_memory_gib": peak_memory_gib(s.world.device),
+        "seconds": lap.seconds,
+        **lap.parts,
+    }
+    if s.scaler.enabled:
+        record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
+    if len(s.samples.sources) > 1:
+        from torchtitan_lite.monitoring.sources import seen
 
-    when_preempted = True
-
-    def __init__(self, every: int, peak_tokens_per_second: float) -> None:
-        self.every = every
-        self._peak_tokens_per_second = peak_tokens_per_second  # of all devices together; 0 if unknown
-
-    def after(self, s: Session, result: StepResult) -> None:
-        state, steps = s.state, s.config.train.steps
-        lap = s.meter.lap(state.tokens)
-        if s.world.device.type == "cuda":
-            lap.parts.pop("optimizer_s", None)  # the host only launches the kernels
-        record: dict[str, Any] = {
-            "step": state.step,
-            "loss": _finite(result.loss.item()),  # not finite in a skipped step
-            "mean_loss": s.meter.mean_loss(),
-            "grad_norm": _finite(result.grad_norm.item()),
-            "rank_losses": [_finite(loss) for loss in s.guard.rank_losses],  # sums
-            "lr": learning_rate(s.config.optim, state.step, steps),
-            "tokens": state.tokens,
-            "tokens_per_second": lap.tokens / lap.seconds,
-            "peak_memory_gib": peak_memory_gib(s.world.device),
-            "seconds": lap.seconds,
-            **lap.parts,
-        }
-        if s.scaler.enabled:
-            record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
-        if len(s.samples.sources) > 1:
-            from torchtitan_lite.monitoring.sources import seen
-
-            record["sources"] = seen(s.samples, state.samples_consumed, state.jumps)
-        if self._peak_tokens_per_second:
-            record["mfu"] = record["tokens_per_second"] / self._peak_tokens_per_second
-        s.log.record(record)
-        left_s = s.meter.seconds_per_step(state.step) * (steps - state.step)
-        s.log.info(step_line(record, steps, lap.parts["data_s"] / lap.seconds, left_s), fitted)
-        if due(state.step, self.every):
-            s.meter.loss_since.zero_()
+        record["sources"] = seen(s.samples, state.samples_consumed, state.jumps)
+    if peak:
+        record["mfu"] = record["tokens_per_second"] / peak
+    s.log.record(record)
+    left_s = s.meter.seconds_per_step(state.step) * (steps - state.step)
+    s.log.info(step_line(record, steps, lap.parts["data_s"] / lap.seconds, left_s), fitted)
+    if due(state.step, s.config.log.every):
+        s.meter.loss_since.zero_()
 
 
 def _finite(value: float) -> float | None:
@@ -77,74 +110,44 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class Validate(Callback):
-    """Scores the validation set; with optim.ema_decay, the average of the weights too."""
+def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
+    """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
+    if world.device.type != "cuda" or config.data.objective == "pairs":
+        return 0.0
+    from torchtitan_lite.monitoring.mfu import flops_per_token, peak_flops
 
-    def __init__(self, every: int, validation: Validation) -> None:
-        self.every = every
-        self._validation = validation
-
-    def after(self, s: Session, result: StepResult) -> None:
-        step, before = s.state.step, time.perf_counter()
-        score = evaluate(s.model, self._validation, s.world.device)
-        seconds = time.perf_counter() - before
-        s.state = replace(s.state, val_loss=score.loss)
-        s.log.record({"step": step, **score.record(), "eval_samples": self._validation.n_samples, "eval_s": seconds})
-        s.log.info(eval_line(step, score, self._validation, seconds))
-        if s.config.optim.ema_decay:
-            from torchtitan_lite.training.average import evaluate_average
-
-            record, line = evaluate_average(step, s.model, s.optimizer, self._validation, s.world.device)
-            s.log.record(record)
-            s.log.info(line)
+    return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)
 
 
-class ScoreTasks(Callback):
-    """Scores [eval] tasks. A run that is asked to stop scores them when it resumes."""
+def validate(validation: Validation, s: Session, _: StepResult) -> None:
+    """Score the validation set; with optim.ema_decay, the average of the weights too."""
+    step, before = s.state.step, time.perf_counter()
+    score = evaluate(s.model, validation, s.world.device)
+    seconds = time.perf_counter() - before
+    s.state = replace(s.state, val_loss=score.loss)
+    s.log.record({"step": step, **score.record(), "eval_samples": validation.n_samples, "eval_s": seconds})
+    s.log.info(eval_line(step, score, validation, seconds))
+    if s.config.optim.ema_decay:
+        record, line = evaluate_average(step, s.model, s.optimizer, validation, s.world.device)
+        s.log.record(record)
+        s.log.info(line)
 
-    def __init__(self, tasks: "Tasks") -> None:
-        self.every = tasks.every
-        self.questions = tasks.digests
-        self._tasks = tasks
 
-    def resume(self, s: Session) -> None:
-        self._tasks.score_missing(s)
-
-    def after(self, s: Session, result: StepResult) -> None:
-        self._tasks.score(s, s.state.step)
-
-
-class Save(Callback):
-    """Saves a checkpoint. It first waits for the previous save, if that runs in the background.
+def save(s: Session, _: StepResult) -> None:
+    """Save a checkpoint, after the previous save has ended, if that runs in the background.
 
     Raises:
         NonFiniteError, DivergedError: on every rank: this state must not reach a checkpoint.
         SaveError: the last save of the run failed. An earlier one is only logged.
     """
-
-    when_preempted = True
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-
-    def after(self, s: Session, result: StepResult) -> None:
-        require_finite(s.model, s.state.step)
-        require_equal_copies(s.model, s.optimizer, s.state.step)
-        report_save(s, wait=True)
-        loss_since = s.meter.loss_since.tolist()
-        s.checkpointer.save(replace(s.state, grad_scaler=s.scaler.state_dict(), loss_since=loss_since))
-        error = report_save(s, wait=s.stopping or not s.config.checkpoint.async_save)
-        if s.stopping and error:
-            raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
-
-
-class ReportSave(Callback):
-    """Logs a save in the background as soon as it has ended."""
-
-    every, reads_step = 1, False
-
-    def after(self, s: Session, result: StepResult) -> None:
-        report_save(s, wait=False)
+    require_finite(s.model, s.state.step)
+    require_equal_copies(s.model, s.optimizer, s.state.step)
+    report_save(s, wait=True)
+    loss_since = s.meter.loss_since.tolist()
+    s.checkpointer.save(replace(s.state, grad_scaler=s.scaler.state_dict(), loss_since=loss_since))
+    error = report_save(s, wait=s.stopping or not s.config.checkpoint.async_save)
+    if s.stopping and error:
+        raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
 
 
 def report_save(s: Session, *, wait: bool) -> str:
@@ -163,52 +166,9 @@ def report_save(s: Session, *, wait: bool) -> str:
     return saved.error
 
 
-class Sample(Callback):
-    """Continues the prompts of [sample]. A run that is asked to stop skips this."""
-
-    def __init__(self, every: int, prompts: "Prompts") -> None:
-        self.every = every
-        self._prompts = prompts
-
-    def after(self, s: Session, result: StepResult) -> None:
-        if not s.preemption.agreed:
-            from torchtitan_lite.training.sampling import sample
-
-            seed = stream(s.config.run.seed, s.state.step, 0, 0)
-            sample(s.model, self._prompts, s.state.step, seed, s.world, s.log)
-
-
-class ProfileSteps(Callback):
-    """Profiles the steps in [profile] steps."""
-
-    every, when_preempted, reads_step = 1, True, False
-
-    def __init__(self, profile: "Profile") -> None:
-        self._profile = profile
-
-    def before(self, s: Session, step: int) -> None:
-        self._profile.begin(step)
-
-    def after(self, s: Session, result: StepResult) -> None:
-        if line := self._profile.end(s.state.step, last=s.stopping):
-            s.log.info(line)
-
-
-class CollectGarbage(Callback):
-    """Collects Python's garbage at the same steps on all ranks; see `garbage_on_schedule`."""
-
-    reads_step = False
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-
-    def after(self, s: Session, result: StepResult) -> None:
-        gc.collect()
-
-
 @contextlib.contextmanager
 def garbage_on_schedule(every: int) -> Iterator[None]:
-    """Disable automatic collection, if `every` is not 0: CollectGarbage does it.
+    """Disable automatic collection, if `every` is not 0: a callback collects at the same steps on all ranks.
 
     Automatic collection happens at a different step on each rank, and all ranks wait for each one. Existing objects
     (mostly torch's modules) are frozen, so a collection takes milliseconds.
@@ -224,39 +184,3 @@ def garbage_on_schedule(every: int) -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def build_callbacks(
-    config: Config, data: DataSet, world: World, model: Transformer, validation: Validation
-) -> list[Callback]:
-    """The callbacks that this config asks for. Collective. Raises UserError: one does not suit the run."""
-    callbacks: list[Callback] = [LogStep(config.log.every, peak_tokens_per_second(config, model, world))]
-    if config.eval.every:
-        callbacks.append(Validate(config.eval.every, validation))
-    if config.tasks:
-        from torchtitan_lite.training.tasks import Tasks
-
-        if tasks := Tasks.of(config, data):
-            callbacks.append(ScoreTasks(tasks))
-    callbacks.append(Save(config.checkpoint.every))
-    if config.sample.every:
-        from torchtitan_lite.training.sampling import Prompts
-
-        callbacks.append(Sample(config.sample.every, Prompts.of(config, data)))
-    callbacks.append(ReportSave())
-    if config.profile.steps:
-        from torchtitan_lite.monitoring.profiler import Profile
-
-        callbacks.append(ProfileSteps(Profile(config.profile, config.folder, world)))
-    if config.speed.gc_every:
-        callbacks.append(CollectGarbage(config.speed.gc_every))
-    return callbacks
-
-
-def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
-    """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
-    if world.device.type != "cuda" or config.data.objective == "pairs":
-        return 0.0
-    from torchtitan_lite.monitoring.mfu import flops_per_token, peak_flops
-
-    return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)

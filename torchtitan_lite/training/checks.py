@@ -20,13 +20,13 @@ def check_patterns(config: Config) -> dict[str, str]:
         "optim.groups": lambda: parameter_groups(model, config.optim),
         "fsdp.precision_overrides": lambda: groups_of(model, config.fsdp),
     }
-    found: dict[str, str] = {}
+    broken: dict[str, str] = {}
     for key, check in checks.items():
         try:
             check()
         except ConfigError as error:
-            found |= {f"{key} {number}": line for number, line in enumerate(str(error).split("\n  "))}
-    return found
+            broken |= {f"{key} {number}": line for number, line in enumerate(str(error).split("\n  "))}
+    return broken
 
 
 def check_prompts(config: Config) -> dict[str, str]:

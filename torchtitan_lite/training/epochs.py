@@ -15,8 +15,8 @@ from fractions import Fraction
 from typing import Any
 
 from torchtitan_lite.config.paths import is_prepared
-from torchtitan_lite.config.rules import length_conflicts
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.sections.optim import warmup_rules
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.objectives import open_samples
@@ -58,11 +58,7 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
     size = config.train.batch_size(1)
     epoch = -(-n_samples // size)
     found = in_steps(config, epoch)
-    if config.train.epochs and (
-        wrong := length_conflicts(
-            found.model_copy(update={"train": found.train.model_copy(update={"epochs": 0.0})}),
-        )
-    ):
+    if config.train.epochs and (wrong := dict(warmup_rules(found.optim, found.train.steps))):
         steps = f"{found.train.steps:,} step{'s' * (found.train.steps > 1)}"
         what = (
             f"train.epochs = {config.train.epochs:g} is {steps}: an epoch is {n_samples:,} samples in batches of {size}"

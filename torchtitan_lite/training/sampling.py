@@ -21,17 +21,16 @@ from torchtitan_lite.config.paths import expand, is_prepared, problem
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.token_files import TokenFiles
+from torchtitan_lite.data.token_files import TokenFiles, document_ends
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.generation import Sampler, answers, new_tokens
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.scoring.validation import SUBSET_SEED
 from torchtitan_lite.terminal import counted
-from torchtitan_lite.training.evaluate import SUBSET_SEED
 
 HELD_OUT = 3  # pairs
 SHOWN = 120  # characters of a source on the terminal; samples.jsonl has all of it
@@ -62,20 +61,20 @@ class Prompts:
             pairs = questions(open_samples(data, "val", config), HELD_OUT, SUBSET_SEED)
             sources, targets = ([tokenizer.decode(side) for side in sides] for sides in zip(*pairs, strict=True))
             return cls(config.sample, tokenizer, sources, [ids for ids, _ in pairs], data.end_token, targets)
-        if wrong := wrong_prompts(config, tokenizer):
-            raise ConfigError("\n  ".join(wrong))
-        prompts = config.sample.prompts or held_out_prompts(config, data, tokenizer)
-        wanted = prompts if config.sample.every else []
-        ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in wanted]
+        if problems := wrong_prompts(config, tokenizer):
+            raise ConfigError("\n  ".join(problems))
+        prompts = (config.sample.prompts or held_out_prompts(config, data, tokenizer)) if config.sample.every else []
+        ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
         if FAMILIES[config.model.family].encoder_decoder:  # the prompt is a source, and the sample its answer
             from torchtitan_lite.data.pairs import source_prefix, with_prefix
 
             prefix, limit = source_prefix(data.folder), config.model.max_seq_len
-            ids = [tokenizer.encode(with_prefix(prefix, prompt), add_special_tokens=False).ids for prompt in wanted]
-            ids = [some if some[-1:] == [data.end_token] else [*some, data.end_token] for some in ids]
-            if long := [prompt for prompt, some in zip(wanted, ids, strict=True) if len(some) > limit]:
+            sources = [with_prefix(prefix, prompt) for prompt in prompts]
+            ids = [tokenizer.encode(source, add_special_tokens=False).ids for source in sources]
+            ids = [tokens if tokens[-1:] == [data.end_token] else [*tokens, data.end_token] for tokens in ids]
+            if long := [prompt for prompt, tokens in zip(prompts, ids, strict=True) if len(tokens) > limit]:
                 raise ConfigError(f"sample.prompts: {long[0]!r} with prefix {prefix!r} is longer than {limit} tokens")
-        return cls(config.sample, tokenizer, wanted, ids, data.end_token, [])
+        return cls(config.sample, tokenizer, prompts, ids, data.end_token, [])
 
 
 def _are_held_out(config: Config) -> bool:
@@ -95,7 +94,7 @@ def held_out_prompts(config: Config, data: DataSet, tokenizer: Tokenizer) -> lis
         ends = document_ends(source.folder, source.meta, "val")
         stream = TokenFiles(source.folder, source.meta, "val")
         n = len(ends)
-        found: dict[str, None] = {}
+        usable: dict[str, None] = {}  # each once, in order
         for i in dict.fromkeys(n * k // 9 for k in (3, 6, 1, 2, 4, 5, 7, 8)):
             first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - 1  # without its end token
             text = tokenizer.decode(stream.read(first, min(end, first + 48)).tolist()).lstrip()
@@ -103,8 +102,8 @@ def held_out_prompts(config: Config, data: DataSet, tokenizer: Tokenizer) -> lis
             text = words[0] if words else text[:12]
             text = text.rstrip("\ufffd")  # half a character
             if text and not wrong_prompt(text, tokenizer, limit):
-                found[text] = None
-        good += list(found)[: 2 if len(data.sources) == 1 else 1]
+                usable[text] = None
+        good += list(usable)[: 2 if len(data.sources) == 1 else 1]
     return good or ["The "]
 
 

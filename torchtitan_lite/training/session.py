@@ -2,17 +2,16 @@
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing.save import Saved, Saver
+from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.schema import CheckpointConfig, Config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Batches
 from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks
@@ -24,21 +23,6 @@ from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 from torchtitan_lite.training.preemption import Preemption
-
-
-class Saves(Protocol):
-    """The part of a Checkpointer that the loop uses. (The package does not import checkpoint.py.)"""
-
-    folder: Path
-    aside: list[tuple[int, str]]
-    config: CheckpointConfig
-    saver: Saver
-
-    def load(self, identity: Mapping[str, Any]) -> TrainState | None: ...
-    def save(self, state: TrainState) -> None: ...
-    def require_space(self) -> None: ...
-    def finished(self) -> bool: ...
-    def wait(self) -> Saved | None: ...
 
 
 class SpikeWatch(Protocol):
@@ -81,22 +65,17 @@ class Sums:
         return cls(loss=parts[0], squared_norm=parts[1], stop_requests=parts[2], rank_losses=parts[3:])
 
 
+@dataclass(frozen=True)
 class Callback:
-    """Work beside the steps. It runs after every `every`-th step, and after the last one."""
+    """Work beside the steps: after every `every`-th step and the last one. Its time does not count as training."""
 
-    every = 0
-    when_preempted = False  # also after the step at which a preempted run stops
-    reads_step = True  # it reads what the step computed, so the host waits for the device first
-    questions: Mapping[str, str] = {}  # hashes of what it scores, by name: a resume reports changes
-
-    def resume(self, s: "Session") -> None:
-        """Called once, before the first step."""
-
-    def before(self, s: "Session", step: int) -> None:
-        """Called before each step."""
-
-    def after(self, s: "Session", result: StepResult) -> None:
-        """Called after a step, which `s.state` includes. The time that this takes does not count as training."""
+    after: Callable[["Session", StepResult], object]  # `s.state` includes the step
+    every: int
+    when_preempted: bool = False  # also after the step at which a preempted run stops
+    reads_step: bool = True  # it reads what the step computed, so the host waits for the device first
+    before: Callable[[int], None] | None = None  # called before each step
+    resume: Callable[["Session"], None] | None = None  # called once, before the first step
+    questions: Mapping[str, str] = field(default_factory=dict)  # hashes of what it scores: a resume reports changes
 
 
 @dataclass
@@ -113,7 +92,7 @@ class Session:
     loader: Batches
     preemption: Preemption
     watchdog: Watchdog
-    checkpointer: Saves
+    checkpointer: BaseCheckpointer
     log: Log
     state: TrainState
     resumed: TrainState | None = None  # the state as it was saved, if the run is resumed

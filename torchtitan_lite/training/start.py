@@ -129,7 +129,8 @@ def take_over(attempt: Attempt, loaded_config: Loaded, data: DataSet, s: Session
         for note in on_rank0(world, change_folder):
             log.info(f"note    {note}")
     for callback in s.callbacks:
-        callback.resume(s)
+        if callback.resume:
+            callback.resume(s)
     if finished:
         log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
         # if later checkpoints would be set aside, the run has got further than this step

@@ -21,11 +21,10 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.parallelize import reshard
 from torchtitan_lite.distributed.process_group import from_rank0
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.tasks import brackets
-from torchtitan_lite.tasks.encode import Encoded, Inputs, encoded, text_encoder
-from torchtitan_lite.tasks.find import find
-from torchtitan_lite.tasks.questions import METRICS, Task
-from torchtitan_lite.tasks.score import TaskScore, score
+from torchtitan_lite.scoring.find_tasks import find
+from torchtitan_lite.scoring.questions import METRICS, Task
+from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
+from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
 from torchtitan_lite.training.session import Session
 
 TOO_LONG_S = 60
@@ -37,7 +36,7 @@ class Tasks:
 
     every: int
     steps: int
-    ready: list[Encoded]
+    encoded: list[Encoded]
     tokenizer: Tokenizer
     end: int
     digests: dict[str, str]  # of the questions, by name
@@ -49,23 +48,29 @@ class Tasks:
         Raises:
             UserError: a task can't be read, does not suit the model, or differs from rank 0's.
         """
-        wanted = config.eval
+        settings = config.eval
         try:
-            found = find(config.tasks, wanted.tasks_from, lambda: brackets.held_out(data), wanted.task_questions)
+            tasks = find(config.tasks, settings.tasks_from, lambda: data, settings.task_questions)
         except DataError:
-            if wanted.tasks != ["auto"]:
+            if settings.tasks != ["auto"]:
                 raise
             return None
-        ours = {task.name: _digest(task) for task in found}
-        if from_rank0(ours) != ours:
+        digests = {task.name: _digest(task) for task in tasks}
+        if from_rank0(digests) != digests:
             raise DataError(
                 "eval.tasks: this rank has read other questions than rank 0: is it the same file everywhere?"
             )
         tokenizer = bpe.load(data.folder / "tokenizer.json")
         inputs = Inputs([data.end_token], [data.end_token], config.input_len)
         encode = text_encoder(tokenizer, (data.end_token,), "a question")
-        ready = [encoded(task, encode, inputs) for task in found]
-        return cls(wanted.tasks_every, config.train.steps, ready, tokenizer, data.end_token, ours)
+        return cls(
+            every=settings.tasks_every,
+            steps=config.train.steps,
+            encoded=[encoded(task, encode, inputs) for task in tasks],
+            tokenizer=tokenizer,
+            end=data.end_token,
+            digests=digests,
+        )
 
     def due(self, step: int) -> bool:
         """Whether to score them after this step."""
@@ -80,13 +85,13 @@ class Tasks:
         s.model.eval()
         # compiled blocks would be recompiled for each length
         with torch.compiler.set_stance("force_eager"):
-            scores = [score(s.model, one, self.tokenizer, (self.end,), s.world) for one in self.ready]
+            scores = [score(s.model, task, self.tokenizer, (self.end,), s.world) for task in self.encoded]
         s.model.train()
         reshard(s.model)
         seconds = time.perf_counter() - before
-        for one in scores:
-            s.log.record({"step": step, **record(one)})
-            s.log.info(f"task    step {step}  {line(one)}")
+        for task_score in scores:
+            s.log.record({"step": step, **record(task_score)})
+            s.log.info(f"task    step {step}  {line(task_score)}")
         s.log.record({"step": step, "task_s": seconds})
         if seconds > TOO_LONG_S:
             s.log.info(f"task    step {step}  took {seconds:.0f} s; raise eval.tasks_every or set eval.task_questions")
@@ -120,27 +125,23 @@ def _digest(task: Task) -> str:
     return digest.hexdigest()
 
 
-def record(found: TaskScore) -> dict[str, float | None]:
-    """For metrics.jsonl."""
-    name = found.task.name
-    values = {key: value if math.isfinite(value) else None for key, value in found.figures().items()}
-    values = {f"task/{name}": values.pop("score"), **{f"task_{key}/{name}": value for key, value in values.items()}}
-    return {key.replace("task_score_stderr/", "task_stderr/"): value for key, value in values.items()}
+def record(task_score: TaskScore) -> dict[str, float | None]:
+    """For metrics.jsonl: the main score first."""
+    name, figures = task_score.task.name, task_score.figures()
+    figures = {"score": figures.pop("score"), **figures}
+    short = {"score": "task", "score_stderr": "task_stderr"}
+    return {
+        f"{short.get(key, f'task_{key}')}/{name}": value if math.isfinite(value) else None
+        for key, value in figures.items()
+    }
 
 
-def line(found: TaskScore) -> str:
+def line(task_score: TaskScore) -> str:
     """The score of a task, for the log."""
-    figures, task = found.figures(), found.task
-
-    def plus_minus(key: str) -> str:
-        value, stderr = figures[key], figures[f"{key}_stderr"]
-        if not math.isfinite(value):
-            return "not finite"
-        return f"{value:.3f}" + (f" +- {stderr:.3f}" if math.isfinite(stderr) else "")
-
+    figures, task = task_score.figures(), task_score.task
     others = [f"{key.replace('_', ' ')} {figures[key]:.3f}" for key in METRICS[task.kind] if key != task.main]
-    parts = [f"chance {task.chance:.3f}", f"{len(task.questions)} questions", *others]
-    return f"{task.name}  {plus_minus('score')}  ({'; '.join(parts)})"
+    notes = [f"chance {task.chance:.3f}", f"{len(task.questions)} questions", *others]
+    return f"{task.name}  {figure_text(figures, 'score')}  ({'; '.join(notes)})"
 
 
 def wrong_tasks(config: Config) -> dict[str, str]:

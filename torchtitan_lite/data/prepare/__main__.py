@@ -22,15 +22,18 @@ from torchtitan_lite.config.find_text import expanded
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import content
+from torchtitan_lite.data.packing import damaged_indices
 from torchtitan_lite.data.prepare import corpus as corpora
-from torchtitan_lite.data.prepare.cache import BYTES, MOST_WORKERS, encode_with_bar, plan_for, record_folder
-from torchtitan_lite.data.prepare.encode import require_complete
+from torchtitan_lite.data.prepare import megatron
+from torchtitan_lite.data.prepare.cache import record_folder
+from torchtitan_lite.data.prepare.encode import encode, require_complete
 from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Options, plan_of
+from torchtitan_lite.data.prepare.split import BYTES, plan_for
 from torchtitan_lite.data.prepare.summary import report, summary, verify
-from torchtitan_lite.data.repair import remedy
-from torchtitan_lite.data.token_files import read_meta
+from torchtitan_lite.data.token_files import read_meta, remedy
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
+
+_MOST_WORKERS = 1024
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,14 +101,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(folder: Path) -> int:
-    wrong = verify(folder)
-    if wrong:
-        raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *wrong]))
-    if any(folder.glob("packed-*")):
-        from torchtitan_lite.data.packing import damaged_indices
-
-        if wrong := list(damaged_indices(folder, read_meta(folder))):
-            raise DataError("\n  ".join(wrong))
+    problems = verify(folder)
+    if problems:
+        raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {remedy(folder)}", *problems]))
+    if damaged := list(damaged_indices(folder, read_meta(folder))):
+        raise DataError("\n  ".join(damaged))
     print(f"{folder}: complete and undamaged. {summary(read_meta(folder))}")
     return 0
 
@@ -120,14 +120,12 @@ def _make_of_megatron(arguments: argparse.Namespace) -> int:
         *("train_tokenizer", "sentinels", "text_key", "text_suffixes", "source_key", "target_key", "source_prefix"),
         "on_error",
     )
-    given = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults[name]]
-    given += [str(source) for source in arguments.sources[:1]]
-    if given:
-        raise ConfigError(f"--from-megatron reads tokens, not text: leave out {', '.join(given)}")
-    from torchtitan_lite.data.megatron.prepare import prepare, settings
-
-    made_with = settings(Path(arguments.tokenizer), arguments.end_token, arguments.val_fraction)
-    prepare(arguments.from_megatron, made_with, _out(arguments.out))
+    unsuitable = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults[name]]
+    unsuitable += [str(source) for source in arguments.sources[:1]]
+    if unsuitable:
+        raise ConfigError(f"--from-megatron reads tokens, not text: leave out {', '.join(unsuitable)}")
+    settings = megatron.Settings.of(Path(arguments.tokenizer), arguments.end_token, arguments.val_fraction)
+    megatron.prepare(arguments.from_megatron, settings, _out(arguments.out))
     return 0
 
 
@@ -139,7 +137,7 @@ def _make(arguments: argparse.Namespace) -> int:
     for name, low, high in (
         ("train_tokenizer", bpe.SMALLEST, 2**31 - 1),
         ("max_document_bytes", 1, 2**40),
-        ("workers", 0, MOST_WORKERS),
+        ("workers", 0, _MOST_WORKERS),
     ):
         value = getattr(arguments, name)
         if value is not None and not low <= value <= high:
@@ -152,8 +150,8 @@ def _make(arguments: argparse.Namespace) -> int:
             vocab_size=arguments.train_tokenizer or TokenizerConfig().vocab_size,
         )
     except ValidationError as error:
-        wrong = [f"--{e['loc'][0]} {e['input']!a}: {e['msg']}".replace("_", "-") for e in error.errors()]
-        raise ConfigError("; ".join(wrong).replace("Value error, ", "")) from None
+        problems = [f"--{e['loc'][0]} {e['input']!a}: {e['msg']}".replace("_", "-") for e in error.errors()]
+        raise ConfigError("; ".join(problems).replace("Value error, ", "")) from None
     options = Options(arguments.on_error, arguments.max_document_bytes, arguments.workers, keep_partial=True)
     corpus = _corpus(arguments)
     sentinels = arguments.sentinels or bool(corpus.target_key)
@@ -162,11 +160,11 @@ def _make(arguments: argparse.Namespace) -> int:
     work.mkdir(exist_ok=True)
     try:
         with FileLock(work / "lock", blocking=False):
-            corpus = content.with_content(corpus, record_folder(work))
+            corpus = corpora.with_content(corpus, record_folder(work))
             plan = plan_for([corpus], config, arguments.val_fraction, work, options, print, sentinels=sentinels)
             job = plan.jobs[0]
             if not out.exists():
-                encode_with_bar(corpus, plan.tokenizer, job, out, options)
+                encode(corpus, plan.tokenizer, job, out, options)
             elif not is_prepared(out) or read_meta(out).made_from != plan_of(corpus, job, options):
                 raise DataError(f"{out} exists, and was made from other text or options; choose another --out")
             else:
@@ -191,11 +189,11 @@ def _corpus(arguments: argparse.Namespace) -> corpora.Corpus:
     return replace(corpus, target_key=target, source_prefix=prefix)
 
 
-def _out(given: Path) -> Path:
+def _out(path: Path) -> Path:
     """Raise ConfigError if the path has no name."""
-    out = expanded(given, "--out")
+    out = expanded(path, "--out")
     if out.name in ("", ".."):
-        raise ConfigError(f"--out {given} should name a new folder, e.g. --out {out / 'prepared'}")
+        raise ConfigError(f"--out {path} should name a new folder, e.g. --out {out / 'prepared'}")
     return out
 
 

@@ -1,6 +1,15 @@
-"""The text to prepare: the user's files, or the standard library of this Python."""
+"""The text to prepare: which files, in which order, which are skipped, and whether they have changed.
+
+Without `[data] path`, it is the standard library of this Python; for pairs, its functions and their docstrings.
+
+Prepared data is looked up by path, size and mtime, without reading the files. A restored backup or `touch -r` can
+reproduce these three, but not inode and ctime. A record in the cache holds the latter two and a hash of each file. If
+they differ, the file is hashed again; if the hash differs too, it becomes part of the text's identity. Text of less
+than 256 MiB is hashed in full. For larger text, the size and 64 blocks of each file are hashed.
+"""
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -11,13 +20,14 @@ import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock
 
 from torchtitan_lite.config import find_text
-from torchtitan_lite.config import find_text as find_text_module
+from torchtitan_lite.data.token_files import HASHED_BYTES, spots
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
@@ -29,13 +39,14 @@ _OTHERS = 'data.text_suffixes (prepare: --text-suffixes) names other suffixes of
 _MAX_BLOCK = 64 * 1024  # bytes
 _MIN_BLOCK = 1024
 _ENOUGH_BLOCKS = 16
+CHANGED = "the text was changed while it was being read; run the same command again to start over with the new text"
 # Tests are two thirds of the library and missing in many distributions; the other folders are not part of the library.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Content:
-    """The files' stamps and hashes, from content.py."""
+    """The stamps and hashes of the files, from `with_content`."""
 
     stamps: list[list[int]]  # inode and ctime of each
     hashes: list[str]
@@ -58,10 +69,10 @@ class Corpus:
     def identity(self) -> list[list[str | int]]:
         """Path, size and mtime (ns) of each file; also its hash, if other text had the same ones before."""
         stats = [(file, stat_of(file)) for file in self.files]
-        found: list[list[str | int]] = [[str(file.resolve()), i.st_size, i.st_mtime_ns] for file, i in stats]
+        identity: list[list[str | int]] = [[str(file.resolve()), i.st_size, i.st_mtime_ns] for file, i in stats]
         if self.content and self.content.is_other:
-            return [[*one, digest] for one, digest in zip(found, self.content.hashes, strict=True)]
-        return found
+            return [[*entry, digest] for entry, digest in zip(identity, self.content.hashes, strict=True)]
+        return identity
 
     def size(self) -> int:
         """Bytes on disk."""
@@ -100,14 +111,14 @@ def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
 
 def _checked(text_suffixes: Collection[str]) -> tuple[str, ...]:
     """The suffixes in lower case. Raises DataError for what is no suffix of plain text."""
-    found = tuple(dict.fromkeys(suffix.lower() for suffix in text_suffixes))
-    for suffix in found:
+    suffixes = tuple(dict.fromkeys(suffix.lower() for suffix in text_suffixes))
+    for suffix in suffixes:
         if not re.fullmatch(r"\.[^./\0\s]+", suffix) or suffix in (*KINDS[1:], *COMPRESSED):
             raise DataError(
                 f'data.text_suffixes (prepare: --text-suffixes): "{suffix}" should be the suffix of plain text, with '
                 "its dot, e.g. .md; .jsonl, .csv and .parquet have readers of their own, and .gz and .zst follow it"
             )
-    return found
+    return suffixes
 
 
 def find(path: str | list[str], text_key: str = "text", text_suffixes: Collection[str] = ()) -> Corpus:
@@ -133,23 +144,23 @@ def find(path: str | list[str], text_key: str = "text", text_suffixes: Collectio
 
 def _texts(entry: str, text_suffixes: Collection[str], ignored: set[Path]) -> list[Path]:
     """The files of one entry of `[data] path`, each once, even if a link leads to it as well."""
-    found: list[tuple[Path, bool]] = []
+    files: list[tuple[Path, bool]] = []
     for path, linked in find_text.matching(find_text.expanded(entry, "data.path")):
-        if find_text_module.is_folder(path):
-            found += [(text, linked or through_link) for text, through_link in _below(path, text_suffixes, ignored)]
-        elif find_text_module.is_file(path):
-            found.append((path, linked))
+        if find_text.is_folder(path):
+            files += [(file, linked or through_link) for file, through_link in _below(path, text_suffixes, ignored)]
+        elif find_text.is_file(path):
+            files.append((path, linked))
         else:
             ignored.add(path)
-    if not found:
+    if not files:
         raise _nothing(entry, ignored)
-    places = {_place(path) for path, linked in found if not linked}
-    once = []
-    for path, linked in found:
+    places = {_place(path) for path, linked in files if not linked}
+    texts = []
+    for path, linked in files:
         if not linked or _place(path) not in places:
-            once.append(path)
+            texts.append(path)
             places.add(_place(path))
-    return once
+    return texts
 
 
 def _place(file: Path) -> str:
@@ -157,21 +168,21 @@ def _place(file: Path) -> str:
 
 
 def _below(folder: Path, text_suffixes: Collection[str], ignored: set[Path]) -> list[tuple[Path, bool]]:
-    found = []
+    files = []
     for below in find_text.folders_below(folder, hidden=True):
         for file in (below.path / name for name in below.names):
-            if _suffix(file) in (*KINDS, *text_suffixes) and find_text_module.is_file(file):
-                found.append((file, below.linked))
+            if _suffix(file) in (*KINDS, *text_suffixes) and find_text.is_file(file):
+                files.append((file, below.linked))
             else:
                 ignored.add(file)
-    return sorted(found)
+    return sorted(files)
 
 
 def _nothing(entry: str, ignored: set[Path]) -> DataError:
     path = find_text.expanded(entry, "data.path")
     if path in ignored:
         return DataError(f"{path} is {find_text.kind_of(path)}; supported: {READABLE}")
-    if find_text_module.is_folder(path) and (path / "tokenizer.json").exists() and (path / "train.idx").exists():
+    if find_text.is_folder(path) and (path / "tokenizer.json").exists() and (path / "train.idx").exists():
         return DataError(f"{path} looks like a prepared folder, but its meta.json is missing; prepare the text again")
     others = f" (it has {listed(sorted(ignored))})" if ignored else ""
     return DataError(f"no text at {entry}{others}; supported: {READABLE}; {_OTHERS} (looked in {Path.cwd()})")
@@ -187,13 +198,91 @@ def not_read(texts: Iterable[Corpus], option: str) -> list[str]:
 def listed(ignored: list[Path]) -> str:
     """A list of ignored files for a message: counts by suffix, or names; at most ten."""
     suffixes = Counter(file.suffix if file.suffix and _suffix(file) not in KINDS else "" for file in ignored)
-    found = [f"{count:,} x {suffix}" for suffix, count in suffixes.most_common() if suffix]
+    entries = [f"{count:,} x {suffix}" for suffix, count in suffixes.most_common() if suffix]
     for file in ignored:
         if _suffix(file) in KINDS:
-            found.append(f"{file.name} ({find_text.kind_of(file)})")
+            entries.append(f"{file.name} ({find_text.kind_of(file)})")
         elif not file.suffix:
-            found.append(file.name)
-    return ", ".join(found[:10] + ["..."] * (len(found) > 10))
+            entries.append(file.name)
+    return ", ".join(entries[:10] + ["..."] * (len(entries) > 10))
+
+
+# --- changed text -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The cached hashes of a text's files."""
+
+    first: list[str]  # when it was first prepared
+    last: list[str]  # at the last check
+    stamps: list[list[int]]  # inode and ctime at the last check
+
+
+def with_content(corpus: Corpus, folder: Path) -> Corpus:
+    """The corpus with its content, compared with the record in this folder, which is updated.
+
+    Raises:
+        DataError: a file is missing or unreadable.
+    """
+    file = folder / f"{hashlib.sha256(json.dumps(corpus.identity()).encode()).hexdigest()[:16]}.content.json"
+    stamps = _stamps(corpus)
+    record = _read_record(file, len(stamps))
+    if record is None or record.stamps != stamps:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a read-only cache
+                stack.enter_context(FileLock(file.with_suffix(".lock")))
+            record = _updated_record(corpus, _read_record(file, len(stamps)), stamps)
+            with contextlib.suppress(OSError):
+                write_durably(file, json.dumps(vars(record)).encode())
+    return replace(corpus, content=Content(stamps, record.last, record.last != record.first))
+
+
+def require_unchanged(corpus: Corpus) -> None:
+    """Raise DataError if the text was changed after `with_content`."""
+    content = corpus.content
+    if content and _stamps(corpus) != content.stamps and _hashes(corpus, corpus.files) != content.hashes:
+        raise DataError(CHANGED)
+
+
+def _updated_record(corpus: Corpus, record: _Record | None, stamps: list[list[int]]) -> _Record:
+    if record is None:
+        hashes = _hashes(corpus, corpus.files)
+        return _Record(hashes, hashes, stamps)
+    changed = [i for i, stamp in enumerate(stamps) if stamp != record.stamps[i]]
+    new = dict(zip(changed, _hashes(corpus, tuple(corpus.files[i] for i in changed)), strict=True))
+    return _Record(record.first, [new.get(i, old) for i, old in enumerate(record.last)], stamps)
+
+
+def _stamps(corpus: Corpus) -> list[list[int]]:
+    """Inode and ctime of each file."""
+    return [[(info := stat_of(file)).st_ino, info.st_ctime_ns] for file in corpus.files]
+
+
+def _hashes(corpus: Corpus, files: tuple[Path, ...]) -> list[str]:
+    in_full = corpus.size() < HASHED_BYTES  # all files together
+
+    def of(file: Path) -> str:
+        with find_text.reading(file):
+            if not in_full:
+                return spots(file)[:32]
+            with file.open("rb") as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(of, files))
+
+
+def _read_record(file: Path, n_files: int) -> _Record | None:
+    """The record; None if it is missing or damaged."""
+    try:
+        record = _Record(**json.loads(file.read_bytes()))
+        return record if {n_files} == {len(record.first), len(record.last), len(record.stamps)} else None
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+# --- the default text -----------------------------------------------------------------------------------------------
 
 
 def functions(cache: Path) -> Corpus:
@@ -224,7 +313,7 @@ def _functions_of(file: Path) -> list[tuple[str, str]]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):  # written for another version of Python
         return []
-    lines, found = text.split("\n"), []  # as ast counts them: splitlines() also splits at form feeds
+    lines, pairs = text.split("\n"), []  # as ast counts them: splitlines() also splits at form feeds
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
             begin = min(one.lineno for one in (node.body[1], *getattr(node.body[1], "decorator_list", ())))
@@ -232,18 +321,18 @@ def _functions_of(file: Path) -> list[tuple[str, str]]:
             paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
             sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
             if sentence:
-                found.append((body, sentence))
-    return found
+                pairs.append((body, sentence))
+    return pairs
 
 
 def _standard_library() -> Corpus:
     root = sysconfig.get_paths()["stdlib"]
-    found: list[str] = []
+    paths: list[str] = []
     for folder, below, names in os.walk(root):  # much faster than Path.rglob
         below[:] = [name for name in below if name not in _SKIPPED]
-        found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     # without empty __init__.py files
-    files = sorted(Path(file) for file in found if os.path.isfile(file) and os.stat(file).st_size)
+    files = sorted(Path(file) for file in paths if os.path.isfile(file) and os.stat(file).st_size)
     if not files:
         raise DataError(f"Python's standard library has no source files at {root}; set data.path to text of your own")
     return Corpus(tuple(files), python_source=True)

@@ -1,6 +1,7 @@
 """Encodes a corpus into a prepared folder: on all cores, in constant memory, resumable.
 
 1. Chunks are read in order (readers.py), encoded by worker processes (worker.py), and written in order to OUT.partial.
+   So the result does not depend on the number of workers.
 2. After a kill, the files are truncated to the last commit in progress.json, and encoding resumes with the next chunk
    (writer.py). The result is byte-identical.
 3. At the end all files are hashed, meta.json is written, and the folder is renamed.
@@ -11,23 +12,25 @@ import contextlib
 import json
 import queue
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from torchtitan_lite.config.derive import usable_cores
 from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import content, summary, worker
+from torchtitan_lite.data.prepare import corpus as corpora
 from torchtitan_lite.data.prepare import plan as plan_module
+from torchtitan_lite.data.prepare import summary, worker
 from torchtitan_lite.data.prepare.corpus import Corpus, stat_of
 from torchtitan_lite.data.prepare.plan import Options, plan_of
-from torchtitan_lite.data.prepare.readers import Chunk, Problem, chunks
+from torchtitan_lite.data.prepare.readers import Chunk, Problem, chunks, refusal
 from torchtitan_lite.data.prepare.writer import Progress, Writer, read_progress, write_origins
 from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import DataError
@@ -37,12 +40,8 @@ from torchtitan_lite.terminal import counted
 _SMALL = 4 << 20  # bytes; less text is encoded faster than a worker starts
 _LISTED = 1000  # maximum number of skipped texts in meta.json
 
-Advance = Callable[[int], None]  # gets the number of bytes of the files that are done
 
-
-def encode(
-    corpus: Corpus, tokenizer: Tokenizer, job: plan_module.Job, out: Path, options: Options, advance: Advance
-) -> Meta:
+def encode(corpus: Corpus, tokenizer: Tokenizer, job: plan_module.Job, out: Path, options: Options) -> Meta:
     """Create the prepared folder `out`, or resume creating it.
 
     Raises:
@@ -61,20 +60,26 @@ def encode(
     require_complete(partial, progress.skipped, options)
     writer = Writer(partial, job, options.shard_tokens, progress)
     try:
-        done_before = sum(stat_of(file).st_size for file in corpus.files[: progress.file])
-        advance(done_before)
-        for chunk, result in _results(corpus, job, options, progress):
-            if result.problems and options.on_error == "stop":
-                raise refusal(corpus.files[chunk.file], result.problems[0])
-            writer.add(chunk, result, corpus)
-            done = done_before + chunk.read_bytes
-            advance(done)
-            if chunk.last:
-                done_before = done
+        done = sum(stat_of(file).st_size for file in corpus.files[: progress.file])  # bytes of complete files
+        with tqdm(
+            total=corpus.size(),
+            initial=done,
+            unit="B",
+            unit_scale=True,
+            disable=not sys.stderr.isatty(),
+            leave=False,
+        ) as bar:
+            for chunk, result in _results(corpus, job, options, progress):
+                if result.problems and options.on_error == "stop":
+                    raise refusal(corpus.files[chunk.file], result.problems[0])
+                writer.add(chunk, result, corpus)
+                bar.update(done + chunk.read_bytes - bar.n)
+                if chunk.last:
+                    done += chunk.read_bytes
         writer.commit()
         if plan_of(corpus, job, options) != plan:
-            raise DataError(content.CHANGED)
-        content.require_unchanged(corpus)
+            raise DataError(corpora.CHANGED)
+        corpora.require_unchanged(corpus)
         if progress.origins:
             write_origins(partial, corpus)
         meta = _finish(partial, job, progress, options, bpe.sha256(tokenizer))
@@ -120,32 +125,26 @@ def require_complete(folder: Path, skipped: dict[str, int], options: Options) ->
         )
 
 
-def refusal(file: Path, problem: Problem) -> DataError:
-    """The error for an unusable text."""
-    return DataError(
-        f"{problem.of(file)}; correct or remove it, or skip it with "
-        "`python -m torchtitan_lite.data.prepare ... --on-error skip`"
-    )
-
-
 # --- encoding in parallel ---------------------------------------------------------------------------------------
 
 
-def _results(corpus: Corpus, job: plan_module.Job, options: Options, progress: Progress) -> Iterator[tuple[Chunk, Any]]:
+def _results(
+    corpus: Corpus, job: plan_module.Job, options: Options, progress: Progress
+) -> Iterator[tuple[Chunk, worker.Result]]:
     """The remaining chunks and their results, in order."""
-    todo = (
+    remaining = (
         chunk
         for chunk in chunks(corpus, options.max_document_bytes, progress.file)
         if (chunk.file, chunk.number) >= (progress.file, progress.chunk)
     )
     n_workers = options.workers or (0 if corpus.size() < _SMALL else usable_cores())
     if not n_workers:
-        literal = worker.load(job)
-        for chunk in todo:
-            yield chunk, worker.encode(chunk, job, literal)
+        encoder = worker.load(job)
+        for chunk in remaining:
+            yield chunk, worker.encode(chunk, job, encoder)
         return
-    idle: queue.SimpleQueue[worker.Worker] = queue.SimpleQueue()
     workers = [worker.Worker(job) for _ in range(n_workers)]
+    idle: queue.SimpleQueue[worker.Worker] = queue.SimpleQueue()
     for process in workers:
         idle.put(process)
 
@@ -156,10 +155,10 @@ def _results(corpus: Corpus, job: plan_module.Job, options: Options, progress: P
         finally:
             idle.put(process)
 
-    pool = ThreadPoolExecutor(n_workers)
+    pool = ThreadPoolExecutor(n_workers)  # a thread waits for each process
     pending: collections.deque[tuple[Chunk, Future[worker.Result]]] = collections.deque()
     try:
-        for chunk in todo:
+        for chunk in remaining:
             pending.append((chunk, pool.submit(encode_chunk, chunk)))
             if len(pending) > 2 * n_workers:  # keeps all workers busy, and bounds the memory
                 first, future = pending.popleft()
@@ -168,9 +167,7 @@ def _results(corpus: Corpus, job: plan_module.Job, options: Options, progress: P
             first, future = pending.popleft()
             yield first, future.result()
     finally:
-        for _, future in pending:
-            future.cancel()
-        pool.shutdown()
+        pool.shutdown(cancel_futures=True)
         for process in workers:
             process.close()
 
@@ -219,10 +216,10 @@ def _finish(folder: Path, job: plan_module.Job, progress: Progress, options: Opt
         skipped=dict(sorted(progress.skipped.items())),
         skipped_first=skipped_first,
     )
-    if wrong := summary.wrong_documents(folder, meta):
+    if problems := summary.wrong_documents(folder, meta):
         (folder / "progress.json").unlink()  # the next run starts over
         raise DataError(
-            f"{folder}: the files differ from what was written: {wrong[0]}; run the same command again to start over"
+            f"{folder}: the files differ from what was written: {problems[0]}; run the same command again to start over"
         )
     write_durably(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
     (folder / "progress.json").unlink()

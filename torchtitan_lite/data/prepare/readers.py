@@ -1,9 +1,9 @@
 """Reads files into chunks of documents, in a fixed order and constant memory.
 
 A document is the text of a .jsonl line, of a row of a .csv, .tsv or .parquet file, or a block of at most 64 KiB of
-plain text, cut at a line end. A pair is a line or row with two texts. This module reads, decompresses and cuts files;
-the workers (worker.py) decode and check the texts in parallel. Text is never repaired: malformed text becomes a Problem
-with its file and line.
+plain text, cut at a line end. A pair is a line or row with two texts. `chunks` reads, decompresses and cuts
+files; the workers call `decode`, which checks the texts, in parallel. Text is never repaired: malformed text becomes a
+Problem with its file and line.
 """
 
 import contextlib
@@ -57,6 +57,15 @@ class Chunk:
 
 
 Item = tuple[int, bytes] | Problem
+Texts = tuple[str, ...]  # of a document: one, or a source and its target
+
+
+def refusal(file: Path, problem: Problem) -> DataError:
+    """The error for an unusable text."""
+    return DataError(
+        f"{problem.of(file)}; correct or remove it, or skip it with "
+        "`python -m torchtitan_lite.data.prepare ... --on-error skip`"
+    )
 
 
 def chunks(corpus: Corpus, max_document_bytes: int, first: int = 0) -> Iterator[Chunk]:
@@ -73,12 +82,12 @@ def unit_of(file: Path) -> str:
 
 def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterator[Chunk]:
     file = corpus.files[number]
-    what = ".txt" if corpus.python_source else kind(file, corpus.text_suffixes)
-    texts: Literal["plain", "json"] = "json" if what == ".jsonl" or corpus.target_key else "plain"
+    suffix = ".txt" if corpus.python_source else kind(file, corpus.text_suffixes)
+    texts: Literal["plain", "json"] = "json" if suffix == ".jsonl" or corpus.target_key else "plain"
     unit = unit_of(file)
     chunk, size = Chunk(number, 0, texts, unit), 0
     raw: list[BinaryIO] = []
-    for item in _items(corpus, file, what, limit, longest, raw):
+    for item in _items(corpus, file, suffix, limit, longest, raw):
         if isinstance(item, Problem):
             chunk.problems.append(item)
             continue
@@ -97,17 +106,17 @@ class _CutError(Exception):
     """The rest of a file can't be read."""
 
 
-def _items(corpus: Corpus, file: Path, what: str, limit: int, longest: int, raw: list[BinaryIO]) -> Iterator[Item]:
+def _items(corpus: Corpus, file: Path, suffix: str, limit: int, longest: int, raw: list[BinaryIO]) -> Iterator[Item]:
     """The documents of a file with their places. The open file is appended to `raw`, to report progress."""
     place = 0
     try:
         if file.stat().st_size == 0:
             yield Problem("", "an empty file", "is empty")
             return
-        if what == ".parquet":
+        if suffix == ".parquet":
             yield from _parquet(file, _columns(corpus), longest)
             return
-        if what == ".txt" and corpus.target_key:
+        if suffix == ".txt" and corpus.target_key:
             yield Problem("", "a file without pairs", "has no columns; pairs are read from .jsonl, .csv and .parquet")
             return
         with file.open("rb") as opened:
@@ -115,11 +124,11 @@ def _items(corpus: Corpus, file: Path, what: str, limit: int, longest: int, raw:
             stream = _decompressed(opened, file.suffix.lower())
             if corpus.python_source:
                 stream = io.BufferedReader(io.BytesIO(_declared(file)))
-            if what == ".txt":
+            if suffix == ".txt":
                 items = _blocks(stream, limit, longest)
             else:
                 lines = _lines(stream, longest)
-                items = _rows(lines, _columns(corpus), longest) if what == ".csv" else lines
+                items = _rows(lines, _columns(corpus), longest) if suffix == ".csv" else lines
             for item in items:
                 if not isinstance(item, Problem):
                     place = item[0]
@@ -288,19 +297,23 @@ def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[I
 
 def _delimiter(header: str, columns: list[str]) -> str:
     """The first delimiter by which the header has all columns; if there is none, that which makes the most columns."""
-    found = {}
+    rows = {}
     for delimiter in ",\t;|":
         with contextlib.suppress(csv.Error, StopIteration):  # e.g. a header of several lines
-            found[delimiter] = next(csv.reader([header], strict=True, delimiter=delimiter))
-    having = [delimiter for delimiter, row in found.items() if set(columns) <= set(row)]
-    return next(iter(having), max(found, key=lambda delimiter: len(found[delimiter])) if "," in found else ",")
+            rows[delimiter] = next(csv.reader([header], strict=True, delimiter=delimiter))
+    complete = [delimiter for delimiter, row in rows.items() if set(columns) <= set(row)]
+    return next(iter(complete), max(rows, key=lambda delimiter: len(rows[delimiter])) if "," in rows else ",")
 
 
-def _no_column(column: str, found: list[str], wanted: list[str]) -> str:
-    how = "data.text_key names the column (or --text-key)"
-    if len(wanted) == 2:
-        how = "--source-key and --target-key (or data.source_key and data.target_key) name the columns"
-    return f'no column "{column}": its columns are {", ".join(found)[:200]}; {how}'
+def _no_column(column: str, names: list[str], columns: list[str]) -> str:
+    return f'no column "{column}": its columns are {", ".join(names)[:200]}; {_how(columns, "column")}'
+
+
+def _how(keys: list[str], noun: str) -> str:
+    """How to choose the key or column of a text, or those of a pair."""
+    if len(keys) == 2:
+        return f"--source-key and --target-key (or data.source_key and data.target_key) name the {noun}s"
+    return f"data.text_key names the {noun} (or --text-key)"
 
 
 def _ambiguous(column: str, n: int) -> str:
@@ -331,9 +344,9 @@ def _parquet(file: Path, columns: list[str], longest: int) -> Iterator[Item]:
                     raise _CutError(_no_column(column, names, columns))
                 if names.count(column) > 1:
                     raise _CutError(_ambiguous(column, names.count(column)))
-                wanted = table.schema_arrow.field(column).type
-                if not (pyarrow.types.is_string(wanted) or pyarrow.types.is_large_string(wanted)):
-                    raise _CutError(f'column "{column}" has type {wanted}; it should be string')
+                dtype = table.schema_arrow.field(column).type
+                if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
+                    raise _CutError(f'column "{column}" has type {dtype}; it should be string')
             for batch in table.iter_batches(batch_size=256, columns=columns, use_threads=False):
                 for values in zip(*(batch.column(column) for column in columns), strict=True):
                     row += 1
@@ -356,3 +369,63 @@ def _parquet_row(row: int, columns: list[str], texts: list[Any], longest: int) -
         return row, _document(columns, [text.to_pybytes().decode() for text in texts])
     except UnicodeDecodeError as error:
         return Problem(f"row {row}", "not UTF-8", f"byte {error.object[error.start]:#04x} is not utf-8")
+
+
+# --- texts ------------------------------------------------------------------------------------------------------
+
+
+def texts(chunk: Chunk, key: str, target_key: str = "", prefix: str = "") -> tuple[list[Texts], list[Problem]]:
+    """The texts of the valid documents of a chunk, and the problems of the others."""
+    decoded = [text for _, text in decode(chunk, [key, target_key] if target_key else [key], prefix)]
+    problems = [problem for problem in decoded if isinstance(problem, Problem)]
+    return [text for text in decoded if isinstance(text, tuple)], chunk.problems + problems
+
+
+def decode(chunk: Chunk, keys: list[str], prefix: str) -> Iterator[tuple[int, Texts | Problem]]:
+    """The line or row of each document, and its texts or its problem."""
+    for number, document in zip(chunk.places, chunk.documents, strict=True):
+        if chunk.texts == "json" and not document.strip():
+            continue  # an empty line
+        text = _json_texts(document, keys) if chunk.texts == "json" else _plain_text(document, number, chunk.unit)
+        if isinstance(text, Problem):
+            yield number, text if text.place else Problem(f"{chunk.unit} {number}", text.reason, text.detail)
+        else:
+            yield number, (prefix + text[0], *text[1:])
+
+
+def _plain_text(document: bytes, number: int, unit: str) -> Texts | Problem:
+    if not document:
+        return Problem("", "an empty text", "the text is empty")
+    try:
+        return (document.decode(),)
+    except UnicodeDecodeError as error:
+        return Problem(
+            f"{unit} {number + (document.count(10, 0, error.start) if unit == 'line' else 0)}",
+            "not UTF-8",
+            f"byte {document[error.start]:#04x} is not utf-8",
+        )
+
+
+def _json_texts(line: bytes, keys: list[str]) -> Texts | Problem:
+    """The texts of a line, which must be a JSON object with a non-empty string under each key.
+
+    A side of a pair that is only white space is empty too: there is nothing to answer, or to learn.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+        return Problem("", "not JSON", f"not JSON: {error}")
+    for key in keys:
+        if not isinstance(record, dict):
+            return Problem("", f'no "{key}"', f'no "{key}": it is not an object; {_how(keys, "key")}')
+        if key not in record:
+            names = ", ".join(record)[:200] or "-"
+            return Problem("", f'no "{key}"', f'no "{key}": its keys are {names}; {_how(keys, "key")}')
+        text = record[key]
+        if not isinstance(text, str) or not text or (len(keys) == 2 and not text.strip()):
+            return Problem("", "no text", f'"{key}" should be text, but is {json.dumps(text)[:40]}')
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # "\\ud83d", half of a surrogate pair, is valid JSON
+            return Problem("", "no text", f'"{key}" is not valid text: {error.reason}')
+    return tuple(record[key] for key in keys)

@@ -1,21 +1,130 @@
-"""Selects the validation documents, and the documents to train the tokenizer on."""
+"""Chooses what a preparation needs before it encodes: the validation documents, and the tokenizer.
 
+A hash of each document's text decides its split, so adding documents does not move others (below 1 MiB the size of
+blocks changes, see corpus.py). A byte-level BPE tokenizer is trained on the training documents, unless one is given.
+"""
+
+import hashlib
+import json
+import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from torchtitan_lite.config.schema import TokenizerConfig
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import corpus as corpora
-from torchtitan_lite.data.prepare import plan, worker
+from torchtitan_lite.data.prepare import plan, readers, special_tokens
 from torchtitan_lite.data.prepare.corpus import Corpus
-from torchtitan_lite.data.prepare.encode import refusal
 from torchtitan_lite.data.prepare.plan import Options
-from torchtitan_lite.data.prepare.readers import chunks
+from torchtitan_lite.data.token_files import FORMAT_VERSION
 from torchtitan_lite.data.tokenizer import END_OF_DOCUMENT, N_SENTINELS, PAD, SMALLEST, sentinel
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import write_durably
+from torchtitan_lite.terminal import counted
 
+BYTES = "bytes"  # instead of a tokenizer.json
+
+Info = Callable[[str], None]
 _LONG_WORD = re.compile(r"(\S{1000})")  # the trainer's time is quadratic in the length of a word
 TRAINED_ON_BYTES = 128 << 20  # approximate; a tokenizer learns little from more text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tokenizer, and the job of each corpus."""
+
+    tokenizer: Tokenizer
+    jobs: list[plan.Job]
+
+
+def plan_for(
+    texts: list[Corpus],
+    config: TokenizerConfig,
+    val_fraction: float,
+    folder: Path,
+    options: Options,
+    info: Info,
+    *,
+    sentinels: bool = False,
+) -> Plan:
+    """Train the tokenizer, unless one is given, and choose the validation documents.
+
+    The result is stored in `folder`, in a file named by a hash of its inputs, and reused.
+
+    Args:
+        sentinels: a tokenizer that is trained gets pad and sentinels.
+    """
+    loaded = None
+    if config.path:
+        loaded = byte_level(sentinels=sentinels) if config.path == BYTES else bpe.load(Path(config.path))
+    inputs = {
+        "format": FORMAT_VERSION,
+        "texts": [[corpus.identity(), corpus.text_key] for corpus in texts],
+        "python": platform.python_version() if any(corpus.python_source for corpus in texts) else "",
+        "tokenizer": [bpe.sha256(loaded), config.end_token] if loaded else config.vocab_size,
+        "val_fraction": val_fraction,
+    } | ({"sentinels": True} if sentinels and not loaded else {})
+    if pairs := [[corpus.target_key, corpus.source_prefix] for corpus in texts if corpus.target_key]:
+        inputs["pairs"] = pairs
+    if suffixes := sorted({suffix for corpus in texts for suffix in corpus.text_suffixes}):
+        inputs["text_suffixes"] = suffixes
+    if options.max_document_bytes != plan.MAX_DOCUMENT_BYTES:
+        inputs["longest"] = options.max_document_bytes
+    key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
+    file = folder / f"{key}.plan.json"
+    stored = _stored_plan(file, len(texts))
+    if stored is None:
+        with FileLock(folder / f"{key}.lock"):
+            stored = _stored_plan(file, len(texts))  # another process may have made it
+            if stored is None:
+                _log_preparation(texts, info)
+                below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
+                chosen = loaded or train(training_texts(texts, below, options), config.vocab_size, sentinels=sentinels)
+                end = bpe.end_token(chosen, config.end_token)
+                stored = {"below": below, "end": end, "tokenizer": chosen.to_str(pretty=True)}
+                write_durably(file, json.dumps(stored).encode())
+    tokenizer = special_tokens.literal(stored["tokenizer"])
+    unknown = special_tokens.unknown(tokenizer, stored["end"])
+    jobs = [
+        plan.Job(
+            tokenizer=stored["tokenizer"],
+            vocab_size=bpe.size(tokenizer),
+            end_token=stored["end"],
+            text_key=corpus.text_key,
+            held_out_below=below,
+            unknown=unknown,
+            target_key=corpus.target_key,
+            source_prefix=corpus.source_prefix,
+        )
+        for corpus, below in zip(texts, stored["below"], strict=True)
+    ]
+    return Plan(tokenizer, jobs)
+
+
+def _stored_plan(file: Path, n_texts: int) -> dict[str, Any] | None:
+    """A stored plan; None if there is none, or if it is damaged."""
+    try:
+        stored = json.loads(file.read_bytes())
+        return stored if len(stored["below"]) == n_texts and {"end", "tokenizer"} <= stored.keys() else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _log_preparation(texts: list[Corpus], info: Info) -> None:
+    name = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
+    files = counted(sum(len(corpus.files) for corpus in texts), "file")
+    info(f"data    preparing {name}: {files}, once for all runs ...")
+    for note in corpora.not_read(texts, "data.text_suffixes"):
+        info(f"data    {note}")
+
+
+# --- the validation documents -----------------------------------------------------------------------------------
 
 
 def documents(corpus: Corpus, options: Options) -> Iterator[str]:
@@ -24,11 +133,11 @@ def documents(corpus: Corpus, options: Options) -> Iterator[str]:
         yield first
 
 
-def _texts(corpus: Corpus, options: Options) -> Iterator[worker.Texts]:
-    for chunk in chunks(corpus, options.max_document_bytes):
-        texts, problems = worker.texts(chunk, corpus.text_key, corpus.target_key, corpus.source_prefix)
+def _texts(corpus: Corpus, options: Options) -> Iterator[readers.Texts]:
+    for chunk in readers.chunks(corpus, options.max_document_bytes):
+        texts, problems = readers.texts(chunk, corpus.text_key, corpus.target_key, corpus.source_prefix)
         if problems and options.on_error == "stop":
-            raise refusal(corpus.files[chunk.file], problems[0])
+            raise readers.refusal(corpus.files[chunk.file], problems[0])
         yield from texts
 
 
@@ -43,6 +152,9 @@ def held_out_below(corpus: Corpus, fraction: float, options: Options) -> int:
         blocks = "blocks of 1 KiB" if all(corpora.kind(file) in ("", ".txt") for file in corpus.files) else "documents"
         raise DataError(f"the text has {n} {blocks}; at least 2 are needed, to train and to validate")
     return max(below, lowest + 1)
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------------
 
 
 def training_texts(texts: list[Corpus], below: list[int], options: Options) -> Iterator[str]:

@@ -9,22 +9,20 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.prepare.writer import read_origins
 from torchtitan_lite.data.token_files import (
-    _BLOCK,
     IN_PLACE,
     SPLITS,
     File,
     Meta,
     TokenFiles,
+    document_ends,
     read_meta,
-    shard_lengths,
-    shard_name,
-    token_dtype,
 )
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.terminal import counted
+
+_BLOCK = 1 << 22  # tokens checked at a time
 
 
 def summary(meta: Meta) -> str:
@@ -85,55 +83,42 @@ def verify(folder: Path) -> list[str]:
     """
     meta = read_meta(folder)
     now = all_files(folder, list(meta.files))
-    wrong = [f"{name}: its SHA-256 is not the one in meta.json" for name in now if now[name] != meta.files[name]]
+    problems = [f"{name}: its SHA-256 is not the one in meta.json" for name in now if now[name] != meta.files[name]]
     if (identity_in_place if meta.format_version == IN_PLACE else identity)(now) != meta.tokens_sha256:
-        wrong.append("meta.json: tokens_sha256 is not that of the token files")
+        problems.append("meta.json: tokens_sha256 is not that of the token files")
     try:
         read_origins(folder)
     except DataError as error:
-        wrong.append(str(error))
-    return wrong + wrong_documents(folder, meta)
+        problems.append(str(error))
+    return problems + wrong_documents(folder, meta)
 
 
 def wrong_documents(folder: Path, meta: Meta) -> list[str]:
     """A line for each problem in the division into documents, independent of the hashes."""
-    find = _wrong_in_place if meta.format_version == IN_PLACE else _wrong_documents
-    return [line for split in SPLITS for line in find(folder, meta, split)]
-
-
-def _wrong_in_place(folder: Path, meta: Meta, split: str) -> Iterator[str]:
-    """The same as `_wrong_documents` for tokens in Megatron's files."""
-    try:
-        stream, ends = TokenFiles(folder, meta, split), document_ends(folder, meta, split)
-        for first in range(0, meta.tokens(split), _BLOCK):
-            last = min(first + _BLOCK, meta.tokens(split))
-            found = np.flatnonzero(stream.read(first, last) == meta.end_token) + first + 1
-            low, high = np.searchsorted(ends, [first + 1, last + 1])
-            if not np.array_equal(found, np.concatenate(([1] * (first == 0), ends[low:high]))):
-                yield f"{split}: the end tokens between tokens {first:,} and {last:,} are not where documents end"
-    except DataError as error:
-        yield str(error)
+    return [line for split in SPLITS for line in _wrong_documents(folder, meta, split)]
 
 
 def _wrong_documents(folder: Path, meta: Meta, split: str) -> Iterator[str]:
     """Find tokens outside the vocabulary, documents without a final end token, and end tokens inside documents."""
-    dtype = np.dtype(token_dtype(meta.vocab_size))
-    ends = np.memmap(folder / f"{split}.idx", dtype=np.int64, mode="r") if meta.n_documents(split) else np.empty(0, int)
-    if not len(ends) or ends[-1] != meta.tokens(split) or ends[0] < 1 or (np.diff(ends) <= 0).any():
-        yield f"{split}.idx: does not divide the {meta.tokens(split):,} tokens into documents"
+    n_tokens, n_documents, end_tokens = meta.tokens(split), meta.n_documents(split), 0
+    try:
+        ends = document_ends(folder, meta, split)
+    except DataError:
+        yield f"{split}.idx: does not divide the {n_tokens:,} tokens into documents"
         return
-    end_tokens = 0
-    for number in range(len(shard_lengths(meta.tokens(split), meta.shard_tokens))):
-        tokens = np.memmap(folder / shard_name(split, number), dtype=dtype, mode="r")
-        if int(tokens.max()) >= meta.vocab_size:
-            yield f"{shard_name(split, number)}: a token is not in the vocabulary of {meta.vocab_size}"
-        first = number * meta.shard_tokens
-        low, high = np.searchsorted(ends, [first + 1, first + len(tokens) + 1])
-        if (tokens[ends[low:high] - 1 - first] != meta.end_token).any():
-            yield f"{shard_name(split, number)}: a document does not end with the end token"
-        end_tokens += sum(int((tokens[i : i + _BLOCK] == meta.end_token).sum()) for i in range(0, len(tokens), _BLOCK))
-    if end_tokens != meta.n_documents(split) + 1:
+    try:
+        stream = TokenFiles(folder, meta, split)
+        for first in range(0, n_tokens, _BLOCK):
+            tokens = stream.read(first, min(first + _BLOCK, n_tokens))
+            low, high = np.searchsorted(ends, [first + 1, first + len(tokens) + 1])
+            if (tokens[ends[low:high] - 1 - first] != meta.end_token).any():
+                yield f"{split}: a document that ends in tokens {first:,} to {first + len(tokens):,} has no end token"
+            end_tokens += int((tokens == meta.end_token).sum())
+    except DataError as error:
+        yield str(error)
+        return
+    if end_tokens != n_documents + 1:
         yield (
-            f"{split}: {end_tokens:,} end tokens (id {meta.end_token}) for {meta.n_documents(split):,} documents, "
-            f"where {meta.n_documents(split) + 1:,} should be: text was encoded as an end token, or one is missing"
+            f"{split}: {end_tokens:,} end tokens (id {meta.end_token}) for {n_documents:,} documents, "
+            f"where {n_documents + 1:,} should be: text was encoded as an end token, or one is missing"
         )

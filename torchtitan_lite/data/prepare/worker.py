@@ -1,33 +1,33 @@
-"""Encodes chunks of documents into tokens: as a function, and as a worker process driven over pipes.
+"""Encodes chunks of documents into tokens: as a function, and in a worker process.
 
-A worker is stateless and exits when its input closes, so it does not outlive the main process. It does not import
-torch, which would add a second of start-up per core.
+The workers are plain subprocesses that receive pickled chunks on stdin and return pickled results on stdout. A pool of
+multiprocessing would import the main module in each worker (for train.py that means torch, seconds and 300 MB a core;
+a script without a `__main__` guard would run again), and its workers survive if the parent is killed. These exit when
+their input closes.
 """
 
 import contextlib
-import json
 import os
+import pickle
 import signal
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_lite.data.prepare import literal as literal_module
-from torchtitan_lite.data.prepare.literal import LiteralEncoder, LiteralError
+from torchtitan_lite.data.prepare import special_tokens
 from torchtitan_lite.data.prepare.plan import Job, document_hash
-from torchtitan_lite.data.prepare.readers import Chunk, Problem
+from torchtitan_lite.data.prepare.readers import Chunk, Problem, decode
+from torchtitan_lite.data.prepare.special_tokens import LiteralEncoder, LiteralError
 from torchtitan_lite.data.token_files import token_dtype
 from torchtitan_lite.errors import DataError
 
-_BATCH_BYTES = 1 << 20
-_HOW = "data.text_key names the key (or --text-key)"
+_BATCH_CHARACTERS = 1 << 17  # encoded at a time
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Encoded:
     tokens: NDArray[Any]  # documents, each followed by the end token
     lengths: NDArray[np.int32]  # of the documents, including end tokens
     places: NDArray[np.int64]  # the line or row of each document
-    text_bytes: int = 0
-    unknown: int = 0  # number of unknown tokens
+    text_bytes: int
+    unknown: int  # number of unknown tokens
 
 
 @dataclass
@@ -50,128 +50,64 @@ class Result:
     problems: list[Problem]
 
 
-Texts = tuple[str, ...]  # of a document: one, or a source and its target
+def load(job: Job) -> LiteralEncoder:
+    """The encoder of a job."""
+    return LiteralEncoder(special_tokens.literal(job.tokenizer), job.tokenizer, job.end_token, job.unknown)
 
 
-def texts(chunk: Chunk, key: str, target_key: str = "", prefix: str = "") -> tuple[list[Texts], list[Problem]]:
-    """The texts of the valid documents of a chunk, and the problems of the others."""
-    found = [what for _, what in _read(chunk, [key, target_key] if target_key else [key], prefix)]
-    problems = [what for what in found if isinstance(what, Problem)]
-    return [what for what in found if isinstance(what, tuple)], chunk.problems + problems
-
-
-def _read(chunk: Chunk, keys: list[str], prefix: str) -> Iterator[tuple[int, Texts | Problem]]:
-    """The line or row of each document, and its texts or its problem."""
-    for number, document in zip(chunk.places, chunk.documents, strict=True):
-        if chunk.texts == "json" and not document.strip():
-            continue  # an empty line holds no text
-        what = _json_texts(document, keys) if chunk.texts == "json" else _plain_text(document, number, chunk.unit)
-        if isinstance(what, Problem):
-            yield number, what if what.place else Problem(f"{chunk.unit} {number}", what.reason, what.detail)
-        else:
-            yield number, (prefix + what[0], *what[1:])
-
-
-def _plain_text(document: bytes, number: int, unit: str) -> Texts | Problem:
-    if not document:
-        return Problem("", "an empty text", "the text is empty")
-    try:
-        return (document.decode(),)
-    except UnicodeDecodeError as error:
-        return Problem(
-            f"{unit} {number + (document.count(10, 0, error.start) if unit == 'line' else 0)}",
-            "not UTF-8",
-            f"byte {document[error.start]:#04x} is not utf-8",
-        )
-
-
-def _json_texts(line: bytes, keys: list[str]) -> Texts | Problem:
-    """The texts of a line, which must be a JSON object with a non-empty string under each key.
-
-    A side of a pair that is only white space is empty too: there is nothing to answer, or to learn.
-    """
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-        return Problem("", "not JSON", f"not JSON: {error}")
-    for key in keys:
-        if not isinstance(record, dict) or key not in record:
-            found = (
-                f"its keys are {', '.join(record)[:200] or '-'}" if isinstance(record, dict) else "it is not an object"
-            )
-            how = (
-                "--source-key and --target-key (or data.source_key and data.target_key) name the keys"
-                if len(keys) == 2
-                else _HOW
-            )
-            return Problem("", f'no "{key}"', f'no "{key}": {found}; {how}')
-        text = record[key]
-        if not isinstance(text, str) or not text or (len(keys) == 2 and not text.strip()):
-            return Problem("", "no text", f'"{key}" should be text, but is {json.dumps(text)[:40]}')
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # "\\ud83d", half of a surrogate pair, is valid JSON
-            return Problem("", "no text", f'"{key}" is not valid text: {error.reason}')
-    return tuple(record[key] for key in keys)
-
-
-def encode(chunk: Chunk, job: Job, literal: LiteralEncoder) -> Result:
+def encode(chunk: Chunk, job: Job, encoder: LiteralEncoder) -> Result:
     """The tokens of all documents, by split."""
-    ids: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
-    places: tuple[list[int], list[int]] = ([], [])
-    sizes = [0, 0]
-    problems = list(chunk.problems)
-    dtype = token_dtype(job.vocab_size)
-    end = np.array([job.end_token], dtype=dtype)
-    documents: list[tuple[int, str]] = []
     keys = [job.text_key, job.target_key] if job.target_key else [job.text_key]
-    for place, what in _read(chunk, keys, job.source_prefix):
-        if isinstance(what, Problem):
-            problems.append(what)
+    problems = list(chunk.problems)
+    documents: list[tuple[int, tuple[str, ...]]] = []  # place, and one text or the two of a pair
+    for place, text in decode(chunk, keys, job.source_prefix):
+        if isinstance(text, Problem):
+            problems.append(text)
         else:
-            documents += [(place, text) for text in what]
-    encoded = [one for batch in _batches(documents) for one in literal.batch([text for _, text in batch])]
-    for i in range(0, len(documents), len(keys)):  # a pair stays together
-        place, first = documents[i]
-        split = document_hash(first.encode()) < job.held_out_below
-        together = encoded[i : i + len(keys)]
-        if wrong := [str(one) for one in together if isinstance(one, LiteralError)]:
-            where = f"{chunk.unit} {place}"
-            problems.append(Problem(where, "a text that the tokenizer can't encode", wrong[0]))
+            documents.append((place, text))
+    encoded = iter(_encode_all((text for _, texts in documents for text in texts), encoder))
+    splits: tuple[list[_Document], list[_Document]] = ([], [])
+    for place, texts in documents:
+        tokens = [next(encoded) for _ in texts]
+        errors = [error for error in tokens if isinstance(error, LiteralError)]
+        if errors:
+            problems.append(Problem(f"{chunk.unit} {place}", "a text that the tokenizer can't encode", str(errors[0])))
             continue
-        for (_, text), tokens in zip(documents[i : i + len(keys)], together, strict=True):
-            sizes[split] += len(text.encode())
-            places[split].append(place)
-            ids[split].append(np.append(np.asarray(tokens, dtype), end))
-    none = np.empty(0, dtype)
-    train, val = (
-        _joined(np.concatenate(x) if x else none, [len(i) for i in x], p, n, job.unknown)
-        for x, p, n in zip(ids, places, sizes, strict=True)
-    )
+        split = splits[document_hash(texts[0].encode()) < job.held_out_below]  # a pair stays together
+        split += [(place, len(text.encode()), ids) for text, ids in zip(texts, tokens, strict=True)]
+    train, val = (_joined(split, job) for split in splits)
     return Result(train, val, problems)
 
 
-def _joined(tokens: NDArray[Any], lengths: list[int], places: list[int], text_bytes: int, unknown: int) -> Encoded:
-    n_unknown = int((tokens == unknown).sum()) if unknown >= 0 else 0
-    return Encoded(tokens, np.array(lengths, np.int32), np.array(places, np.int64), text_bytes, n_unknown)
+_Document = tuple[int, int, Any]  # place, bytes of text, token ids
 
 
-def _batches(documents: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:
-    """Batches with a bounded number of characters: the library's encodings are much larger than the text."""
-    batches: list[list[tuple[int, str]]] = [[]]
+def _joined(documents: list[_Document], job: Job) -> Encoded:
+    dtype = token_dtype(job.vocab_size)
+    end = np.array([job.end_token], dtype)
+    parts = [part for _, _, ids in documents for part in (ids.astype(dtype), end)]
+    tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
+    return Encoded(
+        tokens,
+        lengths=np.array([len(ids) + 1 for _, _, ids in documents], np.int32),
+        places=np.array([place for place, _, _ in documents], np.int64),
+        text_bytes=sum(size for _, size, _ in documents),
+        unknown=int((tokens == job.unknown).sum()) if job.unknown >= 0 else 0,
+    )
+
+
+def _encode_all(texts: Iterable[str], encoder: LiteralEncoder) -> Iterator[NDArray[Any] | LiteralError]:
+    """Encode in batches with a bounded number of characters: the library's encodings are much larger than the text."""
+    batch: list[str] = []
     size = 0
-    for place, text in documents:
-        if size and size + len(text) > _BATCH_BYTES // 8:
-            batches.append([])
-            size = 0
-        batches[-1].append((place, text))
+    for text in texts:
+        if size and size + len(text) > _BATCH_CHARACTERS:
+            yield from encoder.batch(batch)
+            batch, size = [], 0
+        batch.append(text)
         size += len(text)
-    return [batch for batch in batches if batch]
-
-
-def load(job: Job) -> LiteralEncoder:
-    """The encoder of a job."""
-    return LiteralEncoder(literal_module.literal(job.tokenizer), job.tokenizer, job.end_token, job.unknown)
+    if batch:
+        yield from encoder.batch(batch)
 
 
 # --- the process ------------------------------------------------------------------------------------------------
@@ -188,10 +124,9 @@ class Worker:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "torchtitan_lite.data.prepare.worker"]
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self._job = job
-        self._started = False
+        self._job: Job | None = job  # until it is sent
 
     def encode(self, chunk: Chunk) -> Result:
         """Send a chunk and wait for its result.
@@ -199,36 +134,24 @@ class Worker:
         Raises:
             WorkerError: the process has died.
         """
-        to, out = self._process.stdin, self._process.stdout
-        assert to is not None
-        assert out is not None
+        requests, results = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert results is not None
         try:
-            if not self._started:
-                _send(to, asdict(self._job))
-                self._started = True
-            fields = {key: value for key, value in vars(chunk).items() if key not in ("documents", "problems")}
-            lengths = [len(document) for document in chunk.documents]
-            _send(to, fields | {"lengths": lengths}, *chunk.documents)
-            header, payload = _receive(out)
-        except (OSError, EOFError):
+            if self._job is not None:
+                pickle.dump(self._job, requests)
+                self._job = None
+            pickle.dump(chunk, requests)
+            requests.flush()
+            result: Result = pickle.load(results)
+            return result
+        except (OSError, EOFError, pickle.UnpicklingError):
             code = self._process.wait()
             raise WorkerError(
                 f"a worker of the preparation ended with exit code {code}"
                 f"{' (killed, perhaps for lack of memory: try fewer --workers)' if code < 0 else ''}; "
                 "run the same command again to resume"
             ) from None
-        splits, at = [], 0
-        dtype = np.dtype(token_dtype(self._job.vocab_size))
-        for n_tokens, n_documents, text_bytes, n_unknown in header["splits"]:
-            tokens = np.frombuffer(payload, dtype, n_tokens, at)
-            at += tokens.nbytes
-            lengths_of = np.frombuffer(payload, np.int32, n_documents, at)
-            at += lengths_of.nbytes
-            places = np.frombuffer(payload, np.int64, n_documents, at)
-            at += places.nbytes
-            splits.append(Encoded(tokens, lengths_of, places, text_bytes, n_unknown))
-        problems = [Problem(**problem) for problem in header["problems"]]
-        return Result(splits[0], splits[1], chunk.problems + problems)
 
     def close(self) -> None:
         """Close the pipes and wait for the process to exit."""
@@ -245,51 +168,14 @@ class WorkerError(DataError):
     exit_code = 1
 
 
-def _send(stream: IO[bytes], header: dict[str, Any], *payload: bytes) -> None:
-    """Write two lengths, a JSON header and the payload."""
-    head = json.dumps(header).encode()
-    stream.write(struct.pack("<QQ", len(head), sum(map(len, payload))) + head)
-    stream.writelines(payload)
-    stream.flush()
-
-
-def _receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
-    head, rest = struct.unpack("<QQ", _exactly(stream, 16))
-    return json.loads(_exactly(stream, head)), _exactly(stream, rest)
-
-
-def _exactly(stream: IO[bytes], n: int) -> bytes:
-    data = stream.read(n)
-    if len(data) != n:
-        raise EOFError
-    return data
-
-
 def main() -> None:
-    """Encode chunks until the input ends."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole process group; the main process ends this one
-    source, to = sys.stdin.buffer, sys.stdout.buffer
-    try:
-        job = Job(**_receive(source)[0])
-        literal = load(job)
+    """The worker process: encode chunks until the input ends."""
+    # Ctrl-C reaches the whole process group; the main process ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests, results = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        job: Job = pickle.load(requests)
+        encoder = load(job)
         while True:
-            header, payload = _receive(source)
-            documents, at = [], 0
-            for length in header.pop("lengths"):
-                documents.append(payload[at : at + length])
-                at += length
-            result = encode(Chunk(**header, documents=documents), job, literal)
-            splits = result.train, result.val
-            head = {
-                "splits": [(len(s.tokens), len(s.lengths), s.text_bytes, s.unknown) for s in splits],
-                "problems": [vars(problem) for problem in result.problems],
-            }
-            _send(to, head, *(part.tobytes() for s in splits for part in (s.tokens, s.lengths, s.places)))
-    except (EOFError, BrokenPipeError):
-        return
-
-
-if __name__ == "__main__":
-    main()
+            pickle.dump(encode(pickle.load(requests), job, encoder), results)
+            results.flush()

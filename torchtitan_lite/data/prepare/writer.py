@@ -27,7 +27,7 @@ from torchtitan_lite.data.prepare import plan as plan_module
 from torchtitan_lite.data.prepare import worker
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.prepare.readers import Chunk, unit_of
-from torchtitan_lite.data.repair import foreign
+from torchtitan_lite.data.token_files import foreign
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import flush_to_disk, naming, write_durably
 
@@ -83,13 +83,13 @@ def read_progress(folder: Path, plan: str, itemsize: int, shard_tokens: int) -> 
 
 def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int) -> str:
     """The name of a file that is shorter than committed; empty if there is none."""
-    wanted = {"skipped.log": progress.skipped_bytes}
+    sizes = {"skipped.log": progress.skipped_bytes}
     for split, tokens, documents in zip(metas.SPLITS, progress.tokens, progress.documents, strict=True):
-        wanted[f"{split}.idx"] = documents * 8
-        wanted[origins_name(split)] = documents * 8 * progress.origins
+        sizes[f"{split}.idx"] = documents * 8
+        sizes[origins_name(split)] = documents * 8 * progress.origins
         for number, length in enumerate(metas.shard_lengths(tokens, shard_tokens) if tokens > 1 else []):
-            wanted[metas.shard_name(split, number)] = length * itemsize
-    for name, size in wanted.items():
+            sizes[metas.shard_name(split, number)] = length * itemsize
+    for name, size in sizes.items():
         file = folder / name
         if size and (not file.is_file() or file.stat().st_size < size):
             return name
@@ -180,7 +180,7 @@ class Writer:
 
 
 def _close(stream: Any) -> None:
-    with naming(stream.name):  # closing writes again what failed
+    with naming(stream.name):  # closing writes again what could not be written
         stream.close()
 
 
@@ -214,8 +214,8 @@ def read_origins(folder: Path) -> list[list[str]] | None:
         content = json.loads(file.read_bytes())
         if content["format_version"] != ORIGINS_VERSION:
             raise ValueError(f"its format is {content['format_version']}, but this version reads {ORIGINS_VERSION}")
-        for name, wanted in content["arrays"].items():
-            if metas.File.of(folder / name) != metas.File(**wanted):
+        for name, array in content["arrays"].items():
+            if metas.File.of(folder / name) != metas.File(**array):
                 raise ValueError(f"{name} has changed since it was made")
         return [[str(name), str(unit)] for name, unit in content["files"]]
     except FileNotFoundError as error:

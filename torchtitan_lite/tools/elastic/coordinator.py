@@ -1,4 +1,4 @@
-"""The coordinator: it knows which machines are there, and starts the processes of all of them as one world.
+"""The coordinator: it knows which machines are connected, and starts the processes of all of them as one world.
 
 A world is fixed. When a machine joins, leaves or is lost, or a process fails, the processes of all machines are stopped
 and start again as the next world, which resumes from the newest checkpoint:
@@ -7,7 +7,7 @@ and start again as the next world, which resumes from the newest checkpoint:
     a machine joins, leaves   SIGTERM, and time to save                loses nothing
     a machine is lost         SIGTERM, SIGKILL 5 s later               repeats the steps since the last checkpoint
     a process fails           the same, and a pause before the next    the same; ends after `max_restarts` in a row
-    all processes exit with 0                                          is over
+    all processes exit with 0                                          is complete
 
 The coordinator keeps no state: if it is started again, the machines come back and form the next world. The run's id,
 by which a run tells the next world from another launch, follows from the secret. So it is the same whichever machine
@@ -33,15 +33,15 @@ from torchtitan_lite.tools.elastic.wire import (
 )
 
 _POLL_S = 0.1
-_GRACE_S = 30.0  # after SIGKILL: the kernel may need so long to free the memory of a large process
-_STABLE_S = 600.0  # of training without a failure begin the count of failures again
-_LOCKED_S = 600.0  # so long, processes of a machine that does not answer may hold what the others need
+_GRACE_S = 30.0  # after SIGKILL: how long the kernel may take to free the memory of a large process
+_STABLE_S = 600.0  # training time without a failure, after which the count of failures starts again
+_LOCKED_S = 600.0  # how long processes of a machine that does not answer may hold the lock of the run
 _LONGEST_PAUSE_S = 64.0
-_STRANGERS = 64  # connections that have not proved to hold the secret
-_STRANGERS_SAID_S = 60.0  # between two lines about them
-_TERMINATED = 128 + 15  # by our SIGTERM, before the process had begun
-_STOPPED_BY_US = (0, _TERMINATED)  # the first: saved
-_WRONG_COMMAND = 2  # the exit code of a user error, also of Python without its program
+_STRANGERS = 64  # connections that have not yet proved to hold the secret
+_STRANGERS_LOGGED_S = 60.0  # between two lines about them
+_TERMINATED = 128 + 15  # the exit code of our SIGTERM, if the process had not set its own handler yet
+_STOPPED_BY_US = (0, _TERMINATED)  # 0: it has saved
+_WRONG_COMMAND = 2  # the exit code of a user error, and of Python if its program does not exist
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Machine:
     since: float = field(default_factory=time.monotonic)
     running: bool = False
     leaving: bool = False
-    codes: list[int] = field(default_factory=list)  # how its processes of the last world ended
+    codes: list[int] = field(default_factory=list)  # exit codes of its processes in the last world
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Coordinator:
     def __init__(self, limits: Limits, secret: bytes) -> None:
         self._limits, self._secret, self._id = limits, secret, mac(secret, b"run id").hex()
         self._strangers: list[asyncio.StreamWriter] = []
-        self._strangers_said = -_STRANGERS_SAID_S
+        self._strangers_logged = -_STRANGERS_LOGGED_S
         self._machines: list[Machine] = []
         self._world: list[Machine] = []
         self._number, self._failures, self._trained_s, self._not_before = 0, 0, 0.0, 0.0
-        self._begun = False  # whether processes of an earlier world came far enough to show a wrong command
-        self._news: deque[str] = deque(maxlen=20)  # what happened since the last world began
+        self._begun = False  # whether an earlier world ran long enough to show that the command is right
+        self._events: deque[str] = deque(maxlen=20)  # since the last world began
         self._lost_at = -_LOCKED_S
         self._over = False
         self.stopping = False  # set by a signal: save, and end the run
@@ -100,7 +100,7 @@ class Coordinator:
         """Returns the exit code of the run."""
         port = port or free_port()  # asyncio would choose one for IPv4, and another one for IPv6
         server = await asyncio.start_server(self._connected, None, port, backlog=_STRANGERS // 2)
-        _say(f"waiting for {self._limits.least} to {self._limits.most} machines on port {port}")
+        _log(f"waiting for {self._limits.least} to {self._limits.most} machines on port {port}")
         code = await self._run()
         self._over = True
         for machine in self._machines:
@@ -125,7 +125,7 @@ class Coordinator:
                         machine.codes, machine.port = exit_codes(message)
                         machine.running = bool(message.get("running"))
                         if problem := message.get("problem"):
-                            self._tell(f"{machine.name} can't start its processes: {problem}")
+                            self._log_event(f"{machine.name} can't start its processes: {problem}")
             except ValueError as error:
                 connection.send(refused=str(error))
         except (OSError, asyncio.CancelledError):  # the last when the run is over
@@ -134,13 +134,13 @@ class Coordinator:
             if machine is not None and machine in self._machines:
                 self._machines.remove(machine)
                 if not self._over:
-                    self._tell(f"{machine.name} is {'lost' if machine.running else 'gone'}")
+                    self._log_event(f"{machine.name} is {'lost' if machine.running else 'gone'}")
             writer.close()
 
     async def _proven(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Connection:
         """The connection, once it has proved to hold the secret.
 
-        Strangers take a limited number of connections. The oldest gives way: a machine needs its place for a moment.
+        Connections without proof are limited. A new one replaces the oldest: a machine needs its place only briefly.
         """
         self._strangers.append(writer)
         if len(self._strangers) > _STRANGERS:
@@ -148,17 +148,17 @@ class Coordinator:
         try:
             return await Connection.proven(reader, writer, self._secret, b"coordinator")
         except OSError as error:
-            if time.monotonic() - self._strangers_said >= _STRANGERS_SAID_S:
-                self._strangers_said = time.monotonic()
+            if time.monotonic() - self._strangers_logged >= _STRANGERS_LOGGED_S:
+                self._strangers_logged = time.monotonic()
                 address = (writer.get_extra_info("peername") or "?")[0]
-                _say(f"a connection from {address} did not prove to hold the secret: {error}")
+                _log(f"a connection from {address} did not prove to hold the secret: {error}")
             raise
         finally:
             if writer in self._strangers:
                 self._strangers.remove(writer)
 
     def _machine(self, connection: Connection, hello: Hello) -> Machine:
-        """Let a machine join. Raises ValueError: it gives another command."""
+        """Add a machine. Raises ValueError: it gives another command."""
         others = [other for other in self._machines if other.command != hello.command]
         if others:
             raise ValueError(f"{others[0].name} runs another command; give the same on each machine")
@@ -166,7 +166,7 @@ class Coordinator:
         self._number = max(self._number, hello.last_world)  # this coordinator may not be its first
         self._begun |= hello.last_world > 0
         self._machines.append(machine)
-        self._tell(f"{machine.name} joined")
+        self._log_event(f"{machine.name} joined")
         return machine
 
     async def _run(self) -> int:
@@ -177,60 +177,60 @@ class Coordinator:
                 return 0
             self._start()
             began = time.monotonic()
-            while (event := self._event()) is None:
+            while (reason := self._reason_to_stop()) is None:
                 await asyncio.sleep(_POLL_S)
-            why, quickly = event
+            why, quickly = reason
             if not why:
-                _say("the run is over")
+                _log("the run is over")
                 return 0
-            _say(f"stopping world {self._number}: {why}")
+            _log(f"stopping world {self._number}: {why}")
             await self._stop(quickly)
             codes = {machine.name: machine.codes for machine in self._world if {*machine.codes} - {*_STOPPED_BY_US}}
             lost = any(machine not in self._machines for machine in self._world)
             if codes and not quickly:
-                self._tell(", ".join(f"exit codes {found} on {name}" for name, found in codes.items()))
+                self._log_event(", ".join(f"exit codes {ended} on {name}" for name, ended in codes.items()))
             elif quickly and not lost:
-                self._news.append(why)
+                self._events.append(why)
             if self.stopping:
                 return 1 if codes else 0
-            if not self._begun and not lost and any(_WRONG_COMMAND in found for found in codes.values()):
-                _say(f"exit code {_WRONG_COMMAND}: the command is wrong, and is not started again")
+            if not self._begun and not lost and any(_WRONG_COMMAND in ended for ended in codes.values()):
+                _log(f"exit code {_WRONG_COMMAND}: the command is wrong, and is not started again")
                 return _WRONG_COMMAND
-            # not if another machine joined while all still imported torch
+            # it has not begun if another machine joined while all processes still imported torch
             self._begun |= lost or any({*machine.codes} != {_TERMINATED} for machine in self._world)
             self._count_failure(lost, quickly, time.monotonic() - began)
             if self._failures > self._limits.max_restarts and time.monotonic() - self._lost_at > _LOCKED_S:
-                _say(f"{counted(self._failures, 'failure')} in a row: giving up (--max-restarts)")
+                _log(f"{counted(self._failures, 'failure')} in a row: giving up (--max-restarts)")
                 return 1
             self._world = []
 
     def _count_failure(self, lost: bool, quickly: bool, lasted: float) -> None:
-        """After a world that lasted so many seconds: how many failed in a row, and when the next may start."""
+        """After a world of `lasted` seconds, count the failures in a row, and set when the next world may start."""
         self._trained_s += lasted
         if self._trained_s > _STABLE_S:
             self._failures = 0
         if lost:
-            if not self._failures:  # otherwise machines that come and go would excuse failures for ever
+            if not self._failures:  # otherwise machines that come and go would excuse every failure
                 self._lost_at = time.monotonic()
         elif quickly:
             self._failures, self._trained_s = self._failures + 1, 0.0
             self._not_before = time.monotonic() + min(2**self._failures, _LONGEST_PAUSE_S)
 
     def _ready(self) -> bool:
-        """Whether a world can start. Machines that leave are let go first."""
-        self._let_go()
+        """Whether a world can start, or the run has to stop."""
+        self._release_leaving()
         if self.stopping:
             return True
         now, n = time.monotonic(), len(self._machines)
         settled = n >= self._limits.most or all(now - m.since >= self._limits.settle_s for m in self._machines)
         return n >= self._limits.least and settled and now >= self._not_before
 
-    def _let_go(self) -> None:
-        """Let machines leave that are in no world."""
+    def _release_leaving(self) -> None:
+        """Let go the leaving machines that are in no world."""
         for machine in [machine for machine in self._machines if machine.leaving and machine not in self._world]:
             self._machines.remove(machine)
             machine.connection.send(done=LEFT)
-            self._tell(f"{machine.name} left")
+            self._log_event(f"{machine.name} left")
 
     def _start(self) -> None:
         """Start the processes of the next world. The machine that has been here longest gets rank 0."""
@@ -243,8 +243,8 @@ class Coordinator:
             address = first.name
         names = ", ".join(machine.name for machine in self._world)
         text = f"world {self._number}: {counted(size, 'rank')} on {counted(len(self._world), 'machine')}: {names}"
-        why = f"{text} ({', '.join(self._news)})"[:2000]  # a thousand names would not fit into a message
-        self._news.clear()
+        why = f"{text} ({', '.join(self._events)})"[:2000]  # a thousand names would not fit into a message
+        self._events.clear()
         rank = 0
         for number, machine in enumerate(self._world):
             env: dict[str, object] = {
@@ -259,10 +259,13 @@ class Coordinator:
             machine.connection.send(start={key: str(value) for key, value in env.items()}, why=why)
             machine.running, machine.codes = True, []
             rank += machine.processes
-        _say(text)
+        _log(text)
 
-    def _event(self) -> tuple[str, bool] | None:
-        """Why the world has to stop, and whether it can't save any more; an empty reason if it ended by itself."""
+    def _reason_to_stop(self) -> tuple[str, bool] | None:
+        """Why the world has to stop, and whether it can no longer save; None if it has not.
+
+        The reason is empty if the world has ended by itself.
+        """
         for machine in self._world:
             if machine not in self._machines:
                 return f"{machine.name} is lost", True
@@ -275,7 +278,7 @@ class Coordinator:
         for machine in self._world:
             if machine.leaving:
                 return f"{machine.name} leaves", False
-        self._let_go()
+        self._release_leaving()
         waiting = [machine for machine in self._machines if machine not in self._world]
         if waiting and len(self._world) < self._limits.most:
             settled = all(time.monotonic() - machine.since >= self._limits.settle_s for machine in waiting)
@@ -287,31 +290,31 @@ class Coordinator:
         """Stop the processes of the world, and wait for their end. Machines where they do not end are lost."""
         end = self._send_stop(QUICK_S if quickly else self._limits.save_s)
         while stuck := [machine for machine in self._world if machine.running and machine in self._machines]:
-            event = self._event()
-            if not quickly and event and event[1]:  # a machine was lost meanwhile
+            reason = self._reason_to_stop()
+            if not quickly and reason and reason[1]:  # a machine was lost meanwhile
                 quickly, end = True, self._send_stop(QUICK_S)
             if time.monotonic() > end:
                 for machine in stuck:
                     self._machines.remove(machine)
                     machine.connection.writer.transport.abort()
-                    self._tell(f"{machine.name} is lost: its processes do not end")
+                    self._log_event(f"{machine.name} is lost: its processes do not end")
             await asyncio.sleep(_POLL_S)
 
     def _send_stop(self, seconds: float) -> float:
-        """Returns when all have to be stopped, by the monotonic clock."""
+        """Returns the time by which all must have stopped, of the monotonic clock."""
         for machine in self._world:
             machine.connection.send(stop=seconds)
         return time.monotonic() + seconds + _GRACE_S
 
-    def _tell(self, text: str) -> None:
-        """Print it, and log it in the run when its next world begins."""
-        _say(text)
-        self._news.append(text)
+    def _log_event(self, text: str) -> None:
+        """Print an event. The next world logs it, too."""
+        _log(text)
+        self._events.append(text)
 
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print_line(f"{time.strftime('%H:%M:%S')} coordinator: {text}")

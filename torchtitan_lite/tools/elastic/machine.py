@@ -1,4 +1,4 @@
-"""One machine of the run: it runs its processes as the coordinator says, and ends when the run is over."""
+"""One machine of the run: it starts and stops processes as the coordinator tells it to, until the run is over."""
 
 import asyncio
 import contextlib
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import print_error
@@ -53,7 +54,7 @@ class Processes:
         parent = os.getpid()
 
         def die_with_parent() -> None:
-            """Set before exec, because importing torch takes seconds in which this machine may be lost."""
+            """Called before exec: this machine may be lost while the process imports torch, which takes seconds."""
             if prctl is not None:
                 prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
                 if os.getppid() != parent:
@@ -74,13 +75,13 @@ class Processes:
             self.stop(0)
 
     def stop(self, seconds: float) -> None:
-        """SIGTERM now, SIGKILL after so many seconds."""
+        """Send SIGTERM now, and SIGKILL after `seconds`."""
         if self._kill_at == math.inf:
             self._signal(signal.SIGTERM)
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
     def codes(self) -> tuple[list[int], bool]:
-        """The exit codes so far, as a shell has them, and whether some run. When one fails, the others are stopped."""
+        """The exit codes so far, as in a shell, and whether a process runs. If one has failed, stop the others."""
         codes = [process.poll() for process in self._all]
         if any(codes):
             self.stop(QUICK_S)
@@ -100,7 +101,7 @@ class Machine:
 
     Args:
         name: of this machine, in messages and as an address for the others.
-        secret: of the run, which the coordinator has to prove that it holds.
+        secret: of the run. The coordinator must prove that it holds the same.
         patience_s: how long to look for a coordinator that does not answer.
     """
 
@@ -108,64 +109,65 @@ class Machine:
         self._name, self._count, self._command, self._patience_s = name, count, list(command), patience_s
         self._secret = secret
         self._processes: Processes | None = None
-        self._asked = 0.0  # when a signal asked this machine to leave; 0: never
+        self._signalled_at = 0.0  # when a signal asked this machine to leave; 0: never
         self._sent_leave = False
         self._sent_codes: list[int] = []
         self._last_world = 0  # the number of the world that was started last
-        self._heard = False  # from the coordinator
+        self._contact = False  # whether this connection has brought a message of the coordinator
 
     async def run(self, host: str, port: int) -> int:
         """Returns the exit code."""
         for number in handled_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop this process, and not what it has started
-        since, said = time.monotonic(), ""
+        # Ctrl-Z would stop this process, but not those that it has started
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        since, reported = time.monotonic(), ""
         while True:
-            self._heard, problem = False, "it closes the connection"
+            self._contact, problem = False, "it closes the connection"
             try:
                 connection = asyncio.open_connection(host, port)
-                code = await self._talk(*await asyncio.wait_for(connection, MACHINE_SILENCE_S))
+                code = await self._follow(*await asyncio.wait_for(connection, MACHINE_SILENCE_S))
                 await self._end_processes()
                 if code is not None:
                     return code
             except (OSError, TimeoutError) as error:
                 problem = str(error) or "timed out"
-            if self._asked:
+            if self._signalled_at:
                 return LEFT
-            if self._heard:
-                since, said, problem = time.monotonic(), "", "it is gone"
+            if self._contact:
+                since, reported, problem = time.monotonic(), "", "it is gone"
             if time.monotonic() - since > self._patience_s:
                 raise ConfigError(
                     f"no coordinator of this run answers at {host}:{port} ({problem}); start one there with the same "
                     f"secret: python -m torchtitan_lite.tools.elastic coordinate {port}"
                 )
-            if problem != said:
+            if problem != reported:
                 print_error(f"{self._name}: looking for the coordinator at {host}:{port} ({problem})")
-                said = problem
+                reported = problem
             await asyncio.sleep(1)
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
-        """Obey the coordinator. Returns the exit code, or None if the connection is lost.
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
+        """Do what the coordinator tells. Returns the exit code, or None if the connection is lost.
 
         Raises:
             ConnectionError: this is not the coordinator of this run.
             ConfigError: the coordinator refuses this machine.
         """
-        self._sent_leave, working = False, None
+        self._sent_leave, reporting = False, None
         try:
             connection = await Connection.proven(reader, writer, self._secret, b"machine")
             address = str(writer.get_extra_info("sockname")[0])
             hello = Hello(
                 self._name, self._count, digest_of(self._command), address, free_port(), last_world=self._last_world
             )
-            connection.send(join=hello.message())
-            working = asyncio.create_task(self._work(connection))
+            connection.send(join=asdict(hello))
+            reporting = asyncio.create_task(self._report(connection))
             while True:
                 try:
                     message = await connection.receive(MACHINE_SILENCE_S)
                 except ConnectionError:
                     return None
-                self._heard = True
+                self._contact = True
                 if "start" in message:
                     self._start(environment(message["start"]), str(message.get("why")))
                 if "stop" in message and self._processes:
@@ -175,8 +177,8 @@ class Machine:
                 if "done" in message:
                     return int(message["done"])
         finally:
-            if working:
-                working.cancel()
+            if reporting:
+                reporting.cancel()
             writer.close()
 
     def _start(self, env: dict[str, str], why: str) -> None:
@@ -187,11 +189,11 @@ class Machine:
         if self._processes.problem:
             print_error(f"{self._name}: can't start the processes: {self._processes.problem}")
 
-    async def _work(self, connection: Connection) -> None:
-        """Report to the coordinator: that this machine is there, that it leaves, and how its processes ended."""
-        reported = 0.0
+    async def _report(self, connection: Connection) -> None:
+        """Report to the coordinator that this machine is alive, that it leaves, and how its processes ended."""
+        last_alive = 0.0
         while True:
-            if self._asked and not self._sent_leave:
+            if self._signalled_at and not self._sent_leave:
                 self._sent_leave = True
                 connection.send(leave=True)
             if self._processes:
@@ -202,8 +204,8 @@ class Machine:
                     self._sent_codes = codes
                 if not running:
                     self._processes = None
-            if time.monotonic() - reported >= ALIVE_S:
-                reported = time.monotonic()
+            if time.monotonic() - last_alive >= ALIVE_S:
+                last_alive = time.monotonic()
                 connection.send(alive=True)
             await asyncio.sleep(_POLL_S)
 
@@ -220,8 +222,8 @@ class Machine:
 
     def _signalled(self, number: int) -> None:
         now = time.monotonic()
-        if not self._asked:
-            self._asked = now
+        if not self._signalled_at:
+            self._signalled_at = now
             print_error(f"{self._name}: {signal.Signals(number).name}: this machine leaves after the next save")
-        elif now - self._asked > _SAME_REQUEST_S:
-            os._exit(128 + number)  # and the processes end with it
+        elif now - self._signalled_at > _SAME_REQUEST_S:
+            os._exit(128 + number)  # its processes are killed with it

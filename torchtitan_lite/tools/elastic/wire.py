@@ -1,4 +1,4 @@
-"""What the coordinator and the machines send each other over TCP, and the proof that both hold the run's secret.
+"""The messages between coordinator and machines over TCP, and the proof that both hold the run's secret.
 
     machine -> coordinator    VERSION, nonce M
     coordinator -> machine    nonce C, MAC(secret, "coordinator", VERSION, M, C)
@@ -11,7 +11,7 @@ that follow: a length, MAC(key, sender, count, content), and the content, one JS
     coordinator -> machine    start: environment, why     stop: seconds until SIGKILL    done: exit code
                               refused: why        alive
 
-A recorded message fits no other session (nonces), direction (sender) or place (count). Nothing is encrypted.
+A recorded message is not valid in another session (nonces), direction (sender) or place (count). Nothing is encrypted.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import json
 import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from torchtitan_lite.errors import ConfigError
@@ -35,12 +35,12 @@ HANDSHAKE_S = 10.0
 ALIVE_S = 1.0  # how often each side sends `alive`
 # A machine without contact stops its processes before the coordinator starts others in their place.
 MACHINE_SILENCE_S = 10.0
-QUICK_S = 5.0  # from SIGTERM to SIGKILL where a rank is gone, so that the others can't save
+QUICK_S = 5.0  # from SIGTERM to SIGKILL when a rank is gone: the others can't save
 COORDINATOR_SILENCE_S = 20.0
 
 LEFT = 75  # the exit code of a machine that left on a signal: EX_TEMPFAIL of sysexits.h
 
-# what a coordinator sets in the environment of a process
+# the environment variables that a coordinator sets for a process
 VARIABLES = {
     *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -53,11 +53,11 @@ def mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class Connection:
-    """A connection to a side that has proved to hold the secret.
+    """A connection whose other side has proved to hold the secret.
 
     Args:
         key: of this session.
-        me, other: the names of the two sides in MACs.
+        me, other: the sides, b"machine" and b"coordinator".
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Connection:
 
     @classmethod
     async def proven(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, me: bytes) -> Self:
-        """Prove to hold the secret, and have the other side prove it. `me` is b"machine" or b"coordinator".
+        """Prove to hold the secret, and make the other side prove it. `me` is b"machine" or b"coordinator".
 
         Raises:
-            ConnectionError: it did not, or was silent. Nothing that it sent was used.
+            ConnectionError: it did not, or was silent. None of its bytes were used otherwise.
         """
         other = b"coordinator" if me == b"machine" else b"machine"
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -108,7 +108,7 @@ class Connection:
         """The next message.
 
         Raises:
-            ConnectionError: the other side is gone, was silent for so long, or this is not from it.
+            ConnectionError: the other side is gone, was silent for `silence_s`, or the message is not from it.
         """
         try:
             async with asyncio.timeout(silence_s):
@@ -133,13 +133,13 @@ class Connection:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a machine says of itself.
+    """How a machine introduces itself.
 
     Args:
         command: `digest_of` its command.
-        address: from which it reached the coordinator. The peer's address of the connection is not proven.
+        address: its own, of its connection to the coordinator. The peer's address of a connection is not proven.
         port: free on this machine.
-        last_world: the number of the last world that it knows of; 0 if none.
+        last_world: the number of the last world that it was in; 0 if none.
     """
 
     name: str
@@ -151,24 +151,20 @@ class Hello:
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> Self:
-        """Raises ValueError: it is none."""
-        given = message.get("join")
-        if not isinstance(given, dict) or given.keys() != {*cls.__dataclass_fields__}:
+        """The introduction in a message. Raises ValueError: there is none, or it is wrong."""
+        fields = message.get("join")
+        if not isinstance(fields, dict) or fields.keys() != {*cls.__dataclass_fields__}:
             raise ValueError("this is no machine, or one of another version of torchtitan_lite")
-        hello = cls(**given)
+        hello = cls(**fields)
         numbers = _are_ints([hello.processes, hello.port, hello.last_world], least=0)
         texts = all(isinstance(text, str) for text in (hello.name, hello.command, hello.address))
         if not (numbers and texts and hello.processes and hello.name.isprintable() and _is_address(hello.address)):
-            raise ValueError(f"this machine describes itself with wrong values: {str(given)[:200]!r}")
+            raise ValueError(f"this machine describes itself with wrong values: {str(fields)[:200]!r}")
         return hello
-
-    def message(self) -> dict[str, Any]:
-        """For `of`."""
-        return asdict(self)
 
 
 def digest_of(command: Sequence[str]) -> str:
-    """Equal for equal commands. The command itself, which may hold passwords, is not sent."""
+    """A digest that is equal for equal commands. The command itself, which may hold passwords, is not sent."""
     return hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()
 
 

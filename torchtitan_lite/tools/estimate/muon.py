@@ -13,8 +13,7 @@ from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.optim.muon import ITERATIONS, exchanges
 from torchtitan_lite.optim.optimizer import freeze, parameter_groups
-from torchtitan_lite.tools.estimate.work import Product, Work
-from torchtitan_lite.tools.simulate import Collective
+from torchtitan_lite.tools.estimate.work import Collective, Product, Work
 
 KIND = "all-to-all, muon"
 

@@ -32,10 +32,10 @@ def schedule_lines(config: Config) -> list[str]:
     if train.batch_schedule:
         lines.append(f"  {'batch':>8}  {_sizes(train, shown)}")
     lines += ["", f"  {'step':>12}  {'learning rate':>13}  {'batch':>9}  {'sequences so far':>16}"]
-    for step, what in corners(config).items():
+    for step, note in corners(config).items():
         rate = learning_rate(optim, step, train.steps)
         until = train.model_copy(update={"steps": step}).samples
-        lines.append(f"  {step:>12,}  {rate:>13.4e}  {train.batch_size(step):>9,}  {until:>16,}  {what}".rstrip())
+        lines.append(f"  {step:>12,}  {rate:>13.4e}  {train.batch_size(step):>9,}  {until:>16,}  {note}".rstrip())
     return lines
 
 
@@ -51,22 +51,22 @@ def _sizes(train: TrainConfig, shown: list[int]) -> str:
 
 
 def corners(config: Config) -> dict[int, str]:
-    """The steps at which something begins or ends, in order, and what."""
+    """The steps at which something begins or ends, in order, with a note."""
     train, optim = config.train, config.optim
-    found: dict[int, list[str]] = {1: ["the first step"]}
+    notes: dict[int, list[str]] = {1: ["the first step"]}
     if optim.warmup_steps:
-        found.setdefault(optim.warmup_steps, []).append("the end of the warm-up")
+        notes.setdefault(optim.warmup_steps, []).append("the end of the warm-up")
     if optim.schedule == "wsd":
         last = max(int(train.steps - optim.decay_ratio * train.steps), 1)
-        found.setdefault(last, []).append("the last step before the decay")
+        notes.setdefault(last, []).append("the last step before the decay")
     if optim.schedule == "step":
         changes = range(optim.step_every + 1, train.steps + 1, optim.step_every)
         for step in changes[:SHOWN]:
-            found.setdefault(step, []).append(f"times {optim.step_gamma:g}")
+            notes.setdefault(step, []).append(f"times {optim.step_gamma:g}")
         if len(changes) > SHOWN:
-            found.setdefault(changes[-1], []).append(f"the last of {len(changes):,} changes")
+            notes.setdefault(changes[-1], []).append(f"the last of {len(changes):,} changes")
     for after, _ in train.batch_schedule:
-        if 0 < after < train.steps:
-            found.setdefault(after + 1, []).append("another batch size")
-    found.setdefault(train.steps, []).append("the last step")
-    return {step: ", ".join(what) for step, what in sorted(found.items())}
+        if 0 < after < train.steps and train.batch_size(after) != train.batch_size(after + 1):
+            notes.setdefault(after + 1, []).append("another batch size")
+    notes.setdefault(train.steps, []).append("the last step")
+    return {step: ", ".join(texts) for step, texts in sorted(notes.items())}

@@ -1,4 +1,5 @@
-"""The expected time of a step, from the simulated step and a few constants.
+"""How long does a step take? A lower bound from nominal peaks, and the expected time, from the simulated step and a few
+constants:
 
     products        FLOPs at the device's sustained rate, plus the time to read the factors and write the result, which
                     is what makes small and narrow products slow
@@ -8,41 +9,67 @@
                     than the computation beside it; what is hidden slows the computation down
     optimizer       bytes; with muon also its products and exchanges, which nothing hides
 
-SUSTAINED, ATTENTION and CONTENTION were fitted to published runs of 8 GPUs (benchmarks/published.py), the others are
-assumed. docs/plan.md compares with published runs.
+`Device.sustained`, ATTENTION and CONTENTION were fitted to published runs of 8 GPUs (benchmarks/published.py), the
+others are assumed. docs/plan.md compares with published runs.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.monitoring.mfu import Device
+from torchtitan_lite.monitoring.mfu import Device, formula
+from torchtitan_lite.terminal import duration
+from torchtitan_lite.tools.estimate import communication
+from torchtitan_lite.tools.estimate.planned_run import Plan
+from torchtitan_lite.tools.estimate.simulate import OPTIMIZER, PARAMETERS
 from torchtitan_lite.tools.estimate.work import Attention, Product, Traffic, Work
-from torchtitan_lite.tools.simulate import Collective
 
-# share of the nominal peak that very large products reach
-SUSTAINED = {"a100": 0.76, **dict.fromkeys(("h100", "h200", "gh200"), 0.59)}
-OTHERS = 0.59  # devices without published runs
+SUSTAINED = 0.59  # share of the nominal peak that very large products reach, on devices without published runs
 ATTENTION = 0.6  # rate of attention, as a share of the products' rate
 CONTENTION = 0.1  # how much hidden communication slows computation down, as a share of its time
 POWER = 1 / 3  # the rate goes with this power of the power limit: power goes with clock times voltage squared
-
 MEMORY = 0.85  # share of the nominal memory bandwidth
-LINKS = 0.8  # share of the nominal bandwidth of links
-LATENCY_S = 20e-6, 2e-6  # of a collective, and of each rank
 LAUNCH_S = 5e-6  # the host's time for one operator
+
+
+# --- the lower bound --------------------------------------------------------------------------------------------
+
+
+def compute_s(plan: Plan, device: Device) -> float:
+    """Matrix products of forward and backward at the device's peak, including recomputation."""
+    checkpointing = plan.config.activation_checkpointing
+    recomputed = 1 / (3 * checkpointing.every) if checkpointing.mode == "full" else 0.0
+    flops = plan.flops_per_token * (1 + recomputed) * plan.computed_tokens
+    return flops / device.peak_flops(plan.config.fsdp.param_dtype)
+
+
+def optimizer_s(plan: Plan, device: Device) -> float:
+    """Time to read and write parameters and state, to read gradients, and of muon's products and exchanges."""
+    start, work = plan.simulated.peaks["start"], plan.simulated.optimizer
+    moved = (3 * start[PARAMETERS] + 2 * start[OPTIMIZER]) / device.memory_bandwidth
+    flops = sum(n * 2 * w.m * w.n * w.k for w, n in work.items() if isinstance(w, Product))
+    wide = any(isinstance(w, Product) and w.width == 4 for w in work)
+    exchanged = communication.least_s(plan, plan.simulated.exchanges, device)
+    return moved + flops / (device.fp32_flops if wide else device.bf16_flops) + sum(exchanged.values())
+
+
+def least_s(plan: Plan, device: Device) -> float:
+    """Lower bound of a step: the longer of computation and communication, plus the optimizer."""
+    sent = communication.least_s(plan, plan.collectives, device)
+    return max(compute_s(plan, device), sum(sent.values())) + optimizer_s(plan, device)
+
+
+# --- the expected time ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Expected:
     """Seconds of a step."""
 
-    products: float
-    attention: float
-    others: float  # operators other than products, and waiting for the host
-    exposed: float  # communication that is not hidden, and the slowdown by what is
-    optimizer: float
+    products: float = 0.0
+    attention: float = 0.0
+    others: float = 0.0  # operators other than products, and waiting for the host
+    exposed: float = 0.0  # communication that is not hidden, and the slowdown by what is
+    optimizer: float = 0.0
 
     @property
     def total(self) -> float:
@@ -67,7 +94,7 @@ class Machine:
     def rate(self, width: int) -> float:
         """FLOPs per second of large products; `width`: bytes of an element."""
         nominal = self.device.fp32_flops if width == 4 else self.device.bf16_flops
-        return SUSTAINED.get(self.device.name, OTHERS) * self.power**POWER * nominal
+        return (self.device.sustained or SUSTAINED) * self.power**POWER * nominal
 
     @property
     def bandwidth(self) -> float:
@@ -96,6 +123,23 @@ class Machine:
         return work[Traffic(phase, fused)] / self.bandwidth
 
 
+def expected(plan: Plan, device: Device, power: float = 1.0) -> Expected:
+    """The expected time of a step.
+
+    Args:
+        power: the device's power limit, as a share of the nominal one.
+    """
+    machine, simulated = Machine(device, power), plan.simulated
+    update_s = machine.others_s(simulated.optimizer, "optimizer", fused=False)
+    products_s = machine.products_s(simulated.optimizer, "optimizer")
+    exchanged = communication.expected_s(plan, simulated.exchanges, device)
+    step = Expected(optimizer=update_s + (products_s + sum(seconds for seconds, _ in exchanged.values())))
+    for i, times in simulated.micro_batches(plan.layout.grad_accum_steps):
+        sent = communication.expected_s(plan, simulated.collectives[i], device)
+        step += micro_batch(machine, simulated.work[i], sent, fused=plan.config.compile.enabled).times(times)
+    return step
+
+
 def micro_batch(machine: Machine, work: Counter[Work], sent: dict[str, tuple[float, int]], *, fused: bool) -> Expected:
     """The expected time of one micro-batch.
 
@@ -103,7 +147,7 @@ def micro_batch(machine: Machine, work: Counter[Work], sent: dict[str, tuple[flo
         sent: seconds and number of calls by kind of collective.
         fused: whether the blocks are compiled.
     """
-    found = Expected(0, 0, 0, 0, 0)
+    both = Expected()
     for phase in ("forward", "backward"):
         products, attention = machine.products_s(work, phase), machine.attention_s(work, phase)
         others = machine.others_s(work, phase, fused=fused)
@@ -112,53 +156,60 @@ def micro_batch(machine: Machine, work: Counter[Work], sent: dict[str, tuple[flo
         )
         device_s = products + attention + others
         waiting = max(LAUNCH_S * launches - device_s, 0.0)
-        kinds = [kind for kind in sent if ("forward" in kind) == (phase == "forward")]
-        total = sum(sent[kind][0] for kind in kinds)
-        ends = "all-gather, forward" if phase == "forward" else "reduce-scatter"
-        seconds, calls = sent.get(ends, (0.0, 1))
+        total = sum(seconds for kind, (seconds, _) in sent.items() if ("forward" in kind) == (phase == "forward"))
+        seconds, calls = sent.get("all-gather, forward" if phase == "forward" else "reduce-scatter", (0.0, 1))
         exposed = max(seconds / calls, total - device_s - waiting)
-        found += Expected(products, attention, others + waiting, exposed + CONTENTION * (total - exposed), 0)
-    return found
+        both += Expected(products, attention, others + waiting, exposed + CONTENTION * (total - exposed))
+    return both
 
 
-def optimizer(
-    machine: Machine, work: Counter[Work], muon: Counter[Work], exchanged: Mapping[str, tuple[float, int]]
-) -> Expected:
-    """The expected time of clipping and of the optimizer.
-
-    Args:
-        muon, exchanged: its products, and the seconds and number of its all-to-alls.
-    """
-    more = machine.products_s(muon, "optimizer") + sum(seconds for seconds, _ in exchanged.values())
-    return Expected(0, 0, 0, 0, machine.others_s(work, "optimizer", fused=False) + more)
+# --- what is printed --------------------------------------------------------------------------------------------
 
 
-def link_s(collective: Collective, device: Device, layout: Layout, world_size: int) -> float:
-    """Lower bound of a collective's time, from the bytes that cross the slowest link.
-
-    Ranks of a shard group are neighbours; copies (all-reduce) are dp_shard ranks apart. All ranks of a machine send
-    their share to other machines at the same time.
-    """
-    per_node = min(device.per_node, world_size)
-    if collective.kind == "all-reduce":
-        ranks, machines, rounds = layout.dp_replicate, min(layout.dp_replicate, -(-world_size // per_node)), 2
-        network = device.inter_node  # each rank has its own partners
+def time_lines(plan: Plan, mfu: float) -> list[str]:
+    """FLOPs, the lower bound, the time at a share `mfu` of the peak, and the expected time."""
+    train, tokens = plan.config.train, plan.layout.tokens_per_step
+    lines = [
+        "",
+        f"compute {plan.flops_per_token:.4g} FLOPs per token ({formula(plan.config.model)}), "
+        f"{plan.flops_per_token * tokens:.4g} per step",
+    ]
+    if train.steps:
+        lines.append(f"run     {train.steps:,} steps, {train.samples * plan.config.target_len:,} tokens")
     else:
-        ranks, machines, rounds = collective.ranks, -(-collective.ranks // per_node), 1
-        network = device.inter_node * per_node
-    inside = collective.bytes * (ranks - 1) / max(ranks, 1) / device.intra_node
-    between = collective.bytes * (machines - 1) / machines / network if machines > 1 else 0.0
-    return rounds * max(inside if machines == 1 or rounds == 1 else 0.0, between)
+        lines.append(f"run     train.epochs = {train.epochs:g}; the number of steps needs prepared data in data.path")
+    device = plan.device
+    if device is None:
+        return [*lines, "time    unknown: the peak of this device is not known; give --peak-tflops and bandwidths"]
+    computing_s = compute_s(plan, device)
+    sent_s = sum(communication.least_s(plan, plan.collectives, device).values())
+    step_s = least_s(plan, device)
+    lines.append(
+        f"time    a step takes at least {step_s:.3f} s, "
+        f"bound by {'computing' if computing_s >= sent_s else 'communication'}: computing {computing_s:.3f} s at the "
+        f"device's peak, communication {sent_s:.3f} s if it overlaps in full, optimizer "
+        f"{optimizer_s(plan, device):.3f} s"
+    )
+    if train.steps:
+        lines.append(f"        the run at least {_long(step_s * plan.full_steps)}")
+    peak = device.peak_flops(plan.config.fsdp.param_dtype)
+    real_s = max(plan.flops_per_token * tokens / plan.world_size / peak / mfu, step_s)
+    days = f", {real_s * plan.full_steps / 86400:.2f} days" if train.steps else ""
+    lines.append(f"        at {mfu:.0%} of the peak (--mfu): {real_s:.3f} s a step{days}")
+    if plan.config.fsdp.cpu_offload:
+        return [*lines, "expected time unknown: copies to the host are not estimated"]
+    step = expected(plan, device)
+    tokens_s = tokens / plan.world_size / step.total
+    note = "" if device.sustained else f" (no published run on {device.name} was used)"
+    run = f"; the run {_long(step.total * plan.full_steps)}" if train.steps else ""
+    return [
+        *lines,
+        f"expected a step takes {step.total:.3f} s{note}: products {step.products:.3f}, attention "
+        f"{step.attention:.3f}, other operators {step.others:.3f}, communication not hidden {step.exposed:.3f}, "
+        f"optimizer {step.optimizer:.3f}",
+        f"        {tokens_s:,.0f} tokens per second and device, {plan.flops_per_token * tokens_s / peak:.0%} MFU{run}",
+    ]
 
 
-def sent_s(
-    collectives: Mapping[Collective, int], device: Device, layout: Layout, world_size: int
-) -> dict[str, tuple[float, int]]:
-    """Expected seconds, and number of calls, by kind of collective."""
-    found: dict[str, tuple[float, int]] = {}
-    for collective, times in collectives.items():
-        seconds, calls = found.get(collective.kind, (0.0, 0))
-        ranks = collective.ranks or layout.dp_replicate
-        each = link_s(collective, device, layout, world_size) / LINKS + LATENCY_S[0] + LATENCY_S[1] * ranks
-        found[collective.kind] = seconds + times * each, calls + times
-    return found
+def _long(seconds: float) -> str:
+    return f"{duration(seconds)} ({seconds / 86400:.2f} days)"

@@ -1,14 +1,17 @@
-"""What the device computes in a simulated step: products by shape, attention, and bytes of everything else.
+"""What a rank computes and sends in a simulated step: products by shape, attention, bytes of all other operators, and
+collectives.
 
 The bytes are counted twice: as the operators move them one by one, and as fused kernels would. Between two products, a
 fused kernel reads what was computed before and writes what is needed afterwards. Only blocks are ever compiled.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -49,11 +52,23 @@ class Traffic:
 Work = Product | Attention | Traffic
 
 
-class Held(Protocol):
-    """A storage that the simulation follows."""
+@dataclass(frozen=True)
+class Collective:
+    """One collective over `ranks`; `bytes` is the full size that is gathered, scattered or summed."""
 
+    kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce", "all-to-all, muon"
     bytes: int
-    died: int | None
+    ranks: int
+
+
+@dataclass(eq=False)
+class Storage:
+    """Bytes that were held from one moment to another; `died` is None if they still are."""
+
+    born: int
+    bytes: int
+    kind: str
+    died: int | None = None
 
 
 # position of the two factors
@@ -66,96 +81,106 @@ _WRITE_ONLY = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
 
 @dataclass
 class Recorder:
-    """Counts the work of a part of the step."""
+    """Counts the work of a part of the step.
 
-    found: Counter[Work] = field(default_factory=Counter)
-    _read: dict[int, int] = field(default_factory=dict)  # of the fused kernel so far, by storage
-    _made: dict[int, Held] = field(default_factory=dict)
+    Args:
+        storage_of: the storage of a tensor that the simulation follows, or None.
+    """
+
+    storage_of: Callable[[Tensor], Storage | None]
+    work: Counter[Work] = field(default_factory=Counter)
+    _read: dict[Storage, int] = field(default_factory=dict)  # bytes that the fused kernel has read so far
+    _made: set[Storage] = field(default_factory=set)
 
     def take(self) -> Counter[Work]:
-        """What was counted since the last call."""
+        """The work since the last call."""
         self.end_of_kernel("")
-        found, self.found = self.found, Counter()
-        return found
+        work, self.work = self.work, Counter()
+        return work
 
     def end_of_kernel(self, phase: str) -> None:
         """A fused kernel ends here: it has read its inputs, and writes what is still held."""
-        written = sum(storage.bytes for storage in self._made.values() if storage.died is None)
+        written = sum(storage.bytes for storage in self._made if storage.died is None)
         if self._read or written:
-            self.found[Traffic(phase, fused=True)] += sum(self._read.values()) + written
-            self.found[Traffic(phase, fused=True, kernels=True)] += 1
-        self._read, self._made = {}, {}
+            self.work[Traffic(phase, fused=True)] += sum(self._read.values()) + written
+            self.work[Traffic(phase, fused=True, kernels=True)] += 1
+        self._read, self._made = {}, set()
 
-    def see(
-        self, function: Any, args: Any, kwargs: Any, out: Any, phase: str, held: dict[int, Any], fused: bool
+    def count(
+        self, operator: OpOverload, args: tuple[Any, ...], kwargs: Any, out: Any, phase: str, *, fused: bool
     ) -> None:
         """Count one operator.
 
         Args:
-            held: the storages that exist, by id.
             fused: whether a compiler would fuse it with its neighbours.
         """
-        name = function.overloadpacket.__name__
-        tensors = _tensors((args, kwargs))
+        name = operator.overloadpacket.__name__
         if name in _PRODUCTS:
             a, b = (args[i] for i in _PRODUCTS[name])
             batch = a.shape[0] if a.ndim == 3 else 1
             self.end_of_kernel(phase)
-            self.found[Product(phase, batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())] += 1
+            self.work[Product(phase, batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())] += 1
         elif "scaled_dot_product" in name:
             backward = "backward" in name
             q, k = args[1:3] if backward else args[:2]
-            b, h, t, d = q.shape
+            batch, heads, length, head_dim = q.shape
             causal = any(value is True for value in args)  # the only flag
+            attention = Attention(
+                phase=phase,
+                heads=batch * heads,
+                scores=length * k.shape[2] / (2 if causal else 1),
+                head_dim=head_dim,
+                products=5 if backward else 2,
+                width=q.element_size(),
+            )
             self.end_of_kernel(phase)
-            self.found[
-                Attention(
-                    phase, b * h, t * k.shape[2] / (2 if causal else 1), d, 5 if backward else 2, q.element_size()
-                )
-            ] += 1
-        elif name not in _FREE and not _is_view(function):
-            outputs = _tensors(out)
-            eager = _bytes(function, name, tensors, args, outputs)
-            for way in (False, True)[: 1 if fused else 2]:
-                self.found[Traffic(phase, way)] += eager
-                self.found[Traffic(phase, way, kernels=True)] += 1
-            if not fused:
-                return
-            if name not in _LOOKUPS:
-                for tensor in tensors:
-                    storage = held.get(id(tensor.untyped_storage()))
-                    if storage is not None and id(storage[1]) not in self._made:
-                        self._read[id(storage[1])] = max(self._read.get(id(storage[1]), 0), _size(tensor))
-            for tensor in outputs:
-                storage = held.get(id(tensor.untyped_storage()))
-                if storage is not None:
-                    self._made[id(storage[1])] = storage[1]
+            self.work[attention] += 1
+        elif name not in _FREE and not _is_view(operator):
+            inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+            eager = _bytes(operator, args, inputs, outputs)
+            # an operator that is not fused moves the same bytes in compiled blocks
+            for compiled in (False,) if fused else (False, True):
+                self.work[Traffic(phase, compiled)] += eager
+                self.work[Traffic(phase, compiled, kernels=True)] += 1
+            if fused:
+                self._add_to_kernel([] if name in _LOOKUPS else inputs, outputs)
+
+    def _add_to_kernel(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        for tensor in inputs:
+            storage = self.storage_of(tensor)
+            if storage is not None and storage not in self._made:
+                self._read[storage] = max(self._read.get(storage, 0), _size(tensor))
+        self._made |= {storage for tensor in outputs if (storage := self.storage_of(tensor)) is not None}
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    found = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-    return [t.to_local() if isinstance(t, DTensor) else t for t in found]
+    return [local(t) for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _size(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded tensor is read from the cache
 
 
-def _is_view(function: Any) -> bool:
-    schema = function._schema
+def _is_view(operator: OpOverload) -> bool:
+    schema = operator._schema
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
-def _bytes(function: Any, name: str, tensors: list[Tensor], args: Any, outputs: list[Tensor]) -> int:
+def _bytes(operator: OpOverload, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Bytes that an operator reads and writes."""
+    name, schema = operator.overloadpacket.__name__, operator._schema
     if name in _LOOKUPS:
         return 2 * sum(map(_size, outputs))
-    total = sum(map(_size, tensors))
-    schema = function._schema
+    total = sum(map(_size, inputs))
     if not schema.is_mutable:
         return total + sum(map(_size, outputs))
     if name not in _WRITE_ONLY:  # what is changed in place was counted as read
-        for given, argument in zip(args, schema.arguments, strict=False):
+        for value, argument in zip(args, schema.arguments, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only:
-                total += sum(map(_size, _tensors(given)))
+                total += sum(map(_size, _tensors(value)))
     return total

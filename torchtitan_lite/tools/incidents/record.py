@@ -17,7 +17,7 @@ from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.monitoring import records
-from torchtitan_lite.tools.scoring.trained import require_same_data
+from torchtitan_lite.tools.load_model import require_same_data
 from torchtitan_lite.training.start import prepared
 
 _SIZES = "global_batch_size", "batch_schedule"

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import bitwise_setting, is_learned_with, is_refused
+from torchtitan_lite.checkpointing.compatibility import bitwise_setting
 from torchtitan_lite.config.derive import flatten
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, resume_rule
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed import sharding
@@ -41,10 +41,6 @@ from torchtitan_lite.training.spikes.watch import SpikeError
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]
-_ALSO = (  # they change a step, but a resume may change them
-    *("train.steps", "train.on_nonfinite", "train.max_skipped"),
-    *("spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"),
-)
 _NEXT = (
     "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
     "computes wrong"
@@ -280,7 +276,7 @@ def _shown(pairs: Mapping[str, Sequence[Any]]) -> str:
 
 def _matters(key: str) -> bool:
     """Whether a key of the config changes a step, and is no part of the bitwise setting."""
-    return key != "model.init_from" and (is_refused(key) or is_learned_with(key) or key in _ALSO)
+    return resume_rule(key).changes_steps
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from tokenizers import Tokenizer
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet, Source
-from torchtitan_lite.data.documents import document_ends
 from torchtitan_lite.data.loader import Loader, MicroBatch
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare.writer import PLACE_BITS, origins_name, read_origins
-from torchtitan_lite.data.token_files import PAIRS, TokenFiles
+from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
 from torchtitan_lite.errors import DataError
 
 _SHOWN = 64  # tokens of a text that are shown
@@ -152,7 +151,14 @@ class Seen:
         self.reads = [Reads(source._stream) for source in self.mixture.sources]
         for source, reads in zip(self.mixture.sources, self.reads, strict=True):
             source._stream = reads  # type: ignore[assignment]  # it reads in the same way
-        self._loader = Loader(self.mixture, 1, 0, 1, config.run.seed, config.data.document_mask)
+        self._loader = Loader(
+            self.mixture,
+            micro_batch_size=1,
+            rank=0,
+            world_size=1,
+            seed=config.run.seed,
+            document_mask=config.data.document_mask,
+        )
         self._seed = config.run.seed
         self.causal = config.data.objective == "causal"
 

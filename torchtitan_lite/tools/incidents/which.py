@@ -23,11 +23,11 @@ from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.scoring.likelihood import row_nats
 from torchtitan_lite.terminal import counted, prepare_streams, print_line
 from torchtitan_lite.tools.incidents.record import Record, checkpoint_before, read_record
 from torchtitan_lite.tools.incidents.seen import Documents, Part, Range, Seen
-from torchtitan_lite.tools.opening import open_model
-from torchtitan_lite.tools.scoring.likelihood import row_losses
+from torchtitan_lite.tools.load_model import open_model
 
 _LINES = 200  # of documents on the terminal, if TEXT is in many
 _ROWS = 8  # computed together
@@ -110,7 +110,7 @@ def _losses_of(model: Transformer, seen: Seen, sample: int, device: torch.device
     for some in targets.split(_ROWS):
         tokens, positions = (None if t is None else t.expand(len(some), -1) for t in (row.tokens, row.positions))
         assert tokens is not None
-        nats += row_losses(model, tokens, some, positions, device).tolist()
+        nats += row_nats(model, MicroBatch(tokens, some, positions), device).tolist()
     counts = (targets != IGNORE).sum(dim=1).tolist()
     losses = [total / n if n else math.nan for total, n in zip(nats, counts, strict=True)]
     return losses if seen.causal else losses * len(parts)

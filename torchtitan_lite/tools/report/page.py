@@ -1,408 +1,332 @@
-"""The HTML page of `report`, with plotly figures. All text of a run is escaped."""
+"""The page of the report: PANELS, in the order of the page. A panel is a function of the runs that returns HTML, the
+data of a figure, or None. All text of a run is escaped.
+"""
 
-import html
 import json
-import math
-import statistics
 from collections.abc import Callable, Iterable
+from html import escape
 from importlib import resources
-from typing import Any
 
 from plotly.offline import get_plotlyjs
 
 from torchtitan_lite.terminal import counted, duration
-from torchtitan_lite.tools.report import tasks
-from torchtitan_lite.tools.report.marks import COLOURS, ceiling, cut, marks, spike_notes
-from torchtitan_lite.tools.report.runs import BY_SOURCE, ROUGE, Records, Run
-from torchtitan_lite.tools.report.table import best_validation, changes_of, differing_keys
+from torchtitan_lite.tools.records import ROUGE, TASK, Records
+from torchtitan_lite.tools.report import figures, table
+from torchtitan_lite.tools.report.figures import COLOURS, GREY, POINTS, Figure
+from torchtitan_lite.tools.report.runs import Run
 
-DASHES = "solid", "dash", "dot"  # of sources, which share the colour of their run where there are several
-POINTS = 2000  # per curve: more would slow the page without being visible
 SAMPLES = 12  # per prompt
+_TASK_TILES = 6  # of a run
+# the classes of report.css that colour a status, by its first word
+_STATUS = {
+    **{"starting": "live", "running": "live", "complete": "good", "preempted": "warn"},
+    **{"failed": "bad", "stopped": "bad"},
+}
+# the policy forbids all requests, even if text of a run got into the markup
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
-Points = tuple[list[int], list[float | None]]
-
-
-def thinned(x: list[int], y: list[float | None]) -> Points:
-    """At most POINTS points: the lowest and highest of each interval, so that spikes are kept."""
-    if len(x) <= POINTS:
-        return x, y
-    width = math.ceil(len(x) / (POINTS // 2))
-    kept: list[int] = []
-    for start in range(0, len(x), width):
-        stretch = range(start, min(start + width, len(x)))
-        known = [i for i in stretch if y[i] is not None]
-        if not known:
-            kept.append(start)
-            continue
-        kept += sorted({min(known, key=lambda i: y[i] or 0.0), max(known, key=lambda i: y[i] or 0.0)})
-    return [x[i] for i in kept], [y[i] for i in kept]
-
-
-def curve(records: Records, key: str) -> Points:
-    """Steps and values of the records that have a key. None (not finite) is a gap."""
-    found = [r for r in records if key in r]
-    return thinned([r["step"] for r in found], [r[key] for r in found])
-
-
-# --- figures ----------------------------------------------------------------------------------------------------
-
-
-def trace(run: Run, colour: str, points: Points, what: str, many: bool, **style: Any) -> dict[str, Any]:
-    """One line of a figure, named by `what`, preceded by the run if there are several."""
-    x, y = points
-    name = html.escape(f"{run.name} {what}".strip() if many else what)
-    mode = "lines+markers" if len(x) < 40 else "lines"
-    line = {"color": colour, "width": 1.6} | style
-    return {"x": x, "y": y, "name": name, "mode": mode, "line": line, "marker": {"size": 5}, "type": "scatter"}
-
-
-def lines_figure(
-    runs: list[Run],
-    title: str,
-    unit: str,
-    parts: Iterable[tuple[str, str, str, dict[str, Any]]],
-    limit: float = math.inf,
-    **axis: Any,
-) -> dict[str, Any] | None:
-    """A figure over steps; None if no run has values.
-
-    Args:
-        parts: records ("steps", "validations", "tasks" or "rouge"), key, label and style of each line.
-        limit: where the axis of values ends.
-    """
-    traces = []
-    for i, run in enumerate(runs):
-        for source, key, what, style in parts:
-            points = curve(getattr(run, source), key)
-            if any(value is not None for value in points[1]):
-                colour = style.get("color", COLOURS[i % len(COLOURS)]) if len(runs) == 1 else COLOURS[i % len(COLOURS)]
-                rest = {k: v for k, v in style.items() if k not in ("color", "errors")}
-                traces.append(trace(run, colour, points, what, len(runs) > 1, **rest))
-                if "errors" in style:
-                    traces[-1] |= tasks.error_bars(getattr(run, source), style["errors"], points[0], colour)
-    figure = {"title": title, "unit": unit, "traces": traces, "axis": axis, "marks": marks(runs)}
-    return cut(figure, limit) if traces else None
-
-
-def log_axis(runs: list[Run], key: str) -> dict[str, Any]:
-    """A logarithmic axis. plotly labels a short one with single digits: 0.3 would be "3"."""
-    values = [r[key] for run in runs for r in run.steps if (r.get(key) or 0.0) > 0]
-    low, high = (math.floor(math.log10(f(values, default=1.0))) for f in (min, max))
-    ticks = [digit * 10.0**n for n in range(low, high + 2, (high - low) // 8 + 1) for digit in (1, 2, 5)]
-    ticks = ticks if high - low < 3 else ticks[::3]
-    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
-
-
-def time_figure(runs: list[Run]) -> dict[str, Any] | None:
-    """A bar per run with the time of each activity."""
-    kinds: list[tuple[str, str, Callable[[Run], float]]] = [
-        (
-            "forward and backward",
-            "#4c78a8",
-            lambda r: _sum(r.steps, "seconds") - _sum(r.steps, "data_s", "optimizer_s"),
-        ),
-        ("optimizer", "#72b7b2", lambda r: _sum(r.steps, "optimizer_s")),
-        ("waiting for data", "#e45756", lambda r: _sum(r.steps, "data_s")),
-        ("validation", "#f58518", lambda r: _sum(r.validations + r.averages, "eval_s")),
-        ("tasks", "#9d755d", lambda r: _sum(r.task_times, "task_s")),
-        ("samples", "#b279a2", lambda r: _sum(r.samples, "seconds")),
-        ("saving", "#54a24b", lambda r: _sum(r.saves, "save_s")),
-    ]
-    if not any(_sum(run.steps, "seconds") for run in runs):
-        return None
-    names = [html.escape(_shortened(run.name)) for run in runs]
-    names = names if len(set(names)) == len(names) else [html.escape(run.name) for run in runs]
-    traces = []
-    for name, colour, seconds in kinds:
-        values = [max(seconds(run), 0.0) for run in runs]
-        if any(values):
-            bar = {
-                "x": values,
-                "y": names,
-                "name": name,
-                "type": "bar",
-                "orientation": "h",
-                "marker": {"color": colour},
-            }
-            traces.append(bar)
-    return {"title": "Where the time went", "unit": "seconds", "traces": traces, "axis": {}, "bars": True}
-
-
-def _shortened(name: str) -> str:
-    """A name that leaves room for a bar on a narrow screen."""
-    return name if len(name) <= 16 else f"{name[:7]}..{name[-7:]}"
-
-
-def _sum(records: Records, *keys: str) -> float:
-    return sum(r.get(key) or 0.0 for r in records for key in keys)
-
-
-def by_source(runs: list[Run]) -> list[str]:
-    """The keys of validation losses of single sources."""
-    keys = dict.fromkeys(key for run in runs for record in run.validations for key in record)
-    return [key for key in keys if key.startswith(BY_SOURCE[0])]
-
-
-def figures(runs: list[Run]) -> list[dict[str, Any]]:
-    """All figures that have values."""
-    dot = {"dash": "dot"}
-    one = {"color": COLOURS[1]} if len(runs) == 1 else {}
-    two = {"color": COLOURS[2]} if len(runs) == 1 else {"dash": "dash"}
-    guessed = "unigram model" + (": each token guessed by its frequency alone" if len(runs) == 1 else "")
-    unigram = {"color": "#888888", "width": 1.2} if len(runs) == 1 else {"width": 1}
-    limit = ceiling(runs)
-    ratios = [
-        r["val_bits_per_byte"] / r["val_loss"]
-        for run in runs
-        for r in run.validations
-        if r.get("val_bits_per_byte") and r["val_loss"]
-    ]
-    found = [
-        lines_figure(
-            *(runs, "Loss", "nats per token"),
-            [
-                ("steps", "mean_loss", "train", {}),
-                ("validations", "val_loss", "validation", {"width": 2.4} | one),
-                ("averages", "ema_val_loss", "validation of averaged weights", {"width": 2.4} | two),
-            ],
-            limit,
-        ),
-        lines_figure(
-            *(runs, "Bits per byte", "bits per byte of held-out text"),
-            [
-                ("validations", "val_bits_per_byte", "validation", one),
-                ("averages", "ema_val_bits_per_byte", "averaged weights", two),
-                ("validations", "unigram_bits_per_byte", guessed, dot | unigram),
-            ],
-            limit * statistics.median(ratios) if ratios else math.inf,
-        ),
-        lines_figure(
-            *(runs, "Validation loss by source", "nats per token"),
-            [
-                ("validations", key, key.partition("/")[2], {"color": COLOURS[i % len(COLOURS)], "dash": DASHES[i % 3]})
-                for i, key in enumerate(by_source(runs))
-            ],
-            limit,
-        ),
-        lines_figure(
-            *(runs, "ROUGE of answers to held-out pairs", "F-measure"),
-            [("rouge", key, key.replace("rouge", "ROUGE-"), {"color": COLOURS[i]}) for i, key in enumerate(ROUGE)],
-        ),
-        tasks.with_chance(lines_figure(runs, "Tasks", "score", tasks.lines(runs)), runs),
-        lines_figure(runs, "Learning rate", "", [("steps", "lr", "", {})], tickformat="~e"),
-        lines_figure(
-            runs, "Gradient norm, before clipping", "", [("steps", "grad_norm", "", {})], **log_axis(runs, "grad_norm")
-        ),
-        lines_figure(
-            runs,
-            "Throughput",
-            "tokens per second",
-            [("steps", "tokens_per_second", "", {})],
-            rangemode="tozero",
-        ),
-        lines_figure(
-            *(runs, "Peak memory of rank 0", "GiB"),
-            [("steps", "peak_memory_gib", "", {})],
-            rangemode="tozero",
-        ),
-        lines_figure(runs, "Loss scale (float16)", "", [("steps", "loss_scale", "", {})], type="log"),
-        time_figure(runs),
-    ]
-    return [figure for figure in found if figure]
-
-
-# --- the page ---------------------------------------------------------------------------------------------------
+Panel = Callable[[list[Run]], Figure | str | None]
 
 
 def page(runs: list[Run], reload_s: int = 0) -> str:
     """The page as HTML. With `reload_s`, an open page reloads itself every so many seconds."""
-    shown = figures(runs)
-    cells = "".join(_figure(i, figure) for i, figure in enumerate(shown))
-    # in a script, "<!--<script>" would hide its end. json.dumps itself escapes all but ASCII
-    data = json.dumps(shown, allow_nan=False).translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
-    title = html.escape(", ".join(run.name for run in runs))
-    parts = resources.files("torchtitan_lite.tools.report")
-    style = parts.joinpath("report.css").read_text(encoding="utf-8")
-    script = parts.joinpath("report.js").read_text(encoding="utf-8")
-    body = [
-        f"<header><h1>{title}</h1>{_legend(runs)}</header>",
-        *(_summary(run, len(runs) > 1) for run in runs),
-        f"<p class=note>{' '.join(map(html.escape, _notes(runs)))}</p>" if _notes(runs) else "",
-        f"<main>{cells}</main>",
-        _differences(runs),
-        *(_changes(run, len(runs) > 1) for run in runs),
-        *(_samples(run, len(runs) > 1) for run in runs),
-        *(_config(run, len(runs) > 1) for run in runs),
+    shown: list[Figure] = []
+    panels = []
+    for panel in PANELS:
+        content = panel(runs)
+        if isinstance(content, dict):
+            shown.append(content)
+            content = _figure(len(shown) - 1, content, many=len(runs) > 1)
+        panels.append(content or "")
+    curves = [
+        figures.axes(run) | {"color": GREY if len(runs) == 1 else _colour(runs, run), "marks": figures.marks(run)}
+        for run in runs
     ]
-    # the policy forbids all requests, even if text of a run got into the markup
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+    # in a script, "<!--<script>" would hide its end. json.dumps itself escapes all but ASCII
+    data = json.dumps({"runs": curves, "figures": shown}, allow_nan=False)
+    data = data.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
+    files = resources.files("torchtitan_lite.tools.report")
+    style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{f'<meta http-equiv=refresh content={reload_s}>' if reload_s else ''}"
-        f"<title>{title}</title><style>{style}</style></head><body>{''.join(body)}"
-        f'<script type="application/json" id="figures">{data}</script>'
+        f"{f'<meta http-equiv=refresh content={reload_s}>' if reload_s else ''}<title>{_names(runs)}</title>"
+        f"<style>{style}</style></head><body><main>{''.join(panels)}</main>"
+        f'<script type="application/json" id="data">{data}</script>'
         f"<script>{get_plotlyjs()}</script><script>{script}</script></body></html>\n"
     )
 
 
-def _figure(number: int, figure: dict[str, Any]) -> str:
-    """Title, unit and legend are HTML, which wraps on a narrow screen. report.js adds what a click does."""
-    names = [] if len(figure["traces"]) == 1 else figure["traces"]
-    chips = "".join(_legend_entry(i, trace) for i, trace in enumerate(names))
-    unit = "" if figure.get("bars") else f" <small>{html.escape(figure['unit'])}</small>"
-    caption = f"<b>{html.escape(figure['title'])}</b>{unit}"
-    legend = f'<div class="legend">{chips}</div>' if chips else ""
-    return f'<figure><figcaption>{caption}{legend}</figcaption><div class="plot" id="plot{number}"></div></figure>'
+def _figure(number: int, figure: Figure, *, many: bool) -> str:
+    """Title, unit and legend are HTML, which wraps on a narrow screen. The toolbar has the colours of several runs."""
+    entries = []
+    for label, line in {trace["label"]: trace for trace in figure["traces"]}.items():
+        style = {"solid": "solid", "dot": "dotted"}.get(line["dash"], "dashed")
+        border = f"{max(round(1.5 * line['width']), 2)}px {style} {'currentColor' if many else line['color']}"
+        swatch = f'<i style="border-top: {border}"></i>'
+        entries.append(f'<button type=button data-label="{label}">{swatch}{label}</button>')  # the label is escaped
+    legend = f'<div class="legend">{"".join(entries)}</div>' if len(entries) > 1 else ""
+    caption = f"<b>{escape(figure['title'])}</b> <small>{escape(figure['unit'])}</small>{legend}"
+    return f'<figure><figcaption>{caption}</figcaption><div class="plot" id="plot{number}"></div></figure>'
 
 
-def _legend_entry(number: int, trace: dict[str, Any]) -> str:
-    line = trace.get("line", {})
-    style = {"dot": "dotted"}.get(line.get("dash", ""), "solid")
-    colour = trace["marker"]["color"] if trace["type"] == "bar" else line["color"]
-    width = 9 if trace["type"] == "bar" else max(round(line["width"] * 1.5), 2)
-    swatch = f'<i style="border-top: {width}px {style} {colour}"></i>'
-    return f'<button type=button data-trace="{number}">{swatch}{trace["name"]}</button>'  # the name is escaped
+def _names(runs: list[Run]) -> str:
+    return escape(", ".join(run.name for run in runs))
 
 
-def _legend(runs: list[Run]) -> str:
+def _colour(runs: list[Run], run: Run) -> str:
+    return COLOURS[runs.index(run) % len(COLOURS)]
+
+
+def _swatch(colour: str) -> str:
+    return f'<i class="swatch" style="background: {colour}"></i>'
+
+
+def _coloured(runs: list[Run], run: Run) -> str:
+    """The name of a run, and its colour where there are several."""
+    return (_swatch(_colour(runs, run)) if len(runs) > 1 else "") + escape(run.name)
+
+
+def _table(head: Iterable[str], rows: Iterable[str]) -> str:
+    """Cells and rows are HTML."""
+    heads = "".join(f"<th>{cell}</th>" for cell in head)
+    return f"<div class=scroll><table><tr>{heads}</tr>{''.join(rows)}</table></div>"
+
+
+def _row(name: str, *cells: str, kind: str = "") -> str:
+    """A row of HTML cells."""
+    return f'<tr class="{kind}"><th>{name}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
+# --- the top of the page ------------------------------------------------------------------------------------------
+
+
+def heading(runs: list[Run]) -> str:
+    if len(runs) > 1:
+        return f"<header><h1>{len(runs)} runs</h1><p>the lowest validation loss first</p></header>"
+    where = escape(str(runs[0].folder))
+    return f"<header><h1>{_names(runs)}</h1><div>{_status(runs, runs[0])}</div><p>{where}</p></header>"
+
+
+def comparison(runs: list[Run]) -> str:
+    """The table of several runs: the keys that differ, then the results."""
     if len(runs) == 1:
-        return f"<p>{html.escape(str(runs[0].folder))}</p>"
-    coloured = ((COLOURS[i % len(COLOURS)], html.escape(str(run.folder))) for i, run in enumerate(runs))
-    chips = (f'<span class="chip"><i style="background:{colour}"></i>{name}</span>' for colour, name in coloured)
-    return f"<p>{''.join(chips)}</p>"
+        return ""
+    rows = []
+    for i, (run, cells) in enumerate(table.rows(runs)):
+        keys = [key for key in cells if key not in table.RESULTS]
+        best = i == 0 and run.best is not None
+        name = f"<a href=#run{runs.index(run)}>{_coloured(runs, run)}</a>"
+        name += " <span class=star title='the lowest validation loss'>&#9733; best</span>" if best else ""
+        results = [escape(cells[column]) for column in table.RESULTS[1:-1]]
+        shown = [*(_code(cells[key]) for key in keys), *results, _status(runs, run)]
+        rows.append(_row(name, *shown, kind="best" if best else ""))
+    head = map(escape, ["run", *keys, *table.RESULTS[1:]])
+    same = "" if keys else "<p class=note>The configs of the runs do not differ.</p>"
+    return f"<section class=runs>{_table(head, rows)}{same}</section>"
 
 
-def _notes(runs: list[Run]) -> list[str]:
-    notes = [f"{run.name}: {note}." for run in runs for note in run.notes]
-    for run in runs:
-        notes += spike_notes(run)
-        if len(run.steps) > POINTS:
-            notes.append(
-                f"{run.name}: {len(run.steps):,} records, drawn as at most {POINTS:,} points per curve: the lowest and "
-                "highest of each interval."
-            )
-        bad = [r["step"] for r in run.steps if r["loss"] is None]
-        if bad:
-            some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-            notes.append(f"{run.name}: the loss was not finite at {counted(len(bad), 'recorded step')}: {some}.")
-        if run.skipped:
-            notes.append(
-                f"{run.name}: {counted(len(run.skipped), 'step')} skipped, the first is {run.skipped[0]['step']}."
-            )
-    return notes
+def _status(runs: list[Run], run: Run) -> str:
+    """The status in its colour, its reason, and whether the loss has diverged."""
+    word, _, more = run.status.text.partition(", ")
+    shown = f'<b class="status {_STATUS.get(word.split(" ")[0], "unknown")}">{escape(word)}</b>'
+    if figures.diverged(run, figures.ceiling(runs)):
+        shown += '<b class="status bad">diverged</b>'
+    more = more or run.about.get("reason", "").split("\n")[0]
+    return shown + (f"<small>{escape(more)}</small>" if more else "")
 
 
-def _summary(run: Run, many: bool) -> str:
-    """Tiles with the main results of a run."""
+def summary(runs: list[Run]) -> str:
+    """The tiles of a single run."""
+    return _tiles(runs[0]) if len(runs) == 1 else ""
+
+
+def _tiles(run: Run) -> str:
+    """The main results of a run."""
     last = run.steps[-1]
-    losses = [r["mean_loss"] for r in run.steps if r["mean_loss"] is not None]
-    rates = sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second"))
-    best = best_validation(run)
-    of = run.about.get("steps") or run.config.get("train.steps", ("", ""))[0]  # older runs have the key only
-    status, _, more = run.status.text.partition(", ")
-    tiles = [
-        ("status", status, more or run.about.get("reason", "").split("\n")[0]),
-        ("step", f"{last['step']:,}", f"of {int(of):,}" if of.isdigit() else ""),
-        ("training loss", f"{losses[-1]:.4f}" if losses else "not finite", "mean since the previous record"),
-    ]
-    if best is not None:
-        tiles.append(("best validation loss", f"{best['val_loss']:.4f}", f"step {best['step']:,}"))
-        if isinstance(best.get("val_bits_per_byte"), float):
-            stderr = best.get("val_bits_per_byte_stderr")
-            more = f"+- {stderr:.3f}" if isinstance(stderr, float) else "at that step"
-            tiles.append(("bits per byte", f"{best['val_bits_per_byte']:.3f}", more))
-    if run.rouge:
-        newest = run.rouge[-1]
-        values = " / ".join(f"{100 * newest[key]:.1f}" for key in ROUGE)
-        tiles.append(("ROUGE-1 / 2 / Lsum", values, f"step {newest['step']:,}"))
-    tiles += tasks.tiles(run)
+    of = f"of {int(run.n_steps):,}" if run.n_steps.isdigit() else ""
+    loss = f"{run.losses[-1]:.4f}" if run.losses else "not finite"
+    tiles = [("step", f"{last['step']:,}", of), ("training loss", loss, "mean since the previous record")]
+    if run.best is not None:
+        tiles.append(("best validation loss", f"{run.best['val_loss']:.4f}", f"step {run.best['step']:,}"))
+        bits, stderr = run.best.get("val_bits_per_byte"), run.best.get("val_bits_per_byte_stderr")
+        if bits is not None:
+            tiles.append(("bits per byte", f"{bits:.3f}", "at that step" if stderr is None else f"+- {stderr:.3f}"))
+    if rouge := [r for r in run.records if all(r.get(key) is not None for key in ROUGE)]:
+        scores = " / ".join(f"{100 * rouge[-1][key]:.1f}" for key in ROUGE)
+        tiles.append(("ROUGE-1 / 2 / Lsum", scores, f"step {rouge[-1]['step']:,}"))
+    for name in figures.task_names([run])[:_TASK_TILES]:
+        newest = run.having(TASK[0] + name)[-1]
+        score, stderr, chance = (newest.get(key + name) for key in TASK)
+        more = ([] if stderr is None else [f"+- {stderr:.3f}"]) + ([] if chance is None else [f"chance {chance:.3f}"])
+        tiles.append((f"task {name}", "not finite" if score is None else f"{score:.3f}", "; ".join(more)))
     if last.get("tokens") is not None:
         tiles.append(("tokens", f"{last['tokens']:,}", ""))
-    if rates:
+    if rates := sorted(r["tokens_per_second"] for r in run.steps if r.get("tokens_per_second")):
         tiles.append(("tokens per second", f"{rates[len(rates) // 2]:,.0f}", "median"))
     times = [r["time"] for r in run.steps if r.get("time") is not None]
     if len(times) > 1:
         tiles.append(("first to last record", duration(times[-1] - times[0]), ""))
     cells = "".join(
-        f"<div><span>{html.escape(label)}</span><b>{html.escape(str(value))}</b><small>{html.escape(str(more))}</small></div>"
+        f"<div><span>{escape(label)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>"
         for label, value, more in tiles
     )
-    name = f"<h3>{html.escape(run.name)}</h3>" if many else ""
-    return f'{name}<section class="tiles">{cells}</section>'
+    return f'<section class="tiles">{cells}</section>'
 
 
-def _differences(runs: list[Run]) -> str:
-    if len(runs) == 1:
-        return ""
-    rows = []
-    for key in differing_keys(runs):
-        values = [run.config.get(key, ("-", ""))[0] for run in runs]
-        cells = "".join(f"<td><code>{html.escape(value)}</code></td>" for value in values)
-        rows.append(f"<tr><th>{html.escape(key)}</th>{cells}</tr>")
-    if not rows:
-        return "<section><h2>Differences of the configs</h2><p>none</p></section>"
-    heads = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
+def notes(runs: list[Run]) -> str:
+    sentences = []
+    for run in runs:
+        found = [*run.notes]
+        if spikes := run.spikes:
+            found.append(f"{counted(len(spikes), 'loss spike')}, the first at step {spikes[0]['step']}")
+        if run.rewinds:
+            last = run.rewinds[-1]  # marks of earlier ones may have been abandoned, too
+            found.append(
+                f"{counted(last['rewind'], 'rewind')}, the last from step {last['rewound_from']} to "
+                f"{last['step'] - 1}; what was abandoned is in spikes.jsonl"
+            )
+        if len(run.steps) > POINTS:
+            found.append(
+                f"{len(run.steps):,} records, drawn as at most {POINTS:,} points per curve: the lowest and highest of "
+                "each interval"
+            )
+        if bad := [r["step"] for r in run.steps if r["loss"] is None]:
+            some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+            found.append(f"the loss was not finite at {counted(len(bad), 'recorded step')}: {some}")
+        if skipped := run.having("skipped_samples"):
+            found.append(f"{counted(len(skipped), 'step')} skipped, the first is {skipped[0]['step']}")
+        sentences += [escape(f"{run.name}: {note}.") for note in found]
+    return f"<p class=note>{' '.join(sentences)}</p>" if sentences else ""
+
+
+def toolbar(runs: list[Run]) -> str:
+    """The choices that report.js applies, and a button for each run."""
+    buttons = [f"<button type=button data-run={i}>{_coloured(runs, run)}</button>" for i, run in enumerate(runs)]
+    legend = f"<div class=legend>{''.join(buttons)}</div>" if len(runs) > 1 else ""
     return (
-        f"<section><h2>Differences of the configs</h2>{_table(f'<tr><th></th>{heads}</tr>' + ''.join(rows))}</section>"
+        "<noscript><p class=note>The curves need JavaScript.</p></noscript><nav hidden>"
+        "<label>x axis <select id=x><option value=step>steps<option value=tokens>tokens<option value=time>training time"
+        "</select></label><label title='half-life in % of all steps'>smoothing "
+        "<input id=smooth type=range min=0 max=10 step=0.5 value=0><output id=span></output></label>"
+        f"<button type=button id=reset hidden>reset zoom</button>{legend}</nav>"
     )
 
 
-def _changes(run: Run, many: bool) -> str:
+# --- below the figures --------------------------------------------------------------------------------------------
+
+
+def time_spent(runs: list[Run]) -> str:
+    """Where the time went: a bar for each run, and a table."""
+    spent = [seconds_of(run) for run in runs]
+    longest = max(sum(seconds.values()) for seconds in spent)
+    if not longest:
+        return ""
+    colours = dict(zip(spent[0], COLOURS, strict=False))
+    kinds = [kind for kind in spent[0] if any(seconds[kind] for seconds in spent)]
+    bars = ""
+    for run, seconds in zip(runs, spent, strict=True):
+        parts = (f"width: {100 * seconds[kind] / longest:.3f}%; background: {colours[kind]}" for kind in kinds)
+        bars += f"<small>{_coloured(runs, run)}</small>" if len(runs) > 1 else ""
+        bars += "<div class=bar>" + "".join(f'<i style="{part}"></i>' for part in parts) + "</div>"
+    rows = [_row(_swatch(colours[kind]) + kind, *(_share(seconds, kind) for seconds in spent)) for kind in kinds]
+    head = ["", *(escape(run.name) for run in runs if len(runs) > 1)]
+    return f"<figure><figcaption><b>Where the time went</b></figcaption>{bars}{_table(head, rows)}</figure>"
+
+
+def _share(spent: dict[str, float], kind: str) -> str:
+    seconds = spent[kind]
+    shown = f"{seconds:.1f}s" if seconds < 9.95 else duration(seconds)
+    return f"{shown} <small>{100 * seconds / (sum(spent.values()) or 1):.1f} %</small>"
+
+
+def seconds_of(run: Run) -> dict[str, float]:
+    """The seconds of each activity of a run."""
+
+    def total(key: str, records: Records = run.records) -> float:
+        return max(sum(r.get(key) or 0.0 for r in records), 0.0)
+
+    data, optimizer = total("data_s", run.steps), total("optimizer_s", run.steps)
+    return {
+        "forward and backward": max(total("seconds", run.steps) - data - optimizer, 0.0),
+        "validation": total("eval_s"),
+        "saving": total("save_s"),
+        "samples": total("seconds", run.samples),
+        "waiting for data": data,
+        "optimizer": optimizer,
+        "tasks": total("task_s"),
+    }
+
+
+def cards(runs: list[Run]) -> str:
+    """The tiles of several runs."""
+    return "".join(
+        f"<section id=run{i}><h2>{_coloured(runs, run)} <small>{escape(str(run.folder))}</small></h2>"
+        f"<div>{_status(runs, run)}</div>{_tiles(run)}</section>"
+        for i, run in enumerate(runs)
+        if len(runs) > 1
+    )
+
+
+def section(title: str, content: Callable[[Run], str]) -> Panel:
+    """A panel with a section for each run that has this content."""
+
+    def panel(runs: list[Run]) -> str:
+        parts = [(run, content(run)) for run in runs]
+        of = {run.folder: f" of {_coloured(runs, run)}" if len(runs) > 1 else "" for run in runs}
+        return "".join(f"<section><h2>{title}{of[run.folder]}</h2>{part}</section>" for run, part in parts if part)
+
+    return panel
+
+
+def changes(run: Run) -> str:
     """What resumes have changed. The figures mark these steps."""
-    rows = "".join(
-        f"<tr><td>{step:,}</td><th>{html.escape(key)}</th><td><code>{html.escape(before)}</code></td>"
-        f"<td><code>{html.escape(now)}</code></td></tr>"
-        for step, key, before, now in changes_of(run)
-    )
-    of = f" of {html.escape(run.name)}" if many else ""
-    heads = "<tr><th>after step</th><th>key</th><th>before</th><th>from then on</th></tr>"
-    return f"<section><h2>Changed on a resume{of}</h2>{_table(heads + rows)}</section>" if rows else ""
+    rows = [_row(f"{step:,}", escape(key), _code(before), _code(now)) for step, key, before, now in run.changes]
+    return _table(["after step", "key", "before", "from then on"], rows) if rows else ""
 
 
-def _table(rows: str, kind: str = "plain") -> str:
-    return f'<div class=scroll><table class="{kind}">{rows}</table></div>'
-
-
-def _samples(run: Run, many: bool) -> str:
-    if not run.samples:
-        return ""
-    prompts: dict[str, Records] = {}
+def samples(run: Run) -> str:
+    """The texts of each prompt, the latest first. With a target, they answer the prompt; otherwise they continue it."""
+    by_prompt: dict[str, Records] = {}
     for sample in run.samples:
-        prompts.setdefault(sample["prompt"], []).append(sample)
-    blocks = []
-    for prompt, samples in prompts.items():
-        targets = [s["reference"] for s in samples if isinstance(s.get("reference"), str)]
-        begin = "" if targets else f"<mark>{html.escape(prompt)}</mark>"  # an answer to it, not its continuation
-        target = f"<p>target: <code>{html.escape(targets[-1])}</code></p>" if targets else ""
-        shown = samples
-        if len(samples) > SAMPLES:  # evenly spaced, including the first and the last
-            shown = [samples[round(i * (len(samples) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
-        rows = "".join(
-            f"<tr><th>{s['step']:,}</th><td><pre>{begin}{html.escape(s['text'])}</pre></td></tr>"
-            for s in reversed(shown)
-        )
-        fewer = f" ({len(shown)} of {len(samples)})" if len(shown) < len(samples) else ""
-        blocks.append(
-            f"<h3><code>{html.escape(prompt)}</code>{fewer}</h3>{target}<div class=scroll><table>{rows}</table></div>"
-        )
-    of = f" of {html.escape(run.name)}" if many else ""
-    return f"<section><h2>Samples{of}, the latest first</h2>{''.join(blocks)}</section>"
+        by_prompt.setdefault(sample["prompt"], []).append(sample)
+    blocks = ""
+    for prompt, records in by_prompt.items():
+        shown = records
+        if len(records) > SAMPLES:  # evenly spaced, including the first and the last
+            shown = [records[round(i * (len(records) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
+        fewer = f" ({len(shown)} of {len(records)})" if len(shown) < len(records) else ""
+        targets = [s["reference"] for s in records if isinstance(s.get("reference"), str)]
+        target = f"<p>target: {_code(targets[-1])}</p>" if targets else ""
+        begin = "" if targets else f"<mark>{escape(prompt)}</mark>"
+        rows = [_row(f"{s['step']:,}", f"<pre>{begin}{escape(s['text'])}</pre>") for s in reversed(shown)]
+        blocks += f"<h3>{_code(prompt)}{fewer}</h3>{target}{_table([], rows)}"
+    return blocks
 
 
-def _config(run: Run, many: bool) -> str:
-    if not run.config:
-        return ""
-    rows = "".join(
-        f'<tr class="{"default" if origin == "default" else "set"}"><th>{html.escape(key)}</th>'
-        f"<td><code>{html.escape(value)}</code></td><td>{html.escape(origin)}</td></tr>"
+def config(run: Run) -> str:
+    """The values that were set, and on a click the defaults, with their origins."""
+    rows = [
+        _row(escape(key), _code(value), escape(origin), kind="default" if origin == "default" else "set")
         for key, (value, origin) in run.config.items()
-    )
-    of = f" of {html.escape(run.name)}" if many else ""
-    return (
-        f"<section><h2>Config{of}</h2><label><input type=checkbox class=all> with defaults</label>"
-        + _table(f"<tr><th>key</th><th>value</th><th>from</th></tr>{rows}", "config")
-        + "</section>"
-    )
+    ]
+    toggle = "<label><input type=checkbox> with defaults</label>"
+    return toggle + _table(["key", "value", "from"], rows) if rows else ""
+
+
+PANELS: list[Panel] = [
+    *(heading, comparison, summary, notes, toolbar),
+    *(figures.loss, figures.bits_per_byte, figures.loss_by_source, figures.rouge, figures.tasks),
+    *(figures.learning_rate, figures.gradient_norm, figures.throughput, figures.memory, figures.loss_scale),
+    *(time_spent, cards),
+    *(
+        section("Changed on a resume", changes),
+        section("Samples, the latest first", samples),
+        section("Config", config),
+    ),
+]

@@ -4,7 +4,6 @@ The page contains plotly's JavaScript and needs no network. runs.py reads the ru
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchtitan_lite.distributed.process_group import env_int
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.tools.report.runs import Run, read_run
+from torchtitan_lite.tools.report.table import table
 
 LIVE_S = 10
 
@@ -42,26 +42,26 @@ def main(argv: Sequence[str]) -> int:
         metavar="SECONDS",
         help=f"write the page again every SECONDS ({LIVE_S}) until the runs have ended; the open page reloads itself",
     )
-    given, rest = parser.parse_known_args(argv)
-    return run_cli("report", lambda: _report(given, rest))
+    args, rest = parser.parse_known_args(argv)
+    return run_cli("report", lambda: _report(args, rest))
 
 
-def _report(given: argparse.Namespace, rest: Sequence[str]) -> int:
+def _report(args: argparse.Namespace, rest: Sequence[str]) -> int:
     folders = [paths.expand(text) for text in rest if not text.startswith("-")]
     if not folders or any(text.startswith("-") for text in rest):
         world_size = env_int("WORLD_SIZE", 1)
         elsewhere, own, n_gpus = False, ("out", "table", "live"), torch.cuda.device_count()
         command = cli.parse(rest, elsewhere, own, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size)
         folders = [command.loaded.config.folder]
-    if given.live is not None and given.live < 1:
-        raise ConfigError(f"--live={given.live} should be 1 second or more, e.g. --live {LIVE_S}")
-    if given.table:
+    if args.live is not None and args.live < 1:
+        raise ConfigError(f"--live={args.live} should be 1 second or more, e.g. --live {LIVE_S}")
+    if args.table:
         print(_table(folders))
         return 0
     above = folders[0].parent if folders[0].name not in ("", "..") else folders[0].resolve().parent
-    out = given.out or (folders[0] if len(folders) == 1 else above) / "report.html"
-    if given.live:
-        _write_live(folders, out, given.live)
+    out = args.out or (folders[0] if len(folders) == 1 else above) / "report.html"
+    if args.live:
+        _write_live(folders, out, args.live)
     else:
         _write([read_run(folder) for folder in folders], out)
     print(f"report  {out}")
@@ -74,8 +74,6 @@ def _table(folders: Sequence[Path]) -> str:
     Raises:
         DataError: no folder has one.
     """
-    from torchtitan_lite.tools.report.table import table
-
     runs, notes = [], []
     for folder in folders:
         try:
@@ -123,7 +121,3 @@ def _write(runs: list[Run], out: Path, reload_s: int = 0) -> None:
         write_durably(out, text.encode(errors="backslashreplace"))  # a browser must not read half a page
     except OSError as error:
         raise ConfigError(f"--out: {out} can't be written: {error}") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

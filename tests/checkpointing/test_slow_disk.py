@@ -1,0 +1,107 @@
+"""While rank 0's disk takes longer than a collective may, the other ranks wait, and no collective is pending."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from checkpoint import Checkpointer
+from tests.distributed.distributed_cases import MESHES, make_mesh, sharded
+from tests.helpers import run_distributed
+from torchtitan_lite.checkpointing import full_state, safetensors_file, storage
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig
+from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
+from torchtitan_lite.tools.allocator import peak_of
+
+MODEL = ModelConfig(family="gpt", dim=256, n_heads=2, n_layers=1, max_seq_len=3)  # its largest tensor: 517 x 256
+PIECE = 100_000  # bytes; no multiple of a row
+COLLECTIVE_S, DISK_S = 1.0, 3.0
+
+
+class SlowDisk:
+    """A function of rank 0's disk: slow once, and it notes how many collectives rank 1 has begun meanwhile."""
+
+    def __init__(self, world: World, real: Any) -> None:
+        self.world, self.real, self.calls, self.ahead = world, real, 0, 0
+        self.store = dist.distributed_c10d._get_default_store()
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            time.sleep(DISK_S)
+            self.ahead = self.store.add(self.key(1), 0) - self.store.add(self.key(0), 0)
+        return self.real(*args)
+
+    def key(self, rank: int) -> str:
+        return f"collectives of rank {rank} in {self.real.__name__}"
+
+    def counted(self, collective: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.store.add(self.key(self.world.rank), 1)
+            return collective(*args, **kwargs)
+
+        return counting
+
+
+def save_and_load_slowly(world: World, folder: Path) -> dict[str, Any]:
+    model = sharded(make_mesh(MESHES["2"]), family=MODEL, seed=world.world_size)
+    optimizer = build_optimizer(model, OptimConfig(name="adamw"))
+    make_state(optimizer)
+    saver = Checkpointer(folder, model, optimizer, CheckpointConfig(), world)
+    limit_group_timeouts(COLLECTIVE_S / 60)
+
+    write = SlowDisk(world, safetensors_file.TensorFileWriter.write)
+    safetensors_file.TensorFileWriter.write = lambda *args: write(*args)  # type: ignore[method-assign]
+    DTensor.full_tensor = write.counted(DTensor.full_tensor)  # type: ignore[method-assign]
+    saver.save(TrainState(step=1))
+    saved = saver.wait()
+    assert saved is not None
+    assert not saved.error, saved.error
+
+    parameters = [parameter.detach().to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    before = [parameter.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.zero_()
+    opened: Any = storage.open_tensors
+
+    def get_tensor(file: Path, name: str) -> Tensor:
+        tensor: Tensor = opened(file).get_tensor(name)
+        return tensor
+
+    read = SlowDisk(world, get_tensor)
+
+    class Slow:
+        def __init__(self, file: Path) -> None:
+            self.get_tensor = lambda name: read(file, name)
+
+    manifest = storage.read_manifest(saved.folder)
+    full_state.PIECE = PIECE
+    for name in ("broadcast", "scatter"):
+        setattr(dist, name, read.counted(getattr(dist, name)))
+    storage.open_tensors = lambda file: Slow(file)
+    peak = peak_of(lambda: saver.load_tensors(saved.folder, manifest))
+    dist.barrier(group=world.untimed)
+    return {
+        "save ahead": write.ahead,
+        "load ahead": read.ahead,
+        "load peak": peak,
+        "equal": all(parameter.equal(old) for parameter, old in zip(parameters, before, strict=True)),
+        "largest": max(p.numel() for p in model.parameters()) * torch.float32.itemsize,
+    }
+
+
+@pytest.mark.extended
+def test_a_slow_disk_keeps_the_others_waiting_without_collectives(tmp_path: Path) -> None:
+    """Three seconds, where a collective may take one. Loading takes a piece, whatever the size of a tensor."""
+    on_rank = run_distributed(save_and_load_slowly, 2, tmp_path)
+    assert on_rank[0]["save ahead"] == on_rank[0]["load ahead"] == 0
+    assert all(result["equal"] for result in on_rank)
+    # a buffer for each of two files: gloo's thread may free the first one late
+    assert on_rank[1]["load peak"] < 2 * PIECE + 20_000 < on_rank[1]["largest"] / 2

@@ -1,0 +1,187 @@
+"""The four ways of saving, in the background, with retention, and on machines that share no disk."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from checkpoint import Checkpointer
+from tests.checkpointing.reload_worker import WAYS, State
+from tests.helpers import run_distributed
+from torchtitan_lite.checkpointing import full_state, storage
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.huggingface.weights import whole_weights
+
+
+def saved_files(checkpointer: Checkpointer) -> dict[str, Any]:
+    """The manifest's records of a save that must have succeeded."""
+    saved = checkpointer.wait()
+    assert saved is not None
+    assert not saved.error, saved.error
+    return dict(storage.read_manifest(saved.folder).files)
+
+
+# --- background saves -------------------------------------------------------------------------------------------
+
+
+def train_while_saving(world: World, folder: Path, mesh: str) -> None:
+    """Nothing is written before training has taken a step more; then the bytes have to be those of the first step."""
+    trained = threading.Event()
+    begin = storage.begin
+
+    def begin_after_training(*args: Any, **kwargs: Any) -> Path:
+        assert trained.wait(60)
+        return begin(*args, **kwargs)
+
+    for kind, api in WAYS:
+        state = State(mesh, 1, "llama", world)
+        state.step()
+        saves = {}
+        for background in (False, True):
+            checkpointer = state.checkpointer(folder / f"{kind} {api} {background}", kind, api, background=background)
+            with pytest.MonkeyPatch.context() as patched:
+                if background:
+                    trained.clear()
+                    patched.setattr(storage, "begin", begin_after_training)
+                checkpointer.save(TrainState(step=1))
+                if background:
+                    before = state.whole()
+                    state.step()
+                    same = [name for name, tensor in state.whole().items() if tensor.equal(before[name])]
+                    assert not same, f"the step did not change {same}, so nothing is tested of them"
+                    trained.set()
+                saves[background] = saved_files(checkpointer)
+        assert saves[True] == saves[False], f"{kind} {api}: another step, or bytes of two"
+
+
+@pytest.mark.parametrize(("mesh", "world_size"), [("1", 1), ("3", 3)])
+def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: int, tmp_path: Path) -> None:
+    """On one rank as well: there, torch's functions return the live tensors."""
+    run_distributed(train_while_saving, world_size, tmp_path, mesh)
+
+
+# --- retention --------------------------------------------------------------------------------------------------
+
+
+def save_after_a_load(world: World, folder: Path) -> list[list[int]]:
+    state = State("1", 1, "llama", world)
+
+    def checkpointer(**options: Any) -> Checkpointer:
+        return Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1, **options), world)
+
+    def save(saver: Checkpointer, step: int) -> list[int]:
+        saver.save(TrainState(step=step))
+        saved_files(saver)
+        return storage.find_steps(folder)
+
+    state.step()
+    first, second = checkpointer(), checkpointer()
+    kept = [save(first, step) for step in (1, 2)]
+    assert second.load({}) is not None
+    return kept + [save(second, step) for step in (3, 4)]
+
+
+def test_retention_keeps_the_loaded_checkpoint(tmp_path: Path) -> None:
+    """Until a person has seen that the run continues well from it."""
+    assert run_distributed(save_after_a_load, 1, tmp_path) == [[[1], [2], [2, 3], [2, 4]]]
+
+
+# --- machines that share no disk --------------------------------------------------------------------------------
+
+
+def on_two_machines(world: World, folder: Path, api: str, mesh: str, background: bool) -> None:
+    """Save three steps; then resume from the newest, from a named one, and as a fork; then start from the weights."""
+    world = replace(world, local_world_size=2)
+    disk = folder / f"disk{world.rank // 2}"
+    run = disk / "run"
+    options = {"state_dict": "full", "api": api, "async_save": background, "keep_latest": 2}
+
+    def checkpointer(state: State, folder: Path, **more: Any) -> Checkpointer:
+        config = CheckpointConfig.model_validate(options | more)
+        return Checkpointer(folder, state.model, state.optimizer, config, world)
+
+    state = State(mesh, 1, "llama", world)
+    saver = checkpointer(state, run)
+    expected: dict[int, dict[str, Tensor]] = {}
+    for step in (1, 2, 3):
+        state.step()
+        saver.save(TrainState(step=step))
+        expected[step] = state.whole()
+        saved = saver.wait()
+        assert saved is not None
+        assert not saved.error, saved.error
+    if world.rank == 0:
+        assert storage.find_steps(run) == [2, 3], "retention"
+
+    def require_loaded(step: int, aside: list[tuple[int, str]], folder: Path, **more: Any) -> None:
+        fresh = State(mesh, 2, "llama", world)
+        loader = checkpointer(fresh, folder, **more)
+        assert loader.load({}) == TrainState(step=step)
+        assert loader.aside == aside
+        loaded = fresh.whole()
+        assert [name for name, tensor in expected[step].items() if not loaded[name].equal(tensor)] == []
+
+    require_loaded(3, [], run)
+    require_loaded(3, [], disk / "fork", resume=str(run))
+    require_loaded(2, [(3, "old")], run, resume="step-2")
+    if world.rank == 0:
+        newest = storage.step_folder(run, 3) / storage.MODEL
+        newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    torch.distributed.barrier()
+    require_loaded(2, [(3, "bad")], run)
+    with pytest.raises(CheckpointError, match="its SHA-256 does not match the manifest"):  # on each rank
+        checkpointer(state, disk / "fork", resume=str(run)).load({})
+    # model.init_from: the weights alone
+    fresh = State(mesh, 2, "llama", world)
+    checkpointer(fresh, disk / "new").load_weights(lambda _: whole_weights(storage.step_folder(run, 2)))
+    loaded = fresh.whole()
+    assert all(loaded[name].equal(tensor) for name, tensor in expected[2].items() if name.startswith("model."))
+
+
+@pytest.mark.parametrize(
+    ("api", "mesh", "background"), [("dtensor", "2x2", True), ("dtensor", "4", False), ("dcp", "2x2", True)]
+)
+def test_full_checkpoints_need_only_the_disk_of_the_first_machine(
+    api: str, mesh: str, background: bool, tmp_path: Path
+) -> None:
+    """Two machines of two ranks, each with a folder of its own."""
+    for machine in (0, 1):
+        (tmp_path / f"disk{machine}").mkdir()
+    run_distributed(on_two_machines, 4, tmp_path, api, mesh, background)
+    assert list((tmp_path / "disk1").iterdir()) == []
+
+
+# --- broadcasts in pieces ---------------------------------------------------------------------------------------
+
+SHAPES = [(7, 3), (7,), (2, 5), (1, 1), (64, 2), ()]  # of 3 ranks, some have no rows of them
+
+
+def broadcast_in_pieces(world: World) -> None:
+    """Pieces that end within a row, at the end of a rank's rows, and that are larger than a tensor."""
+    mesh = init_device_mesh("cpu", (world.world_size,))
+    saver = State("3", 1, "llama", world).checkpointer(Path("unused"), "full", "dtensor")
+    torch.manual_seed(0)  # the same tensors on each rank
+    for full_state.PIECE in (8, 24, 40, 1 << 20):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+            whole = {str(shape): torch.randint(1, 100, shape).to(dtype) for shape in SHAPES}
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+            targets = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t for n, t in zeros.items()}
+            saver.broadcast(targets, whole.__getitem__ if world.rank == 0 else None)
+            for name, target in targets.items():
+                rows, first = local_rows(target)
+                expected = whole[name][first : first + len(rows)] if target.ndim else whole[name]
+                assert rows.equal(expected), (full_state.PIECE, dtype, name)
+
+
+def test_a_tensor_arrives_in_pieces_of_any_size() -> None:
+    run_distributed(broadcast_in_pieces, 3)

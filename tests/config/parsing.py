@@ -1,0 +1,24 @@
+"""A command line of train.py, parsed in this process."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.config import cli, toml
+from torchtitan_lite.errors import ConfigError
+
+
+def parse(*argv: str, world_size: int = 1, n_gpus: int = 0) -> toml.Loaded:
+    return cli.parse(argv, world_size=world_size, n_gpus=n_gpus).loaded
+
+
+def mistakes(*argv: str, world_size: int = 1) -> str:
+    """The message about a config that has mistakes."""
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv, world_size=world_size)
+    return str(caught.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path

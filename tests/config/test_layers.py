@@ -1,0 +1,157 @@
+"""Defaults, sizes, files with `base`, options and shorthands: which value applies, and where it came from."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.parsing import parse, write
+from tests.helpers import ROOT, python, ranks
+from torchtitan_lite.config import cli, paths, schema, toml
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.prepare import __main__, split
+from torchtitan_lite.tools import config_reference
+
+
+def test_without_arguments_everything_is_a_default() -> None:
+    loaded = parse()
+    assert loaded.config.train == Config().train
+    assert loaded.config.model.dim == 128  # of size "1M"
+
+
+def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path) -> None:
+    write(tmp_path / "base.toml", '[model]\nfamily = "gpt"\nsize = "10M"\n[train]\nsteps = 50\nseq_len = 64\n')
+    file = write(tmp_path / "mine.toml", 'base = "base.toml"\n[model]\nn_heads = 10\n[train]\nsteps = 60\n')
+    loaded = parse("--config", str(file), "--train.micro_batch_size=3", "--mixed-precision")
+    config = loaded.config
+    assert (config.model.dim, config.model.n_layers, config.model.n_heads) == (320, 8, 10)
+    assert (config.train.steps, config.train.seq_len, config.train.micro_batch_size) == (60, 64, 3)
+    assert config.fsdp.param_dtype == "bfloat16"
+    assert config.run.name == "mine"
+    origins = {key: Path(origin).name for key, origin in loaded.origins.items()}
+    assert origins["model.dim"] == 'size "10M"'
+    assert origins["model.n_heads"] == origins["train.steps"] == "mine.toml"
+    assert origins["train.seq_len"] == "base.toml"
+    assert origins["train.micro_batch_size"] == "command line"
+    assert origins["fsdp.param_dtype"] == "--mixed-precision"
+    shown = toml.to_toml_with_origins(loaded)
+    assert "steps = 60 " in shown
+    assert "mine.toml" in shown
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("--run.name=123", "123"),
+        ("--run.name='quoted'", "quoted"),
+        ("--run.out_dir=2024", "2024"),
+        ("--run.deterministic", True),
+        ("--run.deterministic=False", False),
+        ("--optim.lr=.5", 0.5),
+        ("--optim.lr=1", 1.0),
+        ("--train.steps=1_000", 1000),
+    ],
+)
+def test_values_on_the_command_line_are_parsed_by_type(argument: str, value: object) -> None:
+    section, key = argument.removeprefix("--").split("=")[0].split(".")
+    assert getattr(getattr(parse(argument).config, section), key) == value
+
+
+def test_a_value_may_follow_after_a_space() -> None:
+    assert parse("--train.steps", "77").config.train.steps == 77
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "expected"),
+    [
+        ("FULL_SHARD", [], (True, 1, 8)),
+        ("SHARD_GRAD_OP", [], (False, 1, 8)),
+        ("HYBRID_SHARD", [], (True, 2, 4)),
+        ("_HYBRID_SHARD_ZERO2", [], (False, 2, 4)),
+        ("HYBRID_SHARD", ["--fsdp.dp_replicate=4"], (True, 4, 2)),
+        ("HYBRID_SHARD", ["--fsdp.dp_shard=2"], (True, 4, 2)),
+        ("NO_SHARD", [], (False, 8, 1)),
+        ("FULL_SHARD", ["--fsdp.reshard_after_forward=true", "--fsdp.dp_shard=8"], (True, 1, 8)),
+    ],
+)
+def test_fsdp1_strategies_become_their_fsdp2_options(
+    strategy: str, more: list[str], expected: tuple[bool, int, int]
+) -> None:
+    """On two machines of four ranks each."""
+    argv = [f"--fsdp.sharding_strategy={strategy}", *more]
+    loaded = cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4).loaded
+    layout = derive(loaded.config, 8)
+    assert (loaded.config.fsdp.reshard_after_forward, layout.dp_replicate, layout.dp_shard) == expected
+    assert loaded.origins["fsdp.reshard_after_forward"] in (f'sharding_strategy "{strategy}"', "command line")
+
+
+def test_minus_one_is_the_remaining_ranks() -> None:
+    for argv, expected in (
+        ([], (1, 8)),
+        (["--fsdp.dp_shard=1"], (8, 1)),
+        (["--fsdp.dp_shard=2"], (4, 2)),
+        (["--fsdp.dp_replicate=2"], (2, 4)),
+    ):
+        layout = derive(parse(*argv, world_size=8).config, 8)
+        assert (layout.dp_replicate, layout.dp_shard) == expected
+
+
+def test_batch_and_mesh_sizes_are_derived() -> None:
+    config = parse("--train.micro_batch_size=4", "--train.global_batch_size=30", "--fsdp.dp_replicate=2", world_size=4)
+    layout = derive(config.config, 4)
+    assert (layout.dp_replicate, layout.dp_shard) == (2, 2)
+    assert (layout.grad_accum_steps, layout.masked_sequences) == (2, 2)
+    assert layout.tokens_per_step == 30 * config.config.train.seq_len
+
+
+def test_help_lists_every_key_with_meaning_and_default() -> None:
+    result = python("--help")
+    assert result.returncode == 0
+    text = " ".join(result.stdout.split())
+    for key, field in schema.known_keys().items():
+        assert f"--{key}" in text
+        assert field.description, f"{key} has no help"
+        assert f"{field.description} (default: " in text
+
+
+def test_the_reference_is_made_from_the_config() -> None:
+    page = (ROOT / "docs/config.md").read_text()
+    assert page == "\n".join(config_reference.lines()) + "\n", (
+        "python -m torchtitan_lite.tools.config_reference > docs/config.md"
+    )
+
+
+def test_check_and_print_config_exit_with_0() -> None:
+    assert "the configuration is fine" in python("--check-config").stdout
+    assert "steps = 3   " in ranks(1, "--print-config", "--train.steps=3", "--optim.warmup_steps=0").stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], True),
+        (["--model.dim=64"], False),
+        (["--model.size=1M", "--model.dim=64"], True),
+        (["--model.size=8B"], False),
+    ],
+)
+def test_another_shape_is_a_plain_llama(argv: list[str], expected: bool) -> None:
+    """Switches of the default size are for its shape, unless the size is named."""
+    config = cli.parse([*argv, "--check-config"], world_size=1, n_gpus=0, local_world_size=1).loaded.config
+    assert config.model.qk_norm is expected
+
+
+def test_every_path_expands_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.toml").write_text('[run]\nout_dir = "~/runs"\n')
+    (tmp_path / "mine.toml").write_text('base = "~/base.toml"\n')
+    (tmp_path / "text.txt").write_text("some text\n" * 500)
+    split.byte_level().save(str(tmp_path / "tokenizer.json"))
+    loaded = parse("--config=~/mine.toml", "--data.path=~/text.txt", "--tokenizer.path=~/tokenizer.json")
+    assert loaded.config.folder == tmp_path / "runs/mine"
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main(["~/text.txt", "--out=~/data", "--tokenizer=bytes"]) == 0
+    assert (tmp_path / "data/meta.json").is_file()
+    assert __main__.main(["--verify=~/data"]) == 0
+    assert not (tmp_path / "~").exists()
+    assert paths.expand("~/a") == tmp_path / "a"

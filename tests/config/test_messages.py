@@ -1,0 +1,307 @@
+"""Each mistake in a config has a message with what works; all are found at once, before any process group."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+import train
+from tests.config.parsing import mistakes, parse, write
+from tests.helpers import python
+from torchtitan_lite import plan
+from torchtitan_lite.config import cli, load
+from torchtitan_lite.config.schema import Config, SampleConfig
+from torchtitan_lite.data.prepare import split
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.tools import generate
+from torchtitan_lite.training.sampling import wrong_prompts
+
+
+def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path: Path) -> None:
+    write(tmp_path / "base.toml", "[fsdp]\ndp_shard = 7\n")
+    file = write(
+        tmp_path / "bad.toml",
+        'base = "base.toml"\nextra = 1\n[train]\nstep = 10\nsteps = "many"\n[optim]\nlr = -1.0\nbetas = [0.9]\n'
+        "[modell]\ndim = 3\n",
+    )
+    text = mistakes("--config", str(file), "--train.seq_len=4096", "--dcp-apj", "stray", world_size=2)
+    for expected in (
+        "10 problems",
+        "command line: --dcp-apj: unknown option; the nearest known one is --dcp-api",
+        "command line: stray: not understood",
+        "bad.toml: extra = 1: unknown key",
+        "bad.toml: [train] step = 10: unknown key; the nearest known one is train.steps, e.g. train.steps = ",
+        "bad.toml: [modell] dim = 3: unknown key; the nearest known one is model.dim",
+        "bad.toml: [train] steps = 'many': should be a valid integer; e.g. train.steps = ",
+        "bad.toml: [optim] lr = -1.0: should be greater than 0; e.g. optim.lr = ",
+        "bad.toml: [optim] betas = [0.9]",
+        "base.toml: fsdp.dp_replicate = 1 x fsdp.dp_shard = 7 does not give the world size 2",
+        "command line: train.seq_len = 4096 is longer than model.max_seq_len = 1024; model.max_seq_len = 4096 works",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--model.dim=30", "--model.n_heads=4"], "n_heads = 3 works"),
+        (["--optim.warmup_steps=500", "--train.steps=50"], "warmup_steps = 5 works"),
+        (["--optim.betas=[0.9, 1.0]"], "should be in [0, 1)"),
+        (["--fsdp.dp_shard=0"], "should be -1 (all remaining ranks) or at least 1"),
+        (["--fsdp.dp_replicate=3"], "does not give the world size 1; fsdp.dp_replicate = 1 with fsdp.dp_shard = 1"),
+        (["--run.device=cuda"], 'torch sees no GPU here; run.device = "cpu" works'),
+        (["--run.name=a/b"], "should be the plain name of a folder"),
+        (["--data.path=no/such/text"], "nothing found at no/such/text"),
+        (["--data.path=[]"], "names no text"),
+        (["--model.size=9M"], "no such size of llama; known: 1M"),
+        (["--model.family=lstm"], "should be 'gpt', 'llama' or 't5'"),
+        (
+            ["--model.family=gpt", "--model.rope_theta=5e5"],
+            'has no effect without model.family = "llama"; leave it out',
+        ),
+        (["--model.dropout=0.1"], 'has no effect without model.family = "gpt"'),
+        (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
+        (["--model.head_dim=33"], "rotary positions need an even head_dim, not 33; head_dim = 34 works"),
+        (
+            ["--model.rope_factor=8", "--model.rope_low_freq_factor=4"],
+            "should be below model.rope_high_freq_factor = 4.0",
+        ),
+        (["--optim.schedule=wsd", "--optim.warmup_steps=480"], "reaches into the decay"),
+        (["--optim.momentum=0"], "should be greater than 0"),
+        (
+            ["--train.batch_schedule=[[5, 8], [0, 4]]"],
+            "a step and a batch size, by rising steps; e.g. '--train.batch_schedule=[[0, 16], [1000, 64]]'",
+        ),
+        (["--model.vocab_size=100"], "model.vocab_size = 100 is smaller than tokenizer.vocab_size = 4096"),
+        (["--tokenizer.path=no.json"], "tokenizer.path: nothing at no.json"),
+        (["--optim.name=adafactor"], "should be 'adamw', 'sgd' or 'muon'"),
+        (["--optim.groups=[{lr_factor = 2.0}]"], "0.match field required"),
+        (["--optim.groups=[{match = '*', rate = 2.0}]"], "0.rate extra inputs are not permitted"),
+        (["--checkpoint.api=pickle"], "should be 'dtensor' or 'dcp'"),
+        (["--train.steps=true"], "should be a valid integer"),
+        (["--config", "configs/no_such.toml"], "no such file"),
+        (["--run.name"], "command line: --run.name needs a value, e.g. --run.name=default"),
+        (["--eval.evry=3"], "the nearest known one is eval.every"),
+        (["--checkpoint.evry=3"], "the nearest known one is checkpoint.every"),
+        (["--optim.lr=inf"], "should be a finite number"),
+        (["--fsdp.param_dtype=float8"], "should be 'float32', 'bfloat16' or 'float16'"),
+        (["--fsdp.reshard_after_forward=1"], 'should be "default", true, false, or a number of ranks above 1'),
+        (["--fsdp.reshard_after_forward=never"], 'should be "default", true, false, or a number of ranks above 1'),
+        (["--fsdp.reshard_after_forward=2"], "should divide dp_shard = 1 and be less than it; true works"),
+        (["--fsdp.dp_replicate=0"], "fsdp.dp_replicate = 0 should be -1 (all remaining ranks) or at least 1"),
+        (["--fsdp.sharding_strategy=ZERO"], "should be '', 'FULL_SHARD', 'SHARD_GRAD_OP'"),
+        (
+            ["--fsdp.sharding_strategy=FULL_SHARD", "--fsdp.reshard_after_forward=false"],
+            'sharding_strategy = "FULL_SHARD" means reshard_after_forward = true; leave one of the two out',
+        ),
+        (["--fsdp.sharding_strategy=NO_SHARD", "--fsdp.dp_shard=2"], "means dp_shard = 1"),
+        (["--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.dp_replicate=1"], 'without them use "FULL_SHARD"'),
+        (["--fsdp.grad_sync=all_reduce_last"], 'but dp_replicate = 1 and dp_shard = 1; "every" or "last" works'),
+        (["--fsdp.cpu_offload"], "but this run uses no GPU; fsdp.cpu_offload = false works"),
+        (["--fsdp.forward_prefetch=3"], "fsdp.forward_prefetch = 3 has no effect without fsdp.explicit_prefetching"),
+        (["--grad_scaler.min_scale=2"], 'has no effect without a dtype "float16" in [fsdp]'),
+        (
+            ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=8", "--grad_scaler.min_scale=9"],
+            "grad_scaler.min_scale = 9.0 is above grad_scaler.init_scale = 8.0",
+        ),
+        (
+            ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=1e39"],
+            "than or equal to 1267",
+        ),
+        (["--activation_checkpointing.every=2"], 'has no effect without activation_checkpointing.mode = "full"'),
+        (
+            ["--activation_checkpointing.mode=full", "--activation_checkpointing.every=9"],
+            "applies only to the first of 4 blocks; every = 3 works",
+        ),
+        (["--compile.backend=eager"], "compile.backend = eager has no effect without compile.enabled = true"),
+        (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "0.match field required"),
+        (["--fsdp.precision_overrides=[{match = '*', param_dtype = 'int8'}]"], "0.param_dtype should be 'float32'"),
+        (["--run.timeout_minutes=1e12"], "should be less than or equal to 525600"),
+        (["--checkpoint.resume=" + "x" * 5000], "File name too long"),
+        (["--run.name=" + "x" * 300], "should be the plain name of a folder, of at most 200 bytes"),
+        (["--run.name=a\0b"], "should have no NUL character"),
+        (["--run.name=a\udcff"], "should be UTF-8"),
+        (["--data.path=~nobody2/x"], "there is no user nobody2; write the path in full"),
+        (["--run.out_dir=~nobody2/x"], "there is no user nobody2; write the path in full"),
+        (["--run.seed=" + "9" * 30], "should be a number of at most 64 bits"),
+        (["--model.n_layers=1000000000"], "should be less than or equal to 2048"),
+        (["--sample.temperature=1e-40"], "should be 0 (greedy), or at least 1e-06"),
+    ],
+)
+def test_each_invalid_option_has_its_message(argv: list[str], expected: str) -> None:
+    assert expected in mistakes(*argv)
+
+
+def test_patterns_and_prompts_are_reported_with_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--optim.freeze=['no', 'nope']", "--optim.groups=[{match = 'none'}, {match = 'nil'}]", "--train.steps=x"]
+    argv += ["--fsdp.precision_overrides=[{match = 'nix', param_dtype = 'bfloat16'}]", "--sample.prompts=['']"]
+    assert train.main(["--check-config", *argv]) == 2
+    message = capsys.readouterr().err
+    assert "the configuration has 7 problems" in message
+    for pattern in ("no", "nope", "none", "nil", "nix"):
+        assert f'"{pattern}" matches no parameter' in message
+    assert "sample.prompts: '' has 0 tokens, and should have 1 to 1023" in message
+    assert "--train.steps=x: should be a valid integer" in message
+
+
+def test_prompts_are_checked_with_an_existing_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    split.byte_level().save(str(tmp_path / "tokenizer.json"))
+    argv = ["--check-config", "--model.max_seq_len=8", "--train.seq_len=8", "--sample.prompts=['12345678', '1234567']"]
+    assert train.main([*argv, f"--tokenizer.path={tmp_path / 'tokenizer.json'}"]) == 2
+    message = capsys.readouterr().err
+    assert "sample.prompts: '12345678' has 8 tokens, and should have 1 to 7: model.max_seq_len = 8" in message
+    assert "'1234567' has" not in message
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert train.main([*argv, f"--tokenizer.path={tmp_path / 'tokenizer.json'}"]) == 2
+    assert "can't be read as a tokenizer.json" in capsys.readouterr().err
+
+
+def test_a_prompt_that_the_tokenizer_can_t_encode_is_named() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>"))
+    config = Config(sample=SampleConfig(prompts=["def "]))
+    (wrong,) = wrong_prompts(config, tokenizer)
+    assert "sample.prompts: the tokenizer can't encode 'def '" in wrong
+
+
+@pytest.mark.parametrize("key", ["data.path", "tokenizer.path"])
+@pytest.mark.extended
+def test_plan_names_a_user_who_is_not_there(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([f"--{key}=~nobody-of-this-name/x", "--world-size", "1"]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--temperature=1e-40", "--temperature=nan", "--seed=-1", "--top-p=0", "--seed=" + "9" * 30]
+)
+def test_generate_refuses_invalid_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["no_such_run", "--prompt=a", option]) == 2
+    assert option.split("=")[0] in capsys.readouterr().err
+
+
+def test_more_processes_than_gpus_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="4 processes on this machine, and torch sees 2 GPUs; --nproc-per-node 2"):
+        cli.parse([], world_size=8, n_gpus=2, local_world_size=4)
+    assert cli.parse(["--run.device=cpu"], world_size=8, n_gpus=2, local_world_size=4)
+    assert cli.parse([], world_size=8, n_gpus=4, local_world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "expected"),
+    [
+        ("", True, "compile.enabled = true needs the C++ compiler g++ (or another one in $CXX), which is missing"),
+        (None, False, "Python.h; python3-dev or similar), which is missing"),
+    ],
+)
+def test_compilation_without_a_compiler_is_an_error(
+    path: str | None, headers: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if path is not None:
+        monkeypatch.setenv("PATH", path)
+    else:
+        monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    if not headers:
+        monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
+    assert expected in mistakes("--compile.enabled")
+    assert parse("--compile.enabled", "--compile.backend=aot_eager")
+
+
+def test_a_hybrid_strategy_without_shards_is_another_strategy() -> None:
+    argv = ["--fsdp.sharding_strategy=_HYBRID_SHARD_ZERO2", "--fsdp.dp_shard=1"]
+    with pytest.raises(ConfigError, match='without them use "NO_SHARD"'):
+        cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4)
+    assert cli.parse(argv, world_size=1, n_gpus=0), "one rank on a machine: the strategy itself means that"
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--optim.freeze=['nope']", 'optim.freeze: "nope" matches no parameter'),
+        ("--optim.groups=[{match = 'nope'}]", 'match = "nope" matches no parameter'),
+        ("--fsdp.precision_overrides=[{match = 'nope', param_dtype = 'bfloat16'}]", "matches no parameter"),
+    ],
+)
+@pytest.mark.extended
+def test_patterns_are_checked_before_there_is_a_process_group(option: str, expected: str) -> None:
+    result = python("--check-config", option)
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_file_suggests_the_one_that_was_meant(tmp_path: Path) -> None:
+    write(tmp_path / "debug.toml", "")
+    assert f"did you mean {tmp_path / 'debug.toml'}?" in mistakes("--config", str(tmp_path / "debgu.toml"))
+
+
+def test_a_circular_base_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "a.toml", 'base = "b.toml"\n')
+    write(tmp_path / "b.toml", 'base = "c.toml"\n')
+    write(tmp_path / "c.toml", 'base = "b.toml"\n')
+    assert "form a cycle: b.toml -> c.toml -> b.toml" in mistakes("--config", str(tmp_path / "a.toml"))
+
+
+def test_missing_base_is_named_with_the_file_that_wants_it(tmp_path: Path) -> None:
+    write(tmp_path / "a.toml", 'base = "gone.toml"\n')
+    assert "gone.toml: no such file (named as base by a.toml)" in mistakes("--config", str(tmp_path / "a.toml"))
+
+
+def test_broken_toml_is_an_error_with_its_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", "[train]\nsteps = = 3\n")
+    assert "a.toml: can't be read as TOML" in mistakes("--config", str(file))
+    assert "line 2" in mistakes("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("last", "first_refused"),
+    [
+        (f"--run.seed={2**63 - 1}", f"--run.seed={2**63}"),
+        ("--run.name=" + "x" * 200, "--run.name=" + "x" * 201),
+        ("--run.name=" + "\u00e9" * 100, "--run.name=" + "\u00e9" * 101),  # bytes, not characters
+        ("--sample.temperature=1e-6", "--sample.temperature=9.99e-7"),
+        ("--sample.temperature=0", "--sample.temperature=-0.1"),
+        ("--fsdp.reshard_after_forward=true", "--fsdp.reshard_after_forward=1"),
+        ("--optim.warmup_steps=499", "--optim.warmup_steps=500"),
+        ("--train.seq_len=1024", "--train.seq_len=1025"),
+        (f"--data.skip_samples=[[0, {2**53 - 1}]]", f"--data.skip_samples=[[0, {2**53}]]"),
+        ("--data.skip_samples=[[0, 8], [8, 9]]", "--data.skip_samples=[[0, 8], [7, 9]]"),
+    ],
+)
+def test_bounds_are_where_they_are_said_to_be(last: str, first_refused: str) -> None:
+    assert parse(last)
+    assert "1 problem:" in mistakes(first_refused)
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[train]\nsteps = 60\n"
+    file = write(tmp_path / "long.toml", text)
+    monkeypatch.setattr(load, "_LONGEST", len(text))
+    assert parse("--config", str(file)).config.train.steps == 60
+    monkeypatch.setattr(load, "_LONGEST", len(text) - 1)
+    assert f"it has more than {len(text) - 1} bytes" in mistakes("--config", str(file))
+
+
+LOCAL = {
+    "data.path": "no/such/text",
+    "data.sources": {"no/such/text": 1.0},
+    "tokenizer.path": "no.json",
+    "model.init_from": "no/such/run",
+    "model.vocab_size": 300,
+    "checkpoint.resume": "no/such/run",
+    "log.trackers": ["wandb"],
+    "log.notify": "NO_SUCH_VARIABLE",
+    "compile.enabled": True,
+}
+
+
+@pytest.mark.parametrize("key", LOCAL)
+def test_a_run_for_another_machine_needs_nothing_of_this_one(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, packages, a compiler, environment variables."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("RANK", raising=False)
+    values = {key: load.ConfigValue(LOCAL[key], "test")}
+    with pytest.raises(ConfigError, match="1 problem:") as caught:
+        load.load(None, values)
+    assert key in str(caught.value)
+    assert load.load(None, values, elsewhere=True)

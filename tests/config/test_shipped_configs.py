@@ -1,0 +1,162 @@
+"""Every shipped config runs two steps, or is sharded on the meta device if it is too big, and fits its cluster."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
+from tests.models.published import PARAMETERS
+from torchtitan_lite.config import load
+from torchtitan_lite.data.prepare.__main__ import main as prepare
+from torchtitan_lite.monitoring import mfu
+from torchtitan_lite.monitoring.mfu import Device
+from torchtitan_lite.tools.estimate import communication, step_time
+from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
+
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+BIG = [file for file in CONFIGS if load.load(file, {}).config.model.dim >= 512]
+# the model and the optimizer are the config's; text and batch are ours, to be done in seconds
+OURS = {"data.path", "tokenizer.vocab_size", "run.out_dir", "run.device", "run.threads"}
+OURS |= {"train.steps", "eval.samples", "sample.every"}
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_config_is_complete(file: Path) -> None:
+    for world_size in (1, 2, 8):
+        config = load.load(file, {}, world_size=world_size).config
+        assert config.run.name == file.stem
+    assert file.read_text().startswith("# "), "a config says in a comment what it is for"
+
+
+def some_of(files: list[Path], quick: set[str]) -> list[Any]:
+    """A parameter for each file; those that are not among the quick ones are extended."""
+    return [
+        pytest.param(file, id=file.stem, marks=[] if file.stem in quick else [pytest.mark.extended]) for file in files
+    ]
+
+
+@pytest.mark.parametrize("file", some_of([file for file in CONFIGS if file not in BIG], {"debug", "gpt_debug"}))
+def test_small_configs_run_two_steps(file: Path, text: Path, tmp_path: Path) -> None:
+    more = {"train__steps": 2, "train__micro_batch_size": 2, "train__global_batch_size": 4, "optim__warmup_steps": 1}
+    keep = (*OURS, "train.micro_batch_size", "train.global_batch_size", "optim.warmup_steps", "log.every")
+    if load.load(file, {}).config.data.objective == "pairs":
+        (tmp_path / "pairs.jsonl").write_text(
+            '{"source": "a b", "target": "a"}\n{"source": "b c", "target": "b"}\n' * 9
+        )
+        keys = "--source-key", "source", "--target-key", "target", "--tokenizer", "bytes", "--val-fraction", "0.5"
+        text = tmp_path / "prepared"
+        assert prepare([str(tmp_path / "pairs.jsonl"), *keys, "--out", str(text)]) == 0
+    command = [option for option in tiny(text, tmp_path, **more) if option.split("=")[0].removeprefix("--") in keep]
+    output = succeeded(ranks(1, "--config", str(file), *command))
+    assert f"the run is in {tmp_path / file.stem}" in output
+    assert set(losses(tmp_path / file.stem)) == {1, 2}
+
+
+@pytest.mark.extended
+def test_big_configs_are_sharded_over_8_ranks() -> None:
+    lines = succeeded(python(*map(str, BIG), script="tests/distributed/fake_world.py")).splitlines()
+    assert len(lines) == len(BIG) >= 2
+    for line in lines:
+        _, total, mine = line.split()
+        assert int(total) > 100e6
+        assert int(mine) / int(total) == pytest.approx(1 / 8, rel=0.01)
+
+
+GIB = 2**30
+ROOM = 0.8  # of the device's memory: the rest is for its context, NCCL, gaps, and what a simulation can't know
+PUBLISHED = {"t5_wikihow", "gpt_124m", "gpt_1558m", "llama_150m", "llama_1b", "llama_8b", "llama_70b"}
+
+
+def cluster(file: Path) -> tuple[int, Device | None]:
+    """Ranks and device that a config names in its second line; None for a CPU."""
+    purpose, line = file.read_text().splitlines()[:2]
+    assert purpose.startswith("# ")
+    found = re.fullmatch(r"# Cluster: (\d+) x (.+)", line)
+    assert found, f"{file.name}: {line}"
+    device = mfu.named(found[2])
+    assert device is not None or found[2] == "CPU", f"{file.name}: {found[2]} is not known to mfu.py"
+    return int(found[1]), device
+
+
+def planned(file: Path, **more: object) -> Plan:
+    """The plan of a config on its own cluster."""
+    ranks_, device = cluster(file)
+    n_gpus = min(ranks_, device.per_node) if device else 0
+    overrides = {key.replace("__", "."): load.ConfigValue(value, "test") for key, value in more.items()}
+    loaded = load.load(
+        file, overrides, world_size=ranks_, n_gpus=n_gpus, local_world_size=n_gpus or ranks_, elsewhere=True
+    )
+    return make_plan(loaded.config, ranks_, device)
+
+
+FEW = {"debug"}  # a plan takes seconds
+
+
+@pytest.mark.parametrize("file", some_of(CONFIGS, FEW))
+def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
+    found = planned(file)
+    limit = found.device.memory_gib if found.device else 4.0  # a CPU config is for any laptop
+    assert sum(found.device_bytes.values()) <= ROOM * limit * GIB
+    assert found.layout.masked_sequences == 0, "the batch divides evenly"
+    assert found.vocab_size >= found.config.tokenizer.vocab_size, "the default tokenizer fits"
+    model = found.config.model
+    assert (file.stem in PUBLISHED) == ((model.family, model.size) in PARAMETERS)
+    if file.stem in PUBLISHED:
+        assert (found.vocab_size, found.n_parameters) == PARAMETERS[model.family, model.size]
+    if found.device:
+        sent = communication.least_s(found, found.collectives, found.device)
+        assert max(sent.values(), default=0.0) < step_time.compute_s(found, found.device), "bound by computing"
+        assert found.config.fsdp.param_dtype == "bfloat16"
+        # batches of pairs have many shapes, and compiled blocks would be compiled for them again
+        assert found.config.compile.enabled == (found.config.data.objective != "pairs")
+
+
+MICRO_BATCH, CHECKPOINTING = "train__micro_batch_size", "activation_checkpointing__mode"
+KEPT = {"fsdp__reshard_after_forward": False, "fsdp__reshard_after_backward": False, "fsdp__grad_sync": "last"}
+NEIGHBOURS = [
+    *(("llama_1b", {MICRO_BATCH: 4}), ("llama_1b", {CHECKPOINTING: "selective"}), ("llama_1b", KEPT)),
+    *(("llama_8b", {MICRO_BATCH: 1, CHECKPOINTING: "none"}), ("llama_8b", {"fsdp__reshard_after_forward": False})),
+    *(("llama_8b", {CHECKPOINTING: "none"}), ("llama_8b", {MICRO_BATCH: 4})),
+    *(("llama_70b", {CHECKPOINTING: "selective"}), ("llama_70b", {MICRO_BATCH: 1})),
+    *(("gpt_124m", {MICRO_BATCH: 64}), ("gpt_1558m", {"fsdp__grad_sync": "every"})),
+    *(("gpt_1558m", {MICRO_BATCH: 32}), ("llama_150m", {MICRO_BATCH: 16})),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "change"), NEIGHBOURS, ids=lambda value: str(value))
+def test_configs_ship_as_the_fastest_setting_that_fits(name: str, change: dict[str, object]) -> None:
+    """According to `plan`, no neighbour that fits is faster by more than 2 %."""
+    file = ROOT / f"configs/{name}.toml"
+    shipped, other = planned(file), planned(file, **change)
+    assert shipped.device
+    assert other.device
+    if sum(other.device_bytes.values()) <= ROOM * other.device.memory_gib * GIB:
+        fastest = 0.98 * step_time.expected(shipped, shipped.device).total
+        assert step_time.expected(other, other.device).total > fastest
+
+
+@pytest.mark.slow
+def test_copies_of_the_70b_fit_as_its_comment_says() -> None:
+    file = ROOT / "configs/llama_70b.toml"
+    assert "--fsdp.dp_shard=64 makes 8 copies" in file.read_text()
+    found = planned(file, fsdp__dp_shard=64)
+    assert found.layout.dp_replicate == 8
+    assert found.device
+    assert sum(found.device_bytes.values()) <= ROOM * found.device.memory_gib * GIB
+
+
+def test_expected_parameter_counts_are_the_published_ones() -> None:
+    """Checks the reference values above. Source: https://huggingface.co/meta-llama and openai-community."""
+    assert PARAMETERS["llama", "8B"] == (128256, 8_030_261_248)
+    assert PARAMETERS["llama", "70B"] == (128256, 70_553_706_496)
+    assert PARAMETERS["gpt", "124M"] == (50257, 124_439_808)
+    assert PARAMETERS["gpt", "1558M"] == (50257, 1_557_611_200)
+
+
+def test_the_8b_can_be_checked_on_this_machine() -> None:
+    assert "the configuration is fine" in succeeded(
+        ranks(1, "--config", str(ROOT / "configs/llama_8b.toml"), "--check-config")
+    )

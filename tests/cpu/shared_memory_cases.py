@@ -1,0 +1,236 @@
+"""What test_shared_memory.py runs on each rank: collectives against gloo's and against sums in rank order."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from torchtitan_lite.cpu import shared_memory
+from torchtitan_lite.cpu.shared_memory import (
+    AllGather,
+    ReduceScatter,
+    SharedMemory,
+    all_reduce,
+    apply_shared_memory,
+)
+from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
+from torchtitan_lite.monitoring.hang import is_lost
+
+# the names in torch 2.13, and before
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+OPS = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+def values_of(rank: int, n: int, dtype: torch.dtype) -> Tensor:
+    """What this rank contributes; every rank can compute it for the others."""
+    return (torch.randn(n, generator=torch.Generator().manual_seed(n + rank)) * 100).to(dtype)
+
+
+def sum_in_order(ranks: int, n: int, dtype: torch.dtype) -> Tensor:
+    total = values_of(0, n, dtype)
+    for rank in range(1, ranks):
+        total += values_of(rank, n, dtype)
+    return total
+
+
+def require_as_gloo(found: Tensor, gloo: Tensor, ranks: int, what: str) -> None:
+    if ranks == 2:
+        assert found.equal(gloo), what
+    else:  # gloo adds in another order
+        torch.testing.assert_close(found, gloo, rtol=2e-2 if found.dtype == torch.bfloat16 else 1e-5, atol=2.0)
+
+
+def compare_one(gather: AllGather, reduce: ReduceScatter, n: int, dtype: torch.dtype) -> None:
+    """Each collective with n elements per rank."""
+    group: Any = dist.group.WORLD
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = values_of(rank, ranks * n, dtype)
+    found, expected = whole.new_zeros(whole.shape), whole.new_zeros(whole.shape)
+    gather(found, whole[:n].clone(), group)
+    all_gather(expected, whole[:n].clone(), group=group)
+    assert found.equal(expected), f"all-gather of {n} {dtype}"
+    inside = found.new_zeros(found.shape)
+    mine = inside[rank * n : (rank + 1) * n]  # as FSDP calls it
+    mine.copy_(whole[:n])
+    gather(inside, mine, group)
+    assert inside.equal(expected), f"all-gather of {n} {dtype} in place"
+    if dtype == torch.uint8:
+        return
+    in_order = sum_in_order(ranks, ranks * n, dtype)
+    for op in OPS:
+        scale = ranks if op == dist.ReduceOp.AVG else 1
+        total, one = whole.new_zeros(n), whole.new_zeros(n)
+        reduce(total, whole.clone(), group, op)
+        assert total.equal(in_order[rank * n : (rank + 1) * n] / scale), f"reduce-scatter of {n} {dtype}"
+        reduce_scatter(one, whole.clone(), op=dist.ReduceOp.SUM, group=group)
+        require_as_gloo(total, one / scale, ranks, f"reduce-scatter of {n} {dtype}")
+        both = whole.clone(), whole.clone()
+        all_reduce(reduce._shared, both[0], op)
+        assert both[0].equal(in_order / scale), f"all-reduce of {n} {dtype}"
+        dist.all_reduce(both[1], op=op)
+        require_as_gloo(*both, ranks, f"all-reduce of {n} {dtype} {op}")
+
+
+def compare(_world: World, piece: int) -> None:
+    """Sizes below, at and above a piece, in turn, so that both halves are written over and over."""
+    shared_memory.SMALL = piece // 2  # an all-reduce goes both ways
+    group: Any = dist.group.WORLD
+    shared = SharedMemory(group, slot=piece)
+    gather, reduce = AllGather(shared), ReduceScatter(shared)
+    for n in (1, 5, piece // 4 - 1, piece // 4, piece // 4 + 1, 3 * piece + 7):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8):
+            compare_one(gather, reduce, n, dtype)
+
+
+def in_turns(_world: World, times: int) -> None:
+    """No rank leaves a barrier before all have entered it."""
+    group: Any = dist.group.WORLD
+    shared = SharedMemory(group, slot=64)
+    seen = shared.half(torch.int64)[:, 0]
+    for number in range(1, times):
+        seen[shared.rank] = number
+        shared.barrier()
+        assert seen.tolist() == [number] * shared.size
+        shared.barrier()
+
+
+# --- in FSDP ----------------------------------------------------------------------------------------------------
+
+
+def sharded(mesh: DeviceMesh, *, neighbours: int | bool = True) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 8, bias=False), nn.Linear(8, 5, bias=False))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=neighbours)
+    return fully_shard(model, mesh=mesh)
+
+
+def gradients(model: Any) -> list[Tensor]:
+    model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def used(_world: World, shape: str) -> None:
+    """All of FSDP's collectives in a mesh, "2x2" or "4", go through it; with "/2", also those of N neighbours."""
+    ranks = [int(n) for n in shape.split("/")[0].split("x")]
+    names = ("dp_replicate", "dp_shard")[-len(ranks) :]
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(*ranks), mesh_dim_names=names)
+    neighbours = int(shape.split("/")[1]) if "/" in shape else True
+    expected = gradients(sharded(mesh, neighbours=neighbours))
+    model = sharded(mesh, neighbours=neighbours)
+    apply_shared_memory(model, mesh)
+
+    def sent(*_: Any, **__: Any) -> None:
+        raise AssertionError("through gloo")
+
+    names_of_gloo = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+    honest: list[tuple[Any, str, Any]] = [(dist, n, getattr(dist, n)) for n in names_of_gloo if hasattr(dist, n)]
+    honest.append((dist.ProcessGroup, "allreduce", dist.ProcessGroup.allreduce))
+    honest.append((shared_memory, "_all_gather", shared_memory._all_gather))
+    loss = model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
+    if "/" in shape:  # the neighbours find each other's memory with gloo once
+        loss.backward()
+        model.zero_grad()
+        loss = model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
+    for owner, name, _ in honest:
+        setattr(owner, name, sent)
+    loss.backward()
+    for owner, name, function in honest:
+        setattr(owner, name, function)
+    for parameter, whole in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole)
+
+
+def without(world: World, broken: int) -> None:
+    """A rank that can't map memory: all use gloo, and rank 0 warns."""
+    mesh = DeviceMesh("cpu", torch.arange(world.world_size), mesh_dim_names=("dp_shard",))
+    model = sharded(mesh)
+    with warnings.catch_warnings(record=True) as said, contextlib.ExitStack() as stack:
+        warnings.simplefilter("always")
+        if world.rank == broken:
+            for name in ("memfd_create", "open"):
+                stack.enter_context(patch.object(os, name, side_effect=OSError("not today")))
+        apply_shared_memory(model, mesh)
+    assert [("not today" in str(w.message)) for w in said] == [True] * (world.rank == 0)
+    assert all(gradient.any() for gradient in gradients(model))
+
+
+# --- ranks that do not come -------------------------------------------------------------------------------------
+
+
+def error_of(action: Callable[[], Any]) -> RuntimeError:
+    try:
+        action()
+    except RuntimeError as error:
+        return error
+    raise AssertionError("no error")
+
+
+def lost(world: World) -> str:
+    """The last rank ends. The others wait in each of the collectives, FSDP's all-reduce too."""
+    mesh = DeviceMesh("cpu", torch.arange(world.world_size).view(-1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = sharded(mesh)
+    apply_shared_memory(model, mesh)
+    shared = SharedMemory(mesh.get_group("dp_replicate"))
+    shared.barrier()
+    last = world.world_size - 1
+    if world.rank == last:
+        os._exit(0)
+    for action in (shared.barrier, lambda: gradients(model)):
+        error = error_of(action)
+        assert is_lost(error), error
+        assert re.search(rf"exited: rank (\d, )*{last}$", str(error)), error  # another may have noticed, and ended
+    dist.destroy_process_group()  # it is broken
+    return "noticed"
+
+
+def late(world: World) -> str:
+    """The last rank comes after the timeout."""
+    group: Any = dist.group.WORLD
+    shared = SharedMemory(group)
+    limit_group_timeouts(2 / 60)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == world.world_size - 1:
+        store.wait([str(rank) for rank in range(world.rank)], timedelta(minutes=5))
+        store.set("all", "noticed")
+        dist.destroy_process_group()
+        return "late"
+    store.set(f"{world.rank} is here", "")  # or a busy machine makes more than one rank late
+    store.wait([f"{rank} is here" for rank in range(world.world_size - 1)], timedelta(minutes=5))
+    began = time.monotonic()
+    error = error_of(shared.barrier)
+    assert time.monotonic() - began >= 1.8
+    assert is_lost(error), error
+    assert "2000ms" in str(error), error
+    assert str(error).endswith(f": rank {world.world_size - 1}"), "only the rank that has not arrived"
+    store.set(str(world.rank), "noticed")
+    if world.rank == 0:  # which has the store
+        store.wait(["all"], timedelta(minutes=5))
+    dist.destroy_process_group()
+    return "noticed"
+
+
+def interrupted(world: World) -> None:
+    """A signal while a rank waits: its handler runs, which under gloo it would not before the end of the collective."""
+    group: Any = dist.group.WORLD
+    shared = SharedMemory(group)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: store.set("handled", "yes"))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+    else:
+        store.wait(["handled"], timedelta(minutes=5))
+    shared.barrier()

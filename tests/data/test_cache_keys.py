@@ -1,0 +1,187 @@
+"""Prepared data is found again only for the same text and options: each key that it depends on is changed in turn."""
+
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.test_prepare import TEXTS, succeeds, write
+from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data.dataset import prepare
+from torchtitan_lite.data.packing import pack
+from torchtitan_lite.data.prepare import plan
+from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.prepare.corpus import Corpus
+from torchtitan_lite.data.prepare.split import byte_level
+from torchtitan_lite.data.token_files import read_meta
+
+CSV = "text,other,headline\n" + "".join(f"text {i},another {i * 7},title {i}\n" for i in range(300))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.csv").write_text(CSV)
+    (folder / "b.md").write_text("# another kind of text\n" * 300)
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return folder
+
+
+# the keys of [data] and of [tokenizer], with PATH for the folder of the test
+CAUSAL: dict[str, Any] = {"path": "PATH/in", "vocab_size": 400}
+GIVEN: dict[str, Any] = {"path": "PATH/in", "tokenizer": "PATH/tokenizer.json"}
+PAIRS: dict[str, Any] = {
+    **{"path": "PATH/in/a.csv", "vocab_size": 400, "objective": "pairs", "target_len": 9},
+    **{"source_key": "text", "target_key": "headline"},
+}
+CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (CAUSAL, {"path": ["PATH/in", "PATH/in/b.md"], "text_suffixes": [".md"]}),
+    (CAUSAL, {"text_key": "other"}),
+    (CAUSAL, {"text_suffixes": [".md"]}),
+    (CAUSAL, {"val_fraction": 0.3}),
+    (CAUSAL, {"objective": "span_corruption"}),
+    (CAUSAL, {"vocab_size": 401}),
+    (CAUSAL, {"tokenizer": "bytes"}),
+    (GIVEN, {"end_token": "</s>"}),
+    (GIVEN, {"tokenizer": "bytes"}),
+    (PAIRS, {"source_key": "other"}),
+    (PAIRS, {"target_key": "other"}),
+    (PAIRS, {"source_prefix": "summarize: "}),
+    (PAIRS, {"val_fraction": 0.3}),
+    (PAIRS, {"vocab_size": 401}),
+]
+
+
+def folder_of(values: dict[str, Any], tmp_path: Path) -> Path:
+    def placed(value: Any) -> Any:
+        return [placed(v) for v in value] if isinstance(value, list) else str(value).replace("PATH", str(tmp_path))
+
+    values = {key: placed(v) if isinstance(v, str | list) else v for key, v in values.items()}
+    tokenizer = {"path": "tokenizer", "vocab_size": "vocab_size", "end_token": "end_token"}
+    chosen = {name: values.pop(key) for name, key in tokenizer.items() if key in values}
+    data = DataConfig.model_validate(values | {"cache_dir": str(tmp_path / "cache")})
+    return prepare(data, TokenizerConfig.model_validate(chosen), lambda _: None)
+
+
+@pytest.mark.parametrize(("base", "change"), CHANGES, ids=lambda values: " ".join(values))
+def test_another_value_of_a_key_is_other_data(
+    base: dict[str, Any], change: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    first = folder_of(base, tmp_path)
+    made = sorted((tmp_path / "cache").iterdir())
+    assert folder_of(base, tmp_path) == first
+    assert sorted((tmp_path / "cache").iterdir()) == made, "it was made a second time"
+    assert folder_of(base | change, tmp_path) != first
+    assert folder_of(base, tmp_path) == first, "the first one is still found"
+
+
+def touch(folder: Path) -> None:
+    info = (folder / "a.csv").stat()
+    os.utime(folder / "a.csv", ns=(info.st_atime_ns, info.st_mtime_ns + 1))
+
+
+def same_size_and_time(folder: Path) -> None:
+    info = (folder / "a.csv").stat()
+    (folder / "a.csv").write_text(CSV.replace("text 7,", "text 8,"))
+    os.utime(folder / "a.csv", ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        touch,
+        same_size_and_time,
+        lambda folder: (folder / "a.csv").write_text(CSV + "more,more,more\n"),
+        lambda folder: shutil.copy(folder / "a.csv", folder / "c.csv"),
+        lambda folder: (folder / "a.csv").rename(folder / "z.csv"),
+    ],
+    ids=["mtime", "content", "size", "another file", "another name"],
+)
+def test_another_text_is_other_data(change: Callable[[Path], None], text: Path, tmp_path: Path) -> None:
+    first = folder_of(CAUSAL, tmp_path)
+    change(text)
+    assert folder_of(CAUSAL, tmp_path) != first
+
+
+def test_another_order_of_files_is_other_data(text: Path, tmp_path: Path) -> None:
+    names = ["PATH/in/a.csv", "PATH/in/c.csv"]
+    (text / "c.csv").write_text(CSV.replace("text 7,", "text 8,"))
+    assert folder_of(CAUSAL | {"path": names}, tmp_path) != folder_of(CAUSAL | {"path": names[::-1]}, tmp_path)
+
+
+def test_the_default_pairs_of_another_python_are_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib").mkdir()
+    functions = "".join(f'def f{i}(x):\n    """Add {i}."""\n    return x + {i}\n' for i in range(300))
+    (tmp_path / "lib/a.py").write_text(functions)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    values = {"objective": "pairs", "target_len": 9, "tokenizer": "bytes"}
+    first = folder_of(values, tmp_path)
+    assert folder_of(values, tmp_path) == first
+    monkeypatch.setattr(platform, "python_version", lambda: "9.9.9")
+    assert folder_of(values, tmp_path) != first
+
+
+# --- the command ------------------------------------------------------------------------------------------------
+
+OPTIONS: list[tuple[list[str], list[str]]] = [
+    (["--tokenizer", "bytes"], ["--val-fraction", "0.3"]),
+    (["--tokenizer", "bytes"], ["--text-key", "other"]),
+    (["--tokenizer", "bytes"], ["--text-suffixes", ".md"]),
+    (["--tokenizer", "bytes"], ["--max-document-bytes", "100000"]),
+    (["--tokenizer", "bytes"], ["--sentinels"]),
+    (["--train-tokenizer", "400"], ["--train-tokenizer", "401"]),
+    (["--train-tokenizer", "400"], ["--sentinels"]),
+    (["--tokenizer", "tokenizer.json"], ["--end-token", "</s>"]),
+    (["--tokenizer", "tokenizer.json"], ["--tokenizer", "bytes"]),
+    (["--tokenizer", "bytes", "--source-key", "text", "--target-key", "headline"], ["--source-prefix", "x "]),
+    (["--tokenizer", "bytes", "--source-key", "text", "--target-key", "headline"], ["--target-key", "other"]),
+]
+
+
+@pytest.mark.parametrize(("options", "change"), OPTIONS, ids=lambda words: " ".join(words)[:40])
+def test_another_option_is_other_data(
+    options: list[str],
+    change: list[str],
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["in", "--out", "out", *options]) == 0
+    assert main(["in", "--out", "out", *options]) == 0
+    capsys.readouterr()
+    assert main(["in", "--out", "out", *options, *change]) == 2
+    assert "out exists, and was made from other text or options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["CHUNK_BYTES", "CHUNK_DOCUMENTS", "SHARD_TOKENS"])
+def test_a_preparation_with_other_limits_is_not_resumed(
+    name: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, job, options = Corpus((text / "a.csv",)), plan.Job(byte_level().to_str(), 257, 0, "text", 5), plan.Options()
+    before = plan.plan_of(texts, job, options)
+    assert plan.plan_of(texts, job, replace(options, workers=3, on_error="skip")) == before
+    monkeypatch.setattr(plan, name, 5)
+    assert plan.plan_of(texts, job, replace(options, shard_tokens=plan.SHARD_TOKENS)) != before
+
+
+def test_the_index_of_packed_documents_depends_on_the_length_and_the_tokens(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", TEXTS)
+    write(tmp_path / "b.jsonl", TEXTS[::-1])
+    names = []
+    for source, seq_len in (("a", 64), ("a", 65), ("b", 64)):
+        out = tmp_path / source
+        if not out.exists():
+            succeeds(tmp_path / f"{source}.jsonl", "--out", out, "--tokenizer", "bytes")
+        names.append(pack(out, read_meta(out), seq_len, print).name)
+    assert len(set(names)) == 3

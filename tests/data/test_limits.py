@@ -1,0 +1,177 @@
+"""Limits on how much is handled at a time change no result: small ones are compared with brute force or the default."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.test_megatron import in_sentences, write
+from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds
+from torchtitan_lite.config.schema import Config, DataConfig, TrainConfig
+from torchtitan_lite.data import packing, pairs, token_files
+from torchtitan_lite.data.packing import PackedSamples
+from torchtitan_lite.data.pairs import PairSamples
+from torchtitan_lite.data.prepare import encode, megatron, plan, summary, worker, writer
+from torchtitan_lite.data.token_files import document_ends, read_meta
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.models.loss import IGNORE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 2 to 60 tokens."""
+    base, chance = tmp_path_factory.mktemp("limits"), random.Random(0)
+    texts = [f"{chance.randbytes(30).hex()}"[: chance.randint(1, 59)] for _ in range(150)]
+    (base / "a.jsonl").write_bytes(as_jsonl(texts))
+    succeeds(base / "a.jsonl", "--out", base / "out", "--tokenizer", "bytes", "--val-fraction", 0.2)
+    return base / "out"
+
+
+# --- packing ----------------------------------------------------------------------------------------------------
+
+
+def best_fit_fills(lengths: list[int], seq_len: int) -> list[int]:
+    """The tokens in each sequence of a best-fit decreasing packing, by brute force."""
+    fills: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [i for i, fill in enumerate(fills) if fill + length <= seq_len]
+        if fitting:
+            fills[max(fitting, key=lambda i: fills[i])] += length
+        else:
+            fills.append(length)
+    return fills
+
+
+@pytest.mark.parametrize("window", [1, 4, 7, 1 << 15])
+@pytest.mark.parametrize("seq_len", [1, 16, 64])
+def test_every_window_is_packed_by_best_fit_and_every_token_once(
+    window: int, seq_len: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_WINDOW", window)
+    shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("packed*"))
+    meta = read_meta(folder)
+    for split in ("train", "val"):
+        ends = document_ends(folder, meta, split).tolist()
+        documents = list(zip([1, *ends], ends, strict=False))
+        samples = PackedSamples(tmp_path / "out", split, seq_len)
+        rows = samples.draw(np.arange(samples.n_samples), None)
+        expected: list[int] = []
+        for first in range(0, len(documents), window):
+            lengths = []
+            for begin, end in documents[first : first + window]:
+                lengths += [min(seq_len, end - at) for at in range(begin, end, seq_len)]
+            fills = best_fit_fills(lengths, seq_len)
+            found = (rows.targets[len(expected) : len(expected) + len(fills)] != IGNORE).sum(axis=1)
+            assert sorted(found.tolist()) == sorted(fills), f"the window that begins with document {first}"
+            expected += fills
+        assert samples.n_samples == len(expected)
+        index = next((tmp_path / "out").glob(f"packed-{seq_len}-*[0-9a-f]"))
+        pieces = np.fromfile(index / f"{split}.pieces", np.int64).reshape(-1, 2).tolist()
+        covered = sorted(token for begin, length in pieces for token in range(begin, begin + length))
+        assert covered == list(range(1, meta.tokens(split))), "each token once"
+        assert samples.n_targets(np.arange(samples.n_samples), None) == meta.tokens(split) - 1
+
+
+# --- prepared folders -------------------------------------------------------------------------------------------
+
+LIMITS: list[tuple[Any, str, object]] = [
+    (worker, "_BATCH_CHARACTERS", 7),
+    (writer, "COMMIT_EVERY_S", 0.0),
+    (encode, "_SMALL", 1),  # so that workers encode it
+    (summary, "_BLOCK", 5),
+    (token_files, "_ENDS", 3),
+    (plan, "CHUNK_BYTES", 100),
+    (plan, "CHUNK_DOCUMENTS", 3),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "value"), LIMITS, ids=[name for _, name, _ in LIMITS])
+def test_a_small_limit_prepares_the_same_tokens(
+    module: Any, name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
+    succeeds(tmp_path / "a.jsonl", "--out", tmp_path / "before", "--tokenizer", "bytes")
+    monkeypatch.setattr(module, name, value)
+    succeeds(tmp_path / "a.jsonl", "--out", tmp_path / "after", "--tokenizer", "bytes")
+    before, after = contents(tmp_path / "before"), contents(tmp_path / "after")
+    if module is plan:  # the sizes of chunks are part of what a folder was made from
+        del before["meta.json"], after["meta.json"]
+    assert before == after
+
+
+@pytest.mark.parametrize("name", ["_TOGETHER", "_PIECES", "_BLOCK"])
+def test_a_small_limit_reads_the_same_documents_of_megatron(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(1)
+    documents = [[chance.randrange(1, 257) for _ in range(chance.randint(1, 30))] for _ in range(100)]
+    prefix = write(tmp_path / "a", in_sentences(documents), shuffled=True)
+    for out, limit in (("before", None), ("after", 3)):
+        if limit is not None:
+            monkeypatch.setattr(megatron, name, limit)
+        succeeds("--from-megatron", prefix, "--tokenizer", folder / "tokenizer.json", "--out", tmp_path / out)
+    assert contents(tmp_path / "before") == contents(tmp_path / "after")
+
+
+@pytest.mark.parametrize("ends_at_a_time", [1, 4, 1000])
+def test_a_wrong_end_of_any_document_is_found(
+    ends_at_a_time: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_files, "_ENDS", ends_at_a_time)
+    shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("packed*"))
+    meta, file = read_meta(tmp_path / "out"), tmp_path / "out/val.idx"
+    good = document_ends(folder, meta, "val").copy()
+    changes: list[Callable[[int], int]] = [lambda i: int(good[i - 1]) if i else 1, lambda _: meta.tokens("val") + 1]
+    for number in range(len(good)):
+        for change in changes:
+            ends = good.copy()
+            ends[number] = change(number)
+            ends.tofile(file)
+            with pytest.raises(DataError, match=rf"val\.idx is damaged: document {number:,} "):
+                document_ends(tmp_path / "out", meta, "val")
+
+
+@pytest.mark.parametrize("block", [1, 4, 1000])
+def test_verify_finds_an_end_token_too_many_or_too_few_anywhere(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl([f"{i}" * (i % 4 + 1) for i in range(12)]))
+    succeeds(tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", "bytes")
+    monkeypatch.setattr(summary, "_BLOCK", block)
+    meta, file = read_meta(tmp_path / "out"), tmp_path / "out/train-00000.bin"
+    good = np.fromfile(file, np.uint16)
+    assert summary.wrong_documents(tmp_path / "out", meta) == []
+    for place in range(len(good)):
+        tokens = good.copy()
+        tokens[place] = 5 if tokens[place] == meta.end_token else meta.end_token
+        tokens.tofile(file)
+        assert summary.wrong_documents(tmp_path / "out", meta), f"token {place}"
+        tokens[place] = meta.vocab_size
+        tokens.tofile(file)
+        assert f"token {place}" in summary.wrong_documents(tmp_path / "out", meta)[0]
+    for end in document_ends(tmp_path / "out", meta, "train").tolist():
+        tokens = good.copy()
+        tokens[[end - 1, end - 2]] = tokens[[end - 2, end - 1]]  # as many end tokens as before
+        tokens.tofile(file)
+        assert summary.wrong_documents(tmp_path / "out", meta), f"the end at {end}"
+
+
+def test_the_cut_pairs_are_counted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.csv").write_text("text,headline\n" + "".join(f"{'x' * (i % 50 + 1)},{i}\n" for i in range(100)))
+    keys = "--source-key", "text", "--target-key", "headline", "--tokenizer", "bytes"
+    succeeds(tmp_path / "a.csv", "--out", tmp_path / "out", *keys)
+    config = Config(
+        data=DataConfig(path=str(tmp_path / "out"), objective="pairs", target_len=2), train=TrainConfig(seq_len=20)
+    )
+    (note,) = PairSamples(tmp_path / "out", "train", config).notes
+    n = read_meta(tmp_path / "out").n_documents("train") // 2
+    ends = [1, *document_ends(tmp_path / "out", read_meta(tmp_path / "out"), "train").tolist()]
+    lengths = np.diff(ends).reshape(-1, 2)
+    sources, targets = (lengths > [20, 2]).sum(axis=0).tolist()
+    assert note == f"{n:,} pairs; {sources} sources cut to 20 tokens and {targets} targets cut to 2 tokens"
+    monkeypatch.setattr(pairs, "_COUNTED", 7)
+    assert PairSamples(tmp_path / "out", "train", config).notes == (note,)

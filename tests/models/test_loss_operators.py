@@ -1,0 +1,183 @@
+"""The loss as a GPU computes it: its kernel, its chunks, its bytes. Here on the CPU; test_cuda.py runs the kernel."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.fake_cuda.operators import OperatorLog
+from tests.helpers import ROOT
+from tests.models import triton_stand_in
+from torchtitan_lite.models import loss as head
+from torchtitan_lite.models import loss_operators
+from torchtitan_lite.models.loss import IGNORE
+
+Launch = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
+
+
+def compare(launch: Launch, columns: int, dtype: torch.dtype, z_loss: float = 0.0) -> None:
+    """The kernel on nine rows of a wider matrix, some of them without a target, against plain operators."""
+    generator = torch.Generator().manual_seed(columns)
+    wide = (torch.randn(9, columns + 5, generator=generator) * 4).to(dtype)
+    targets = torch.randint(columns, (9,), generator=generator)
+    targets[::4], targets[1], targets[2] = IGNORE, columns - 1, 0
+    exact = wide[:, :columns].clone()
+    expected = loss_operators.logits_to_gradient_(exact, targets, IGNORE, True, z_loss)
+    for write in (False, True):
+        made, losses = wide.clone(), torch.full((9,), -1.0)
+        launch(made[:, :columns], targets, losses, IGNORE, write, z_loss)
+        torch.testing.assert_close(losses, expected, rtol=2e-6, atol=2e-6)
+        assert made[:, columns:].equal(wide[:, columns:]), "beyond its columns"
+        if write:
+            eps = 1.01 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+            torch.testing.assert_close(made[:, :columns], exact, rtol=eps, atol=1e-7)
+        else:
+            assert made.equal(wide)
+
+
+@pytest.fixture
+def launch() -> Launch:
+    """The kernel, run by the stand-in for Triton in blocks of 64 columns."""
+    module = triton_stand_in.kernel_module()
+    module.MAX_BLOCK = 64
+    return module.launch
+
+
+@pytest.mark.parametrize("columns", [5, 64, 91, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_the_kernel_computes_loss_and_gradient(columns: int, dtype: torch.dtype, z_loss: float, launch: Launch) -> None:
+    compare(launch, columns, dtype, z_loss)
+
+
+def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
+    logits = torch.zeros(5, 70)
+    logits[0, 3], logits[1, 69], logits[2, :] = float("nan"), float("inf"), -float("inf")
+    logits[3, 5] = -float("inf")  # an impossible token is no error
+    losses = torch.zeros(5)
+    launch(logits, torch.tensor([1, 2, 3, 4, 70]), losses, IGNORE, True, 0.0)
+    assert losses.isfinite().tolist() == [False, False, False, True, False], "the last target is out of range"
+    assert logits[3].isfinite().all()
+
+
+_INTERPRETED = """
+import torch
+from tests.models.test_loss_operators import compare
+from torchtitan_lite.models import loss_kernel
+for block in (32768, 1024):
+    loss_kernel.MAX_BLOCK = block
+    for columns in (91, 4096, 5000):
+        for dtype in (torch.float32, torch.bfloat16):
+            compare(loss_kernel.launch, columns, dtype)
+            compare(loss_kernel.launch, columns, dtype, 0.01)
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
+def test_the_kernel_runs_in_tritons_interpreter() -> None:
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    subprocess.run([sys.executable, "-c", _INTERPRETED], cwd=ROOT, env=env, check=True)
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------
+
+
+def results(compute: Callable[..., Tensor], dtype: torch.dtype, n: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(2, n, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(91, 16, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(91, (2, n), generator=generator)
+    targets[:, ::5] = IGNORE
+    loss = compute(x, weight, targets)
+    return [loss.detach(), *torch.autograd.grad(loss * 0.3, [x, weight])]
+
+
+def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return head.summed_cross_entropy(F.linear(x, weight), targets)
+
+
+@pytest.mark.parametrize("n", [1, 60, 200, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_in_the_gpus_chunks_is_the_loss(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
+    found, expected = (results(way, dtype, n) for way in (head.chunked_cross_entropy, plainly))
+    tolerance = 3e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_no_gradient_is_computed_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    real = loss_operators.logits_to_gradient_
+
+    def noted(*args: Any) -> Tensor:
+        written.append(args[3])
+        return real(*args)
+
+    monkeypatch.setattr(loss_operators, "logits_to_gradient_", noted)
+    x, weight, targets = torch.randn(1, 6, 4), torch.randn(9, 4, requires_grad=True), torch.zeros(1, 6).long()
+    head.chunked_cross_entropy(x, weight, targets).backward()
+    assert weight.grad is not None
+    with torch.no_grad():
+        head.chunked_cross_entropy(x, weight, targets)
+    assert written == [True, False]
+    assert head.chunked_cross_entropy(x[:, :0], weight, targets[:, :0]).item() == 0
+
+
+def test_chunks_are_equal_and_bounded_by_bytes() -> None:
+    assert head.chunk_size(8192, 128_256, 2) == 4096
+    assert head.chunk_size(8192, 32_000, 2) == 8192  # all at once
+    assert head.chunk_size(4500, 128_256, 2) == 2304  # not 4096 and 404
+    assert head.chunk_size(5, 128_256, 2) == 128
+    assert head.chunk_size(0, 517, 4) == 1
+    for n, vocabulary, itemsize in ((16384, 151_936, 4), (100_000, 256_000, 2)):
+        size = head.chunk_size(n, vocabulary, itemsize)
+        assert size * vocabulary * itemsize <= head.LOGITS_BYTES
+        assert size % 128 == 0
+
+
+def elementwise_bytes(compute: Callable[..., Tensor]) -> int:
+    """Of forward and backward of a bfloat16 head, as on a GPU, without the matrix products."""
+    with FakeTensorMode():
+        x = torch.empty(1, 8192, 2048, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(128_256, 2048, dtype=torch.bfloat16, requires_grad=True)
+        with OperatorLog() as log:
+            compute(x, weight, torch.empty(1, 8192, dtype=torch.int64)).backward()
+    return log.bytes(without=("aten.mm", "aten.addmm"))
+
+
+def test_the_kernel_moves_an_eighth_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the products: per logit of bfloat16 a read and a write, per weight the float32 gradient once more."""
+    logits, weights = 8192 * 128_256, 128_256 * 2048
+    found = elementwise_bytes(head.chunked_cross_entropy)
+    assert found == pytest.approx(4 * logits + (4 + 2) * weights, rel=0.03)
+    assert elementwise_bytes(plainly) > 7 * found
+    monkeypatch.setattr(loss_operators, "logits_to_gradient_", loss_operators.plain_logits_to_gradient_)
+    assert elementwise_bytes(head.chunked_cross_entropy) > 7 * found, "without Triton"
+
+
+def test_without_triton_a_gpu_computes_the_same_with_plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And warns, once. Rows are computed in groups: the plain operators make copies of them."""
+
+    def broken(*_: Any) -> None:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    monkeypatch.setattr(loss_operators, "_launch", broken)
+    monkeypatch.setattr(loss_operators, "PLAIN_ROWS", 3)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+    logits, targets = torch.randn(7, 91), torch.tensor([0, 90, 5, IGNORE, 7, 8, 9])
+    expected = logits.clone()
+    losses = loss_operators.logits_to_gradient_(expected, targets, IGNORE, True, 0.01)
+    with pytest.warns(UserWarning, match="without its GPU kernel, which is slower: No module named 'triton'"):
+        found = loss_operators._on_cuda(logits, targets, IGNORE, True, 0.01)
+    torch.testing.assert_close((found, logits), (losses, expected))
+    loss_operators.kernel_works.cache_clear()

@@ -1,0 +1,283 @@
+"""The likelihood engine and its statistics: the same on any number of ranks, sharded or not, and by definition."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.data.test_data import make
+from tests.helpers import run_distributed
+from torchtitan_lite.config.schema import Config, FsdpConfig, ModelConfig
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import apply_fsdp
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.scoring.likelihood import Window, in_turn, padded, sums_by_item
+from torchtitan_lite.scoring.statistics import Array, Sums, mean, ratio, ratio_difference
+from torchtitan_lite.scoring.validation import Score, Validation, evaluate, evaluate_average
+from torchtitan_lite.tools.evaluation import documents
+from torchtitan_lite.tools.evaluation.documents import Document, Scores, score_documents
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU, 1)
+VOCABULARY = 517
+FAMILIES = {
+    "gpt": ModelConfig(family="gpt", dim=32, n_layers=2, n_heads=2, max_seq_len=16),
+    "llama, tied": ModelConfig(family="llama", dim=32, n_layers=2, n_heads=2, max_seq_len=16, tie_embeddings=True),
+}
+
+
+def model_of(family: str) -> Transformer:
+    with torch.device("meta"):
+        model = build(FAMILIES[family], VOCABULARY)
+    materialise(model, CPU, 7)
+    return model
+
+
+def sharded(family: str, world: World, fsdp: FsdpConfig, seed: int = 7) -> Transformer:
+    mesh = DeviceMesh("cpu", torch.arange(world.world_size), mesh_dim_names=("dp_shard",))
+    with torch.device("meta"):
+        model = build(FAMILIES[family], VOCABULARY)
+    apply_fsdp(model, mesh, fsdp)
+    materialise(model, CPU, seed)
+    return model
+
+
+def batches(n: int) -> list[list[Window]]:
+    """Windows of 1 to 9 tokens. Item 0 has one in each batch, and some targets are not predicted."""
+    generator = np.random.default_rng(0)
+    result = []
+    for batch in range(n):
+        windows = []
+        for item in (0, 2 * batch + 1, 2 * batch + 2):
+            stream = generator.integers(0, VOCABULARY, generator.integers(2, 10)).tolist()
+            targets = [IGNORE if i % 3 == 2 else token for i, token in enumerate(stream[1:])]
+            windows.append(Window(item, stream[:-1], targets))
+        result.append(windows)
+    return result
+
+
+def engine(world: World, family: str, fsdp: FsdpConfig, n_batches: int) -> tuple[Array, int]:
+    """The sums of a sharded model by item, and how often this rank computed a forward pass."""
+    model, forwards = sharded(family, world, fsdp), 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    model.register_forward_pre_hook(count)
+    with torch.no_grad():
+        sums = sums_by_item(model.eval(), batches(n_batches), padded, range(2 * n_batches + 1), world)
+    return sums[0].numpy(), forwards
+
+
+def expected(model: nn.Module, n_batches: int) -> Array:
+    nats = np.zeros(2 * n_batches + 1)
+    for window in (window for batch in batches(n_batches) for window in batch):
+        with torch.no_grad():
+            logits = model(torch.tensor([window.tokens]))[0].double().log_softmax(-1)
+        nats[window.item] -= sum(
+            float(logits[i, target]) for i, target in enumerate(window.targets) if target != IGNORE
+        )
+    return nats
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sums_are_the_same_bits_on_any_number_of_ranks(family: str) -> None:
+    """Against log-probabilities of an unsharded model. Five batches leave ranks without one in the last round."""
+    reference = expected(model_of(family).eval(), 5)
+    found = {n: run_distributed(engine, n, family, FsdpConfig(), 5) for n in (1, 2, 3)}
+    for n, ranks in found.items():
+        for sums, forwards in ranks:
+            assert sums == pytest.approx(reference, rel=1e-5)
+            assert (sums == found[1][0][0]).all(), n
+            assert forwards == -(-5 // n), "each forward of a sharded model is one of all ranks"
+
+
+def test_ranks_without_any_sequence_get_all_sums() -> None:
+    one, two = (run_distributed(engine, n, "llama, tied", FsdpConfig(), 1) for n in (1, 3))
+    assert all((sums == one[0][0]).all() for sums, _ in two)
+    for sums, forwards in run_distributed(engine, 2, "gpt", FsdpConfig(), 0):
+        assert sums.tolist() == [0.0]
+        assert forwards == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float16_gives_nearly_the_same_sums(family: str) -> None:
+    (sums, _), _ = run_distributed(engine, 2, family, FsdpConfig(param_dtype="float16"), 3)
+    assert sums == pytest.approx(expected(model_of(family).eval(), 3), rel=1e-2)
+    assert np.isfinite(sums).all()
+
+
+def test_each_batch_counts_once() -> None:
+    for world_size in (1, 2, 3, 7):
+        ranks = [list(in_turn(iter(range(5)), World(r, world_size, CPU, 1))) for r in range(world_size)]
+        assert sorted(batch for rank in ranks for batch, counts in rank if counts) == list(range(5))
+        assert len({len(rank) for rank in ranks}) == 1
+        assert not any(list(in_turn([], World(r, world_size, CPU, 1))) for r in range(world_size))
+
+
+# --- validation -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    cache = tmp_path_factory.mktemp("scoring")
+    folder = make(text / "argparse.txt", cache, val_fraction=0.3)
+    return {"one": folder, "two": folder}
+
+
+def validate(world: World, folders: dict[str, Path], samples: int, family: str) -> Score:
+    data = DataSet.of({name: (share, folder) for share, (name, folder) in enumerate(folders.items(), 1)})
+    config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": samples}})
+    model = sharded(family, world, FsdpConfig())
+    return evaluate(model, Validation.of(config, data, 2, world.rank, world.world_size), CPU)
+
+
+@pytest.mark.parametrize(("samples", "family"), [(1, "gpt"), (5, "llama, tied")])
+def test_a_validation_with_fewer_sequences_than_ranks(samples: int, family: str, mixture: dict[str, Path]) -> None:
+    """Also of a mixture, one of whose sources may have none: 4 ranks have room for 8 sequences."""
+    (one,) = run_distributed(validate, 1, mixture, samples, family)
+    four = run_distributed(validate, 4, mixture, samples, family)
+    for score in four:
+        assert repr(score) == repr(four[0])
+        assert score.loss == pytest.approx(one.loss, rel=1e-6)
+        assert score.bits_per_byte == pytest.approx(one.bits_per_byte, rel=1e-6)
+        assert score.unigram_bits_per_byte == one.unigram_bits_per_byte
+        assert score.loss_stderr == pytest.approx(one.loss_stderr, rel=1e-3, nan_ok=True)
+        for name, both in one.sources.items():
+            assert score.sources[name] == pytest.approx(both, rel=1e-6, nan_ok=True)
+    assert math.isnan(one.loss_stderr) == (samples == 1)
+    assert any(math.isnan(loss) for loss, _ in one.sources.values()) == (samples == 1)
+
+
+def validate_average(world: World, folder: Path) -> tuple[dict[str, Any], list[Score], str]:
+    """Validate a model whose averages are the weights of another: its record and line, and the scores of both."""
+    data = DataSet.of({"a": (1.0, folder)})
+    config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": 5}})
+    model, other = (sharded("llama, tied", world, FsdpConfig(), seed) for seed in (7, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter, average in zip(model.parameters(), other.parameters(), strict=True):
+        optimizer.state[parameter] = {"ema": average.detach().clone()}
+    validation = Validation.of(config, data, 2, world.rank, world.world_size)
+    before = evaluate(model, validation, CPU)
+    record, line = evaluate_average(3, model, optimizer, validation, CPU)
+    return record, [before, evaluate(model, validation, CPU), evaluate(other, validation, CPU)], line
+
+
+def test_the_average_of_a_tied_model_has_its_own_score(mixture: dict[str, Path]) -> None:
+    for record, (before, after, average), line in run_distributed(validate_average, 2, mixture["one"]):
+        assert repr(before) == repr(after), "the weights are the same again"
+        assert record.pop("eval_s") > 0
+        expected = {f"ema_{key}": value for key, value in average.record().items() if key.startswith("val_")}
+        assert record == {"step": 3, **expected}
+        assert average.loss != before.loss
+        assert line.startswith(f"eval    step 3  ema loss {average.loss:.4f} +- ")
+
+
+# --- documents --------------------------------------------------------------------------------------------------
+
+
+def scored(prefix: list[int], texts: list[list[int]], length: int = 7, batch_size: int = 3) -> Scores:
+    found = (Document(tokens, 2 * len(tokens), number) for number, tokens in enumerate(texts))
+    return score_documents(model_of("gpt").eval(), found, prefix, length, ALONE, batch_size)
+
+
+@pytest.mark.parametrize("prefix", [[], [3]])
+def test_documents_keep_their_sums_however_they_are_grouped(prefix: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty documents, documents of one token, and of several windows, which fall into different groups."""
+    generator = np.random.default_rng(1)
+    sizes = [0, 1, 40, 3, 7, 8, 0, 15, 2, 0]
+    texts = [generator.integers(0, VOCABULARY, size).tolist() for size in sizes]
+    together = scored(prefix, texts)
+    assert together.tokens.tolist() == [max(size - (not prefix), 0) for size in sizes]
+    assert together.n_bytes.tolist() == [2.0 * size for size in sizes]
+    assert together.hashes.tolist() == list(range(len(sizes)))
+    model = model_of("gpt").eval()
+    for nats, tokens in zip(together.nats, texts, strict=True):
+        stream, total = prefix + tokens, 0.0
+        for start in range(0, len(stream) - 1, 7):
+            window = torch.tensor(stream[start : start + 8])
+            with torch.no_grad():
+                logits = model(window[None, :-1])[0].double().log_softmax(-1)
+            total -= float(logits.gather(1, window[1:, None]).sum())
+        assert nats == pytest.approx(total, rel=1e-5)
+    for group in (1, 2, 3):
+        monkeypatch.setattr(documents, "SORTED_TOGETHER", group)
+        assert scored(prefix, texts).nats == pytest.approx(together.nats, rel=1e-5)
+        assert scored(prefix, texts).tokens.tolist() == together.tokens.tolist()
+
+
+def test_documents_are_read_as_they_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text may be larger than the memory."""
+    monkeypatch.setattr(documents, "SORTED_TOGETHER", 2)
+    read = []
+
+    def texts() -> Iterator[Document]:
+        for number in range(20):
+            read.append(number)
+            yield Document([1, 2, 3], 3, number)
+
+    seen = []
+    model = model_of("gpt").eval()
+    model.register_forward_pre_hook(lambda *_: seen.append(len(read)))
+    score_documents(model, texts(), [0], 7, ALONE, 2)
+    assert seen[0] <= 3
+    assert len(seen) == 10
+
+
+# --- statistics -------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_has_the_error_of_many_draws() -> None:
+    """Against the spread of the ratio over 2,000 texts of 200 documents each."""
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(5, 100, (2000, 200)).astype(float)
+    nats = sizes * generator.uniform(2.0, 4.0, sizes.shape)
+    ratios, errors = zip(*map(ratio, nats, sizes), strict=True)
+    assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.05)
+    same = ratio(np.array([1.0, 2.0, 6.0]), np.full(3, 2.0))
+    assert same == pytest.approx((1.5, np.array([0.5, 1.0, 3.0]).std(ddof=1) / math.sqrt(3))), "that of a mean"
+
+
+def test_sums_of_ranks_have_the_same_ratio_and_error() -> None:
+    generator = np.random.default_rng(0)
+    values = torch.from_numpy(generator.uniform(1.0, 5.0, (3, 50)))
+    one, two = Sums.of(values[:, :20]), Sums.of(values[:, 20:])
+    both = Sums(one.n + two.n, one.totals + two.totals, one.products + two.products)
+    for of in (1, 2):
+        assert both.ratio(0, of) == pytest.approx(ratio(values[0].numpy(), values[of].numpy()), rel=1e-9)
+    assert replace(both, n=1).ratio(0, 1)[0] == both.ratio(0, 1)[0]
+    assert math.isnan(replace(both, n=1).ratio(0, 1)[1])
+    assert all(map(math.isnan, Sums.of(torch.zeros(2, 4, dtype=torch.float64)).ratio(0, 1)))
+
+
+def test_a_difference_of_ratios_is_paired() -> None:
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(5, 100, 60).astype(float)
+    hard = sizes * generator.uniform(1.0, 9.0, 60)
+    better = hard - 0.1 * sizes * generator.uniform(0.9, 1.1, 60)
+    difference, error = ratio_difference((better, sizes), (hard, sizes))
+    assert difference == pytest.approx(ratio(better, sizes)[0] - ratio(hard, sizes)[0])
+    assert 0 < error < 0.01 * ratio(hard, sizes)[1]
+    assert ratio_difference((hard, sizes), (hard, sizes)) == (0.0, 0.0)
+    assert all(map(math.isnan, ratio_difference((hard, sizes), (hard, np.zeros(60)))))
+    assert math.isnan(ratio(hard[:1], sizes[:1])[1])
+
+
+@pytest.mark.parametrize(("n", "value", "stderr"), [(3, 1.0, 0.1633), (3, 0.0, 0.1633), (198, 1.0, 0.005)])
+def test_equal_answers_have_an_error(n: int, value: float, stderr: float) -> None:
+    """The standard deviation of Beta(n + 1, 1)."""
+    assert mean(np.full(n, value))[0] == value
+    assert mean(np.full(n, value))[1] == pytest.approx(stderr, rel=0.01)
+    assert math.isnan(mean(np.ones(1))[1])
+    assert mean(np.array([1.0, 0.0, 1.0]))[1] == pytest.approx(1 / 3), "the usual error"

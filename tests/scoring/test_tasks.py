@@ -1,0 +1,494 @@
+"""Tasks: the format, likelihoods and answers against transformers, and `evaluate --tasks` on any number of ranks."""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from tests.data.test_data import make
+from tests.helpers import ranks, succeeded, tiny
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.tokenizer import load as load_tokenizer
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.scoring import find_tasks, questions, task_scores, task_tokens
+from torchtitan_lite.scoring.brackets import CHOICES, EACH, brackets
+from torchtitan_lite.scoring.find_tasks import find
+from torchtitan_lite.scoring.questions import Kind, Question, Task
+from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools.load_model import open_model
+
+ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
+LENGTH = 24  # tokens of the models below
+WORDS = "the cat sat on the mat, f(x) and g() end. "
+CHOICE: list[dict[str, Any]] = [
+    {"context": "the cat", "choices": [" sat", " sat on the mat", " caf\u00e9"], "answer": 1},
+    {"context": "the cat sat ", "choices": ["on the mat", "and"], "answer": 0, "id": 7},  # a space to move
+    {"context": "call f(", "choices": [")", "x)"], "answer": 0},  # "()" is one token
+    {"contexts": ["the cat", "the mat"], "choices": [" sat on", " sat on"], "answer": 1},
+    {"context": WORDS * 5, "choices": [" the", " zebra"], "answer": 1},  # a context that is too long
+    {"context": "the", "choices": [WORDS * 5, " mat"], "answer": 0},  # a choice that is
+    {"context": "<|endoftext|> is text", "choices": [" the", " cat"], "answer": 0},
+]
+WORD = [{"context": "the cat sat on the", "continuation": " mat"}, {"context": "f(", "continuation": "x)"}]
+
+
+def jsonl(file: Path, rows: Iterable[Any]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def bpe() -> Tokenizer:
+    """A byte-level BPE with merges over spaces and brackets."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([WORDS] * 20, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model of transformers. The tokenizer of the Llama puts a token first."""
+    transformers = pytest.importorskip("transformers")
+    where = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    shared = {"vocab_size": 300, "eos_token_id": 0, "bos_token_id": 0, "initializer_range": 0.3}
+    tokenizer = bpe()
+    if request.param == "llama":
+        sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=LENGTH, **shared)
+        transformers.LlamaForCausalLM(config).save_pretrained(where)
+        tokenizer.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    else:
+        config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, n_positions=LENGTH, **shared)
+        transformers.GPT2LMHeadModel(config).save_pretrained(where)
+    tokenizer.save(str(where / "tokenizer.json"))
+    return where
+
+
+def theirs(folder: Path) -> Any:
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.eval()
+    return model
+
+
+def expected(model: Any, prefix: list[int], context: str, choice: str) -> tuple[float, bool, int]:
+    """By transformers: negative log-likelihood, whether each token is the likeliest, and the number of tokens."""
+    tokenizer = bpe()
+    tokenizer.encode_special_tokens = True
+    kept = context.rstrip()
+    together = tokenizer.encode(context + choice).ids
+    n_context = min(len(tokenizer.encode(kept).ids), len(together) - 1)
+    stream, start = [*prefix, *together], len(prefix) + n_context
+    total, greedy = 0.0, True
+    while start < len(stream):  # windows that end with as many new tokens as fit
+        end = min(start + LENGTH, len(stream)) if len(stream) - start > LENGTH else len(stream)
+        window = stream[max(end - LENGTH - 1, 0) : end]
+        with torch.no_grad():
+            found = model(torch.tensor([window[:-1]])).logits[0].double().log_softmax(-1)
+        new = end - start
+        wanted = torch.tensor(window[-new:])
+        total -= float(found[-new:].gather(1, wanted[:, None]).sum())
+        greedy = greedy and bool((found[-new:].argmax(-1) == wanted).all())
+        start = end
+    return total, greedy, len(together) - n_context
+
+
+def scored(n: int, *arguments: Any, out: Path) -> dict[str, Any]:
+    """The figures of the tasks of one model, from n ranks."""
+    succeeded(ranks(n, *map(str, arguments), f"--json={out}", entry=ENTRY))
+    (model,) = json.loads(out.read_text())["models"]
+    return dict(model["tasks"])
+
+
+def test_choices_equal_those_of_transformers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likelihoods within 1e-5, and the scores that follow from them."""
+    file = jsonl(tmp_path / "choice.jsonl", CHOICE)
+    opened = open_model(folder, torch.device("cpu"), torch.float32)
+    prefix = [0] if "llama" in str(folder) else []
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    ready = task_tokens.encoded(questions.read(str(file)), encoder, task_tokens.Inputs(prefix, [0], LENGTH))
+    monkeypatch.setattr(task_scores, "BATCH_TOKENS", 64)
+    (ours,) = task_scores._sums_by_choice(opened.model, ready, World(0, 1, torch.device("cpu"), 1))
+    model, right = theirs(folder), dict.fromkeys(("plain", "per_byte", "per_token"), 0)
+    nats_of_right, bytes_of_right = 0.0, 0
+    at = 0
+    for row in CHOICE:
+        choices = row["choices"]
+        found = []
+        for context, choice in zip(row.get("contexts", [row.get("context")] * len(choices)), choices, strict=True):
+            nats, _, n_tokens = expected(model, prefix, context, choice)
+            assert ours[at] == pytest.approx(nats, abs=1e-5 * max(1.0, nats)), (context, choice)
+            assert ready.n_tokens[at] == n_tokens
+            found.append((nats, nats / len(choice.encode()), nats / n_tokens))
+            at += 1
+        for i, metric in enumerate(right):
+            right[metric] += int(np.argmin([values[i] for values in found])) == row["answer"]
+        nats_of_right += found[row["answer"]][0]
+        bytes_of_right += len(choices[row["answer"]].encode())
+    figures = scored(1, folder, "--tasks", file, f"--seq-len={LENGTH}", out=tmp_path / "scores.json")["choice"]
+    for metric, count in right.items():
+        share = count / len(CHOICE)
+        assert figures[metric] == pytest.approx(share)
+        stderr = math.sqrt(share * (1 - share) / (len(CHOICE) - 1))
+        assert figures[f"{metric}_stderr"] == pytest.approx(stderr)
+    assert len(set(right.values())) > 1, "the test can't tell the scores apart"
+    assert (figures["score"], figures["metric"]) == (figures["plain"], "plain")
+    assert figures["chance"] == pytest.approx((1 / 3 + 6 / 2) / 7)
+    assert figures["bits_per_byte"] == pytest.approx(nats_of_right / bytes_of_right / math.log(2), rel=1e-5)
+
+
+def test_last_words_equal_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+    """One of the words is the model's own, so that one is right."""
+    model, prefix = theirs(folder), [0] if "llama" in str(folder) else []
+    context, plain = "the cat sat", bpe()
+    with torch.no_grad():
+        ids = [*prefix, *plain.encode(context).ids]
+        own = next(
+            text
+            for token in model(torch.tensor([ids])).logits[0, -1].argsort(descending=True).tolist()
+            if plain.encode(context + (text := plain.decode([token]))).ids == [*ids[len(prefix) :], token]
+        )
+    rows = [*WORD, {"context": context, "continuation": own}]
+    found = [expected(model, prefix, row["context"], row["continuation"]) for row in rows]
+    file = jsonl(tmp_path / "word.jsonl", rows)
+    figures = scored(2, folder, "--tasks", file, f"--seq-len={LENGTH}", out=tmp_path / "scores.json")["word"]
+    assert figures["score"] == pytest.approx(sum(greedy for _, greedy, _ in found) / 3)
+    assert figures["chance"] == 0
+    n_bytes = sum(len(row["continuation"].encode()) for row in rows)
+    assert figures["bits_per_byte"] == pytest.approx(sum(n for n, *_ in found) / n_bytes / math.log(2), rel=1e-5)
+
+
+def test_answers_equal_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+    """Greedy generation, cut at a stop text and at max_tokens, on more ranks than questions."""
+    model, prefix = theirs(folder), [0] if "llama" in str(folder) else []
+    tokenizer = bpe()
+    texts = []
+    for context in ("the cat", "f(x) and"):
+        ids = torch.tensor([[*prefix, *tokenizer.encode(context).ids]])
+        out = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        texts.append(tokenizer.decode(out[: out.index(0)] if 0 in out else out))
+    first, second = texts
+    before = second[: second.index(second[-1:])]
+    rows: list[dict[str, Any]] = [
+        {"context": "the cat", "answer": ["no", f" {first}\n"], "max_tokens": 6, "stop": []},
+        {"context": "f(x) and", "answer": "not this", "max_tokens": 6, "stop": []},
+        {"context": "f(x) and", "answer": before if before.strip() else "x", "max_tokens": 6, "stop": [second[-1:]]},
+    ]
+    file = jsonl(tmp_path / "exact.jsonl", rows)
+    for n in (1, 4):
+        figures = scored(n, folder, "--tasks", file, f"--seq-len={LENGTH}", out=tmp_path / f"{n}.json")["exact"]
+        assert figures["score"] == pytest.approx((1 + bool(before.strip())) / 3)
+
+
+def test_any_number_of_ranks_finds_the_same(folder: Path, tmp_path: Path) -> None:
+    """All figures, to the last bit."""
+    choice, word = jsonl(tmp_path / "choice.jsonl", CHOICE * 9), jsonl(tmp_path / "word.jsonl", WORD)
+    arguments = (folder, "--tasks", choice, word, "--questions=40", f"--seq-len={LENGTH}")
+    one, two, three = (scored(n, *arguments, out=tmp_path / f"{n}.json") for n in (1, 2, 3))
+    assert one == two == three
+    assert one["choice"]["questions"] == 40
+
+
+def test_models_are_compared_question_by_question(folder: Path, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "choice.jsonl", CHOICE)
+    out = tmp_path / "scores.json"
+    said = succeeded(ranks(1, str(folder), str(folder), "--tasks", str(file), f"--json={out}", entry=ENTRY))
+    second = json.loads(out.read_text())["models"][1]
+    # no difference on 7 questions does not prove that there is none
+    assert second["tasks_minus_first"] == {"choice": {"score": 0.0, "score_stderr": pytest.approx(0.0994, abs=1e-4)}}
+    assert second["texts"] == {}
+    assert f"minus {folder}, choice: 0.000 +- 0.099" in said
+    assert " 0.476 " in said, "the chance level"
+
+
+def test_a_task_that_cannot_be_scored_fails_after_the_others(folder: Path, tmp_path: Path) -> None:
+    good, bad = jsonl(tmp_path / "good.jsonl", CHOICE), jsonl(tmp_path / "bad.jsonl", [{"context": "a"}])
+    long = jsonl(tmp_path / "long.jsonl", [{"context": "a", "answer": "b", "max_tokens": 999}])
+    out = tmp_path / "scores.json"
+    arguments = (folder, "--tasks", bad, good, "--tasks", long, "nosuch", f"--json={out}")
+    result = ranks(2, *map(str, arguments), entry=ENTRY)
+    assert result.returncode != 0
+    (model,) = json.loads(out.read_text())["models"]
+    assert model["tasks"].keys() == {"good"}
+    assert "  good " in result.stdout
+    assert "not all tasks were scored" in result.stderr
+    for message in (f"task {bad} can't be read", "leaves no room for its context", "no task nosuch"):
+        assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_task_that_the_first_model_lacks_is_compared_with_no_other(folder: Path, run: Path, tmp_path: Path) -> None:
+    """A Hugging Face folder has no held-out text, from which brackets are made."""
+    options = "--tasks=brackets", f"--json={tmp_path / 'scores.json'}"
+    result = ranks(1, *map(str, (folder, run, run)), *options, entry=ENTRY)
+    assert "no text of its own" in result.stderr
+    assert [len(model["tasks"]) for model in json.loads((tmp_path / "scores.json").read_text())["models"]] == [0, 1, 1]
+    assert f"minus {folder}" not in result.stdout
+
+
+def test_batches_of_any_size_give_the_same_scores(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One batch of all questions, or one for each choice."""
+    tasks = [questions.read(str(jsonl(tmp_path / f"{i}.jsonl", rows))) for i, rows in enumerate((CHOICE, WORD))]
+    opened = open_model(folder, torch.device("cpu"), torch.float32)
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    forwards: list[int] = []
+    opened.model.register_forward_pre_hook(lambda _, arguments: forwards.append(len(arguments[0])))
+
+    def figures(task: Task) -> dict[str, float]:
+        ready = task_tokens.encoded(task, encoder, task_tokens.Inputs([0], [0], LENGTH))
+        world = World(0, 1, torch.device("cpu"), 1)
+        return task_scores.score(opened.model, ready, opened.tokenizer, opened.ends, world).figures()
+
+    together = [figures(task) for task in tasks]
+    assert min(forwards) > 1
+    forwards.clear()
+    monkeypatch.setattr(task_scores, "BATCH_TOKENS", 1)
+    assert figures(tasks[0]) == pytest.approx(together[0], rel=1e-5)
+    monkeypatch.setattr(task_scores, "BATCH_TOKENS", 4096)
+    monkeypatch.setattr(task_scores, "LOGITS_BYTES", 1)
+    assert figures(tasks[1]) == pytest.approx(together[1], rel=1e-5)
+    assert set(forwards) == {1}
+
+
+def test_of_equal_choices_the_first_is_the_answer(folder: Path) -> None:
+    opened = open_model(folder, torch.device("cpu"), torch.float32)
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    rows = [Question(("the cat",) * 3, (" sat", " sat", " sat"), answer) for answer in range(3)]
+    ready = task_tokens.encoded(Task("ties", "multiple choice", rows), encoder, task_tokens.Inputs([0], [0], LENGTH))
+    score = task_scores.score(opened.model, ready, opened.tokenizer, (), World(0, 1, torch.device("cpu"), 1))
+    assert score.correct.keys() == {"plain", "per_byte", "per_token"}
+    assert all(list(values) == [1.0, 0.0, 0.0] for values in score.correct.values())
+
+
+def test_likelihoods_that_are_not_finite_have_no_score(folder: Path) -> None:
+    opened = open_model(folder, torch.device("cpu"), torch.float32)
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    opened.model.norm.weight.data.fill_(math.nan)  # type: ignore[operator]
+    rows: dict[Kind, Question] = {
+        "multiple choice": Question(("the cat",) * 2, (" sat", " mat")),
+        "last word": Question(("the cat",), (" sat",)),
+        "exact match": Question(("the cat",), ("sat",), max_tokens=2),
+    }
+    for kind, question in rows.items():
+        ready = task_tokens.encoded(Task("task", kind, [question]), encoder, task_tokens.Inputs([0], [0], LENGTH))
+        score = task_scores.score(opened.model, ready, opened.tokenizer, (), World(0, 1, torch.device("cpu"), 1))
+        assert math.isnan(score.figures()["score"]), kind
+        assert task_scores.figure_text(score.figures(), "score") == "not finite"
+
+
+def test_a_long_prompt_loses_its_beginning_and_leaves_room_for_the_answer() -> None:
+    encoder = task_tokens.text_encoder(bpe(), (0,), "a question")
+    (tokens,) = encoder([WORDS * 5])
+    for most in (1, 5, LENGTH - 1):
+        task = Task("task", "exact match", [Question((WORDS * 5,), ("cat",), max_tokens=most)])
+        (prompt,) = task_tokens.encoded(task, encoder, task_tokens.Inputs([0], [0], LENGTH)).prompts
+        assert prompt == tokens[-(LENGTH - most) :]
+    short = Task("task", "exact match", [Question(("the cat",), ("cat",), max_tokens=5)])
+    (prompt,) = task_tokens.encoded(short, encoder, task_tokens.Inputs([0], [0], LENGTH)).prompts
+    assert prompt == [0, *encoder(["the cat"])[0]], "the prefix"
+
+
+def test_a_context_without_tokens_needs_one_that_begins_a_text() -> None:
+    encoder = task_tokens.text_encoder(bpe(), (0,), "a question")
+    tasks = [
+        Task("task", "last word", [Question((" ",), ("cat",))]),
+        Task("task", "exact match", [Question(("",), ("cat",), max_tokens=4)]),
+    ]
+    for task in tasks:
+        found = task_tokens.encoded(task, encoder, task_tokens.Inputs([], [0], LENGTH))
+        assert (found.prompts[0][0] if found.prompts else found.spans[0].ids[0]) == 0
+        with pytest.raises(UserError, match="question 1 has an empty context"):
+            task_tokens.encoded(task, encoder, task_tokens.Inputs([], [], LENGTH))
+
+
+def test_the_first_line_names_the_main_score(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "task.jsonl", [{"score": "per_byte"}, *CHOICE])
+    task = questions.read(str(file))
+    assert (task.main, len(task.questions)) == ("per_byte", len(CHOICE))
+    with pytest.raises(DataError, match='"plain" or "per_byte" or "per_token" works'):
+        questions.read(str(jsonl(tmp_path / "task.jsonl", [{"score": "f1"}, *CHOICE])))
+
+
+def test_a_subset_is_always_the_same_and_random() -> None:
+    task = Task("task", "last word", [Question((str(i),), ("x",)) for i in range(100)])
+    some = [int(question.contexts[0]) for question in task.some(10).questions]
+    assert some == [int(question.contexts[0]) for question in task.some(10).questions] == sorted(set(some))
+    assert len(some) == 10
+    assert some[-1] > 50
+    assert task.some(0) is task.some(100) is task
+
+
+GOOD = json.dumps(CHOICE[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no questions; each line is one"),
+        ("\n\n", "no questions"),
+        (GOOD + "\n{", "line 2: not JSON"),
+        (GOOD + "\n\n[1]", "line 3: should be an object"),
+        (b"\xff\xfe{}", "line 1: byte 1 is not UTF-8"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ('{"context": "a"}', "line 1: no known kind of question"),
+        ('{"context": "a", "choices": ["b"], "answer": 0}', '"choices" should be a list of at least two'),
+        ('{"context": "a", "choices": ["b", ""], "answer": 0}', '"choices" has an empty text'),
+        ('{"context": "a", "choices": ["b", 1], "answer": 0}', '"choices" is 1 and should be text'),
+        ('{"context": "a", "choices": ["b", "c"], "answer": 2}', '"answer" is 2 and should be the index'),
+        ('{"context": "a", "choices": ["b", "c"], "answer": true}', '"answer" is true'),
+        ('{"context": "a", "choices": ["b", "c"]}', '"answer" is null'),
+        ('{"choices": ["b", "c"], "answer": 0}', '"context" is null'),
+        ('{"contexts": ["a"], "choices": ["b", "c"], "answer": 0}', '"contexts" should be a list of 2 texts'),
+        ('{"context": "a", "choises": ["b"], "answer": "b"}', 'unknown key "choises" of exact match'),
+        ('{"context": "a", "answer": []}', '"answer" is blank'),
+        ('{"context": "a", "answer": "b", "stop": [""]}', '"stop" has an empty text'),
+        ('{"context": "a", "answer": "b", "max_tokens": 0}', '"max_tokens" is 0'),
+        ('{"context": "a", "continuation": " "}', '"continuation" is blank'),
+        ('{"context": "\\ud800", "continuation": "b"}', "half of a surrogate pair"),
+        (GOOD + '\n{"context": "a", "continuation": "b"}', "line 2: last word, but line 1 is multiple choice"),
+        ("{\n" * 9, "... and 4 more problems"),
+    ],
+)
+def test_a_bad_file_names_the_line(content: str | bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "task.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError) as caught:
+        questions.read(str(file))
+    assert message in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_names_that_are_no_tasks(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    one, two = (jsonl(tmp_path / folder / "task.jsonl", CHOICE) for folder in ("a", "b"))
+    for names, message in (
+        (["nosuch"], "no task nosuch: give a .jsonl file"),
+        (["nosuch.jsonl"], "nothing at nosuch.jsonl"),
+        ([str(tmp_path)], "not a file"),
+        ([str(one), str(two)], "two tasks are called task"),
+    ):
+        with pytest.raises(DataError, match=message):
+            find(names, "", None)
+
+
+def test_brackets_are_balanced_and_have_their_partner() -> None:
+    code = "x = {'a': [1, 2], 'b': (3, 4)}\n" * 100 + ") ] unbalanced in a comment }\n" + "f() " * 50
+    task = brackets([code, code])
+    answers = [question.answer for question in task.questions]
+    assert [answers.count(i) for i in range(3)] == [EACH] * 3
+    assert task.chance == pytest.approx(1 / 3)
+    for question in task.questions:
+        assert question.choices == CHOICES
+        partner, closing = "([{"[question.answer], CHOICES[question.answer]
+        after = question.contexts[0].rpartition(partner)[2]
+        assert question.contexts[0].count(partner) > 0
+        assert closing not in after
+        assert after
+    assert task == brackets([code, code])
+    two = brackets(["f(x, y[0])  # {unclosed\n" * 100])
+    assert {question.choices for question in two.questions} == {(")", "]")}
+    assert two.chance == 0.5
+    with pytest.raises(DataError, match="too few closing brackets"):
+        brackets(["(only parentheses) " * 100])
+
+
+def test_held_out_documents_are_spread_over_the_text(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than are read, and longer than what is read of each."""
+    file = jsonl(tmp_path / "text.jsonl", [{"text": f"document {i} is longer than what is read"} for i in range(100)])
+    data = DataSet.of({"a": (1.0, make(file, tmp_path / "cache", val_fraction=0.5, vocab_size=300))})
+    every = list(find_tasks.held_out_documents("brackets", data))
+    assert len(every) > 20
+    assert all(re.fullmatch(r"document \d+ is longer than what is read", document) for document in every)
+    for most, step in ((len(every), 1), (len(every) - 1, 2), (5, -(-len(every) // 5))):
+        monkeypatch.setattr(find_tasks, "MOST_DOCUMENTS", most)
+        assert list(find_tasks.held_out_documents("brackets", data)) == every[::step]
+    monkeypatch.setattr(find_tasks, "MOST_TOKENS", 4)
+    short = list(find_tasks.held_out_documents("brackets", data))
+    tokenizer = load_tokenizer(data.folder / "tokenizer.json")
+    assert [len(tokenizer.encode(document).ids) for document in short] == [4] * len(short)
+
+
+def test_a_built_in_task_is_one_entry(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made from the held-out text, where there is some."""
+    made: list[list[str]] = []
+
+    def mine(documents: Iterable[str]) -> Task:
+        made.append(list(documents))
+        return Task("mine", "last word", [Question(("a",), (" b",))])
+
+    monkeypatch.setitem(find_tasks.BUILT_IN, "mine", mine)
+    options = evaluate.options_of([str(run), "--tasks", "mine", f"--json={tmp_path / 'scores.json'}"])
+    (result,) = evaluate.evaluate(options, World(0, 1, torch.device("cpu"), 1))
+    assert result["tasks"]["mine"]["questions"] == 1
+    assert made[0]
+    assert find(["mine"], "", None) == []
+
+
+@pytest.fixture(scope="module")
+def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs")
+    more = {"train__steps": 2, "eval__every": 0, "checkpoint__every": 2, "optim__warmup_steps": 1}
+    succeeded(ranks(1, *tiny(text, out, run__name="run", **more)))
+    return out / "run"
+
+
+def test_brackets_of_a_run_come_from_its_held_out_text(run: Path, tmp_path: Path) -> None:
+    figures = scored(2, run, "--tasks", "brackets", out=tmp_path / "scores.json")["brackets"]
+    assert figures["questions"] >= 10
+    assert figures["chance"] in (0.5, pytest.approx(1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["HF", "--tasks", "brackets"], "no text of its own"),
+        (["RUN", "--tasks", "LONG"], "max_tokens = 999, which leaves no room"),
+        (["RUN", "--tasks", "TASK", "--questions=-1"], "--questions=-1 should be 0"),
+        (["RUN", "--tasks-from=x.whl"], "needs --tasks"),
+        (["RUN", "--tasks", "a/b", "--tasks-from=nosuch.whl"], "nothing at nosuch.whl"),
+    ],
+)
+def test_bad_options_are_errors(arguments: list[str], message: str, folder: Path, run: Path, tmp_path: Path) -> None:
+    named = {
+        "HF": folder,
+        "RUN": run,
+        "TASK": jsonl(tmp_path / "task.jsonl", CHOICE),
+        "LONG": jsonl(tmp_path / "long.jsonl", [{"context": "a", "answer": "b", "max_tokens": 999}]),
+    }
+    given = evaluate.options_of([str(named.get(word, word)) for word in arguments])
+    with pytest.raises(UserError, match=message):
+        evaluate.evaluate(given, World(0, 1, torch.device("cpu"), 1))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"context": "a", "answer": ["x\\ny"]}', 'line 1: "answer" contains a "stop" text'),
+        ('{"context": "a", "choices": ["b", "c", "b"], "answer": 2}', 'has the right one, "b", more than once'),
+    ],
+)
+def test_questions_that_can_not_be_scored(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(line)
+    with pytest.raises(DataError) as raised:
+        find([str(tmp_path / "a.jsonl")], "", None)
+    assert message in str(raised.value)

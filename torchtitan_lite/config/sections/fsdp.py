@@ -1,0 +1,208 @@
+"""[fsdp] and [grad_scaler]: the mesh, when parameters are gathered and gradients reduced, and in which dtypes."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainValidator, PositiveInt
+
+from torchtitan_lite.config.section import (
+    BITS,
+    Dtype,
+    Machine,
+    Resume,
+    Rules,
+    Section,
+    UsedIf,
+    used_with,
+)
+
+if TYPE_CHECKING:
+    from torchtitan_lite.config.schema import Config
+
+
+def _reshard(value: Any) -> Any:
+    if value == "default" or (isinstance(value, int) and (isinstance(value, bool) or value > 1)):
+        return value
+    raise ValueError('should be "default", true, false, or a number of ranks above 1')
+
+
+class PrecisionOverride(Section):
+    match: str
+    """pattern of parameter names, e.g. "layers.0.*"; the first matching override applies"""
+    param_dtype: Dtype | None = None
+    """replaces [fsdp] param_dtype; absent: unchanged"""
+    reduce_dtype: Dtype | None = None
+    """replaces [fsdp] reduce_dtype; absent: unchanged"""
+    output_dtype: Dtype | None = None
+    """replaces [fsdp] output_dtype; absent: unchanged"""
+
+
+_PREFETCHING = used_with("fsdp.explicit_prefetching", True)
+
+
+class FsdpConfig(Section):
+    sharding_strategy: Literal["", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"] = (
+        Field(default="", examples=["FULL_SHARD"])
+    )
+    """FSDP1's name for a choice of dp_replicate, dp_shard and reshard_after_forward; empty: use those keys"""
+    dp_replicate: Annotated[int, BITS] = -1
+    """number of replicas of the sharded model (HSDP); -1: world size / dp_shard, or 1 if that is -1 too"""
+    dp_shard: int = -1
+    """ranks per replica; -1: world size / dp_replicate; 1: no sharding"""
+    blocks_per_group: Annotated[PositiveInt, BITS] = 1
+    """blocks that are gathered and reduced together. Larger groups issue fewer collectives, but use more memory"""
+    reshard_after_forward: Annotated[bool | int | Literal["default"], PlainValidator(_reshard)] = "default"
+    """after forward: free gathered parameters (true), keep them for backward (false), or keep them sharded over this \
+many ranks; default: true for all but the head, which backward needs first"""
+    reshard_after_backward: bool = True
+    """free gathered parameters after backward; false: keep them for the next micro-batch of the step"""
+    grad_sync: Annotated[Literal["every", "last", "all_reduce_last"], BITS] = "every"
+    """when to reduce gradients: after every micro-batch, or after the last of a step (more memory); all_reduce_last: \
+reduce_scatter within a replica after every one, all_reduce between replicas after the last"""
+    param_dtype: Annotated[Dtype, BITS] = "float32"
+    """dtype of the parameters in forward and backward (they are stored and updated in float32)"""
+    reduce_dtype: Annotated[Dtype, BITS] = "float32"
+    """dtype of the gradient reduction"""
+    output_dtype: Annotated[Literal["", Dtype], BITS] = ""
+    """dtype of each group's output; empty: its param_dtype"""
+    cast_forward_inputs: Annotated[bool, BITS] = False
+    """let FSDP cast every floating-point input of a group; llama's rotary tables then lose precision"""
+    precision_overrides: Annotated[list[PrecisionOverride], BITS] = Field(
+        default=[], examples=[[{"match": "layers.0.*", "param_dtype": "float32"}]]
+    )
+    """dtypes of single groups: [[fsdp.precision_overrides]] match = "layers.0.*", with any of the dtypes"""
+    cpu_offload: Annotated[bool, BITS] = False  # the optimizer then runs on the host
+    """keep parameters, gradients and optimizer state on the host (GPU runs only)"""
+    explicit_prefetching: bool = False
+    """issue the first all-gather before the batch is fetched, and prefetch the next groups by explicit lists"""
+    forward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
+    """with explicit_prefetching: groups to prefetch in forward"""
+    backward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
+    """with explicit_prefetching: groups to prefetch in backward"""
+
+    def mesh(self, world_size: int) -> tuple[int, int]:
+        """dp_replicate and dp_shard, where -1 takes all remaining ranks."""
+        replicate, shard = self.dp_replicate, self.dp_shard
+        if replicate == -1:
+            replicate = 1 if shard == -1 else max(world_size // shard, 1)
+        if shard == -1:
+            shard = max(world_size // replicate, 1)
+        return replicate, shard
+
+    def dtypes(self, *keys: str) -> set[str | None]:
+        """The values of these keys, in this section and its overrides."""
+        return {getattr(section, key) for section in (self, *self.precision_overrides) for key in keys}
+
+    @property
+    def uses_float16(self) -> bool:
+        """Whether any dtype is float16, whose narrow range needs loss scaling."""
+        return "float16" in self.dtypes("param_dtype", "reduce_dtype", "output_dtype")
+
+
+_FLOAT16 = UsedIf(
+    "fsdp.param_dtype fsdp.reduce_dtype fsdp.output_dtype fsdp.precision_overrides",
+    'a dtype "float16" in [fsdp]',
+    lambda c: c.fsdp.uses_float16,
+)
+
+
+class GradScalerConfig(Section):
+    on_resume: ClassVar[Resume] = Resume("allowed", "the scale itself is restored", changes_steps=False)
+
+    init_scale: Annotated[float, _FLOAT16] = Field(default=65536.0, gt=0, le=2.0**100)
+    """float16: initial loss scale, so that small gradients do not underflow; halved on overflow"""
+    growth_interval: Annotated[PositiveInt, _FLOAT16] = 2000
+    """float16: double the scale after this many steps without overflow"""
+    min_scale: Annotated[float, _FLOAT16] = Field(default=1.0, gt=0, le=2.0**100)
+    """float16: stop the run below this scale"""
+
+
+# --- FSDP1's sharding strategies --------------------------------------------------------------------------------
+
+# Their [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys that are not set
+# explicitly; an explicit key that contradicts it is an error. As in FSDP1, a hybrid strategy shards within one machine,
+# unless dp_replicate or dp_shard is set.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {"reshard_after_forward": True, "dp_replicate": 1},
+    "SHARD_GRAD_OP": {"reshard_after_forward": False, "dp_replicate": 1},
+    "HYBRID_SHARD": {"reshard_after_forward": True},
+    "_HYBRID_SHARD_ZERO2": {"reshard_after_forward": False},
+    "NO_SHARD": {"reshard_after_forward": False, "dp_shard": 1},
+}
+
+
+def strategy_keys(strategy: str, explicit: Mapping[str, Any], local_world_size: int) -> dict[str, Any]:
+    """The [fsdp] keys that a strategy sets, given the explicit ones; empty for an unknown strategy."""
+    keys = dict(STRATEGIES.get(strategy, {}))
+    if "HYBRID" in strategy and explicit.get("dp_shard", -1) == -1 and explicit.get("dp_replicate", -1) == -1:
+        keys["dp_shard"] = local_world_size
+    return {key: value for key, value in keys.items() if explicit.get(key, -1) in (-1, "default")}
+
+
+def contradiction(strategy: str, key: str, value: Any, local_world_size: int) -> str:
+    """How an explicit [fsdp] key contradicts a strategy; empty if it does not."""
+    if key == "dp_shard" and value == local_world_size:
+        return ""  # the default of a hybrid strategy, even if it is 1
+    meant = STRATEGIES.get(strategy, {})
+    if key in meant and value not in (meant[key], "default" if key == "reshard_after_forward" else -1):
+        return f'sharding_strategy = "{strategy}" means {key} = {str(meant[key]).lower()}'
+    if key == "dp_replicate" and "HYBRID" in strategy and value == 1:
+        return f'sharding_strategy = "{strategy}" needs replicas; without them use "FULL_SHARD" or "SHARD_GRAD_OP"'
+    if key == "dp_shard" and "HYBRID" in strategy and value == 1:
+        return f'sharding_strategy = "{strategy}" needs shards; without them use "NO_SHARD"'
+    return ""
+
+
+# --- rules ------------------------------------------------------------------------------------------------------
+
+
+def rules(config: "Config", machine: Machine) -> Rules:
+    """The broken rules of the mesh, of offloading and of the loss scale."""
+    fsdp = config.fsdp
+    for key, value in (("dp_shard", fsdp.dp_shard), ("dp_replicate", fsdp.dp_replicate)):
+        if value != -1 and value < 1:
+            yield f"fsdp.{key}", f"fsdp.{key} = {value} should be -1 (all remaining ranks) or at least 1"
+            return
+    world_size = machine.world_size
+    replicate, shard = fsdp.mesh(world_size)
+    if replicate * shard != world_size:
+        works = replicate if world_size % replicate == 0 else 1
+        yield (
+            "fsdp.dp_shard fsdp.dp_replicate",
+            f"fsdp.dp_replicate = {replicate} x fsdp.dp_shard = {shard} does not give the world size "
+            f"{world_size}; fsdp.dp_replicate = {works} with fsdp.dp_shard = {world_size // works} works",
+        )
+        return
+    ranks = fsdp.reshard_after_forward
+    if not isinstance(ranks, bool | str) and (shard % ranks or ranks >= shard):
+        divisors = [str(n) for n in range(2, shard) if shard % n == 0]
+        yield (
+            "fsdp.reshard_after_forward fsdp.dp_shard",
+            f"fsdp.reshard_after_forward = {ranks} should divide dp_shard = {shard} and be less than it; "
+            f"{' or '.join([*divisors, 'true'])} works",
+        )
+    if fsdp.grad_sync == "all_reduce_last" and (replicate == 1 or shard == 1):
+        yield (
+            "fsdp.grad_sync fsdp.dp_replicate fsdp.dp_shard",
+            f'fsdp.grad_sync = "all_reduce_last" needs replicas of a sharded model, but dp_replicate = '
+            f'{replicate} and dp_shard = {shard}; "every" or "last" works',
+        )
+    if fsdp.cpu_offload and (config.run.device == "cpu" or machine.n_gpus == 0):
+        yield (
+            "fsdp.cpu_offload run.device",
+            "fsdp.cpu_offload = true moves parameters between a GPU and the host, but this run uses no GPU; "
+            "fsdp.cpu_offload = false works",
+        )
+    if fsdp.cpu_offload and config.optim.name == "muon":
+        yield (
+            "fsdp.cpu_offload optim.name",
+            'optim.name = "muon" exchanges gradients between GPUs, which fsdp.cpu_offload = true keeps on the host; '
+            'fsdp.cpu_offload = false works, or optim.name = "adamw"',
+        )
+    scaler = config.grad_scaler
+    if scaler.min_scale > scaler.init_scale:
+        yield (
+            "grad_scaler.min_scale grad_scaler.init_scale",
+            f"grad_scaler.min_scale = {scaler.min_scale} is above grad_scaler.init_scale = "
+            f"{scaler.init_scale}; min_scale = 1.0 works",
+        )

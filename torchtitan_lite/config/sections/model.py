@@ -1,0 +1,232 @@
+"""[model]: the family, its sizes, and where the weights start from."""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import tomli
+from pydantic import Field, PositiveFloat, ValidationInfo, model_validator
+
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.paths import problem
+from torchtitan_lite.config.section import (
+    REFUSED,
+    Machine,
+    PathText,
+    Resume,
+    Rules,
+    Section,
+    Size,
+    SizeOrZero,
+    UsedIf,
+    Width,
+    WidthOrZero,
+)
+from torchtitan_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchtitan_lite.config.schema import Config
+
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
+
+_READ_AT_STEP_0 = Resume(
+    "asks",
+    "only read at step 0, so another one would have no effect (without one a resume is allowed)",
+    changes_steps=False,
+)
+_STRETCHED = UsedIf("model.family model.rope_factor", "model.rope_factor above 1", lambda c: c.model.rope_factor > 1)
+
+
+class ModelConfig(Section):
+    """A key that only some families read is listed in their entry of `FAMILIES`, and unused with the others."""
+
+    on_resume: ClassVar[Resume] = REFUSED
+
+    family: FamilyName = "llama"
+    """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
+t5: encoder and decoder"""
+    size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False)] = "1M"
+    """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
+    init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
+    """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
+    vocab_size: SizeOrZero = 0
+    """rows of the token embedding; 0: the size of the tokenizer's vocabulary"""
+    dim: Width = 128
+    """width of the residual stream"""
+    n_layers: int = Field(default=4, gt=0, le=2048)
+    """number of Transformer blocks; t5: of the encoder"""
+    n_decoder_layers: int = Field(default=0, ge=0, le=2048)
+    """t5: number of blocks of the decoder; 0: n_layers"""
+    n_heads: Width = 4
+    """attention heads"""
+    max_seq_len: Size = 1024
+    """maximum sequence length, in tokens"""
+    tie_embeddings: bool = False
+    """use the token embeddings as the output matrix"""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """gpt, t5: dropout probability"""
+    n_kv_heads: WidthOrZero = 0
+    """llama: key and value heads for grouped-query attention; 0: n_heads"""
+    head_dim: WidthOrZero = 0
+    """llama, t5: width of a head; 0: dim / n_heads"""
+    hidden_dim: int = Field(default=0, ge=0, le=2**24)
+    """llama, t5: width of the feed-forward; 0: 8/3 dim, rounded up to a multiple of 64 (t5: 4 dim)"""
+    gated: bool = True
+    """t5: gated GELU in the feed-forward (v1.1); false: ReLU (v1.0)"""
+    scale_output: bool = False
+    """t5: multiply the decoder's output by dim^-0.5 (v1.0)"""
+    mup_base_dim: WidthOrZero = 0
+    """gpt, llama: the dim that rates and initial values were tuned at: they are scaled from there (muP); 0: off"""
+    norm_eps: PositiveFloat = 1e-5
+    """epsilon of the norms"""
+    qk_norm: bool = False
+    """llama: normalize queries and keys (Qwen3)"""
+    qkv_bias: bool = False
+    """llama: biases of queries, keys and values (Qwen2)"""
+    rope_theta: PositiveFloat = 1e4
+    """llama: base of the rotary wavelengths"""
+    rope_factor: float = Field(default=1.0, ge=1)
+    """llama: stretch long rotary wavelengths by this factor (Llama 3.1's longer context); 1: off"""
+    rope_low_freq_factor: Annotated[PositiveFloat, _STRETCHED] = 1.0
+    """llama: wavelengths above rope_original_max_seq_len / this are stretched by the full factor"""
+    rope_high_freq_factor: Annotated[PositiveFloat, _STRETCHED] = 4.0
+    """llama: wavelengths below rope_original_max_seq_len / this are not stretched"""
+    rope_original_max_seq_len: Annotated[Size, _STRETCHED] = 8192
+    """llama: the context length before stretching"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_size(cls, values: Any, info: ValidationInfo) -> Any:
+        """Add the keys of a size that is given in Python. load.py, which has layers, adds them itself."""
+        if info.context == "layers" or not isinstance(values, dict) or not isinstance(values.get("size"), str):
+            return values
+        size, family = values["size"], str(values.get("family", cls.model_fields["family"].default)).lower()
+        sizes = FAMILIES[family].sizes if family in FAMILIES else {}
+        if sizes and size not in sizes and "dim" not in values:
+            raise ValueError(f"no size {size!r} of {family}; known: {', '.join(sizes)}")
+        return {**sizes.get(size, {}), **values}
+
+    def resolved(self) -> dict[str, Any]:
+        """Every key, with derived values in place of 0, except vocab_size."""
+        derived = {"n_kv_heads": self.kv_heads, "head_dim": self.dim_of_heads, "hidden_dim": self.dim_of_ffn}
+        return self.model_dump() | derived | {"n_decoder_layers": sum(self.stacks[1:])}
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """The number of blocks of the decoder, or of encoder and decoder."""
+        one = self.n_layers
+        return (one, self.n_decoder_layers or one) if FAMILIES[self.family].encoder_decoder else (one,)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def dim_of_heads(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def dim_of_ffn(self) -> int:
+        """Width of the feed-forward."""
+        numerator, denominator, multiple = FAMILIES[self.family].hidden_dim
+        return self.hidden_dim or -(-numerator * self.dim // (denominator * multiple)) * multiple
+
+
+def shape_rules(model: ModelConfig) -> Rules:
+    """The broken rules between the sizes of a model."""
+    if model.dim % model.n_heads and not model.head_dim:
+        works = max(d for d in range(1, model.n_heads + 1) if model.dim % d == 0)
+        yield (
+            "model.n_heads model.dim",
+            f"model.dim = {model.dim} is not a multiple of model.n_heads = {model.n_heads}; n_heads = {works} works",
+        )
+    reads = FAMILIES[model.family].keys
+    if "n_kv_heads" in reads and model.n_heads % model.kv_heads:
+        works = max(k for k in range(1, model.kv_heads + 1) if model.n_heads % k == 0)
+        yield (
+            "model.n_kv_heads model.n_heads",
+            f"model.n_heads = {model.n_heads} is not a multiple of model.n_kv_heads = {model.kv_heads}; "
+            f"n_kv_heads = {works} works",
+        )
+    if "rope_theta" in reads and model.dim_of_heads % 2:
+        yield (
+            "model.head_dim model.dim",
+            f"rotary positions need an even head_dim, not {model.dim_of_heads}; "
+            f"head_dim = {model.dim_of_heads + 1} works",
+        )
+    stretched = "rope_factor" in reads and model.rope_factor > 1
+    if stretched and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        yield (
+            "model.rope_low_freq_factor model.rope_high_freq_factor",
+            f"model.rope_low_freq_factor = {model.rope_low_freq_factor} should be below "
+            f"model.rope_high_freq_factor = {model.rope_high_freq_factor}, e.g. 1.0 and 4.0",
+        )
+
+
+def rules(config: "Config", machine: Machine) -> Rules:
+    """The broken rules of [model], and between it and other sections."""
+    model = config.model
+    yield from shape_rules(model)
+    if model.mup_base_dim and model.tie_embeddings:
+        yield (
+            "model.mup_base_dim model.tie_embeddings",
+            f"model.mup_base_dim = {model.mup_base_dim} gives embeddings and output matrix different initial values "
+            "and rates, and model.tie_embeddings = true makes them one matrix; model.tie_embeddings = false works",
+        )
+    if model.mup_base_dim and (config.optim.name == "sgd" or config.optim.rms_scaling):
+        other = 'optim.name = "sgd"' if config.optim.name == "sgd" else "optim.rms_scaling = true"
+        yield (
+            "model.mup_base_dim optim.name optim.rms_scaling",
+            f"model.mup_base_dim = {model.mup_base_dim} scales the rates of Adam and Muon, whose updates have a fixed "
+            f'size, and those of {other} do not; optim.name = "muon" or "adamw" works',
+        )
+    if not FAMILIES[model.family].encoder_decoder:
+        return
+    if config.fsdp.uses_float16:
+        yield (
+            "fsdp.param_dtype model.family",
+            f'model.family = "{model.family}" can\'t compute in float16: the outputs of its feed-forward exceed 65504, '
+            'the largest float16 number, in published models; "bfloat16" works in its place as param_dtype, '
+            "reduce_dtype and output_dtype",
+        )
+    if model.tie_embeddings and not model.scale_output and not model.init_from:
+        yield (
+            "model.tie_embeddings model.scale_output",
+            "model.tie_embeddings = true needs model.scale_output = true, or the initial logits are too large by "
+            f"a factor of {model.dim**0.5:.0f}; scale_output = true works, and so does tie_embeddings = false",
+        )
+    if config.data.target_len > model.max_seq_len:
+        yield (
+            "data.target_len model.max_seq_len",
+            f"data.target_len = {config.data.target_len} is longer than model.max_seq_len = {model.max_seq_len}; "
+            f"model.max_seq_len = {config.data.target_len} works",
+        )
+
+
+def local_rules(config: "Config", machine: Machine) -> Rules:
+    """Nothing is at `model.init_from`. It may be gone once the run has started from it."""
+    if config.model.init_from and not started_from(config) and (wrong := problem(config.model.init_from)):
+        yield "model.init_from", f"model.init_from: {wrong}"
+
+
+def started_from(config: "Config") -> bool:
+    """Whether the run has a checkpoint, and has started from `model.init_from`, which may be gone since."""
+    try:
+        before = tomli.loads((config.folder / "config.toml").read_text(encoding="utf-8")).get("model", {})
+        resumes = any(config.folder.glob("checkpoints/step-*"))
+        return resumes and bool(before.get("init_from") == config.model.init_from)
+    except (ConfigError, OSError, ValueError, AttributeError):
+        return False
+
+
+def rate_note(config: "Config") -> list[str]:
+    """A note on the default rate for a run that is about to start from `model.init_from`."""
+    if started_from(config):
+        return []
+    lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
+    return [
+        f"optim.lr = {config.optim.lr} is the default, for training from random weights; a model that is already "
+        f"trained forgets much at this rate: --optim.name=adamw --optim.lr={lr} is a start (docs/models.md)"
+    ]

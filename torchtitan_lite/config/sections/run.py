@@ -1,0 +1,54 @@
+"""[run]: name, folder, seed and device."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
+
+from torchtitan_lite.config.paths import not_a_folder
+from torchtitan_lite.config.section import BITS, REFUSED, Machine, PathText, Rules, Section
+from torchtitan_lite.errors import shortened
+
+if TYPE_CHECKING:
+    from torchtitan_lite.config.schema import Config
+
+
+class RunConfig(Section):
+    name: PathText = "default"
+    """name of the run; if a config file sets none, the file's name"""
+    out_dir: PathText = "runs"
+    """parent folder of all runs; this run's folder is <out_dir>/<name>"""
+    seed: Annotated[NonNegativeInt, REFUSED] = 0
+    """seed of the initial parameters, the data order and dropout"""
+    device: Annotated[Literal["auto", "cpu", "cuda"], BITS] = "auto"
+    """where to train; auto: cuda if there is a GPU, else cpu"""
+    threads: Annotated[int, BITS] = Field(default=0, ge=0, le=4096)
+    """CPU threads per rank; 0: without a launcher OMP_NUM_THREADS, else the cores of the machine, or the quota of its \
+container, divided by its ranks"""
+    max_minutes: NonNegativeFloat = 0.0
+    """save and exit after this many minutes; 0: no limit"""
+    timeout_minutes: float = Field(default=20.0, gt=0, le=525_600)
+    """end the run, with stacks in stacks/, if a rank delays a step or a save or load makes no progress for this long"""
+    deterministic: Annotated[bool, BITS] = False
+    """CUDA: use only deterministic (slower) kernels, for a bitwise-identical resume; the CPU is always deterministic"""
+
+
+def rules(config: "Config", machine: Machine) -> Rules:
+    """The broken rules of a name, a folder and a device."""
+    name, device = config.run.name, config.run.device
+    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
+        yield (
+            "run.name",
+            f"run.name = {shortened(repr(name))} should be the plain name of a folder, of at most 200 bytes, "
+            'e.g. run.name = "first"',
+        )
+    if wrong := not_a_folder(config.run.out_dir):
+        yield "run.out_dir", f"run.out_dir: {wrong}"
+    if device == "cuda" and machine.n_gpus == 0:
+        yield "run.device", 'run.device = "cuda", but torch sees no GPU here; run.device = "cpu" works'
+    if device != "cpu" and 0 < machine.n_gpus < machine.local_world_size:
+        yield (
+            "run.device",
+            f"{machine.local_world_size} processes on this machine, and torch sees {machine.n_gpus} GPUs; "
+            f'--nproc-per-node {machine.n_gpus} works, and so does run.device = "cpu"',
+        )

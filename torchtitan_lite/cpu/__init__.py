@@ -1,0 +1,39 @@
+"""Faster implementations for CPUs. Names, shapes and checkpoints of a model stay the same; each has a key in [speed].
+
+The models hold plain functions. `apply` replaces some on a built model, before activation checkpointing, compilation
+and `fully_shard`. A new one falls back to the plain one where that is as fast, e.g. for long sequences.
+
+    key                       replaces             by
+    speed.block_attention     attend               attention.py: large products over blocks of queries
+    speed.fused_functions     RMSNorm, rotate      fused.py: few passes over memory
+    speed.chunked_loss        cross_entropy        loss.py: in place, in chunks that fit into the cache
+    speed.widened_products    products of 16 bits  widened.py: float32, on CPUs without instructions for them
+    speed.shared_memory       FSDP's collectives   shared_memory.py: mapped memory, set up after `fully_shard`
+"""
+
+from torchtitan_lite.config.schema import SpeedConfig
+from torchtitan_lite.cpu import attention, fused, loss, widened
+from torchtitan_lite.cpu.shared_memory import apply_shared_memory
+from torchtitan_lite.cpu.widened import widens
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.models import attention as plain
+
+__all__ = ["apply", "apply_shared_memory", "widens"]
+
+
+def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> None:
+    """Replace functions of a model by faster ones.
+
+    Args:
+        widen: compute 16-bit products in float32; see `widens`.
+    """
+    if config.block_attention:
+        for module in model.modules():
+            if getattr(module, "attend", None) is plain.attend:
+                module.attend = attention.attend  # type: ignore[assignment]
+    if config.fused_functions:
+        fused.fuse_norms(model)
+        fused.fuse_rotations(model)
+    model.output.cross_entropy = loss.chunked_cross_entropy  # where model.output.chunked is set
+    if widen:
+        widened.widen(model)

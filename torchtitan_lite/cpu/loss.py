@@ -1,0 +1,100 @@
+"""The chunked loss for the CPU: mostly in place, and in chunks and groups of rows that fit into the cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.models import loss as plain
+from torchtitan_lite.models.loss import IGNORE
+
+CHUNK = 256  # tokens in a chunk; twice as many in float32, whose softmax overwrites the logits
+ROWS = 1024  # rows of the weight's gradient that fit into a core's cache
+
+
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, *, product_dtype: torch.dtype | None = None
+) -> Tensor:
+    """models.loss.chunked_cross_entropy; with `product_dtype`, its products are computed in that dtype."""
+    if x.device.type != "cpu":
+        return plain.chunked_cross_entropy(x, weight, targets, z_loss)
+    wants_dx = torch.is_grad_enabled() and x.requires_grad
+    wants_dw = torch.is_grad_enabled() and weight.requires_grad
+    rows, goals, dtype = x.flatten(0, 1), targets.flatten(), product_dtype or weight.dtype
+    return _ChunkedCrossEntropy.apply(rows, weight, goals, wants_dx, wants_dw, z_loss, dtype)  # type: ignore[no-untyped-call]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """x (N, D), weight (V, D), targets (N,), whether their gradients are wanted, z_loss, dtype of products -> ()."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        wants_dx: bool,
+        wants_dw: bool,
+        z_loss: float,
+        product_dtype: torch.dtype,
+    ) -> Tensor:
+        chunk = CHUNK * (2 if x.dtype == torch.float32 else 1)
+        dx = torch.empty_like(x) if wants_dx else None
+        dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        matrix = weight.to(product_dtype)
+        for start in range(0, len(x), chunk):
+            part = x[start : start + chunk].to(product_dtype)
+            logits = (part @ matrix.T).to(x.dtype)
+            losses, d_logits = _softmax_minus_onehot(logits, targets[start : start + chunk], z_loss)
+            loss += losses.sum()
+            d_logits = d_logits.to(product_dtype)
+            if dx is not None:
+                dx[start : start + chunk] = d_logits @ matrix
+            if dw is not None:
+                _add_product(dw, d_logits.T, part)
+        ctx.save_for_backward(dx, dw)
+        ctx.dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        factor = grads[0]
+        return (
+            None if dx is None else (dx * factor).to(dx.dtype),
+            None if dw is None else _scaled(dw, factor, ctx.dtype),
+            *(None,) * 5,
+        )
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other, (V, D); across dtypes in groups of rows: PyTorch would first copy the whole product."""
+    if total.dtype == one.dtype:
+        total.addmm_(one, other)
+        return
+    for rows, more in zip(total.split(ROWS), (one @ other).split(ROWS), strict=True):
+        rows += more
+
+
+def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """total * factor in another dtype, without an intermediate copy of the product."""
+    out = torch.empty(total.shape, dtype=dtype, device=total.device)
+    for rows, to in zip(total.split(ROWS), out.split(ROWS), strict=True):
+        to.copy_(rows * factor)
+    return out
+
+
+def _softmax_minus_onehot(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """The loss of each token, (n,) float32, and the gradient of their sum, (n, V), in place of float32 logits."""
+    counts = (targets != IGNORE)[:, None]
+    index = torch.where(counts, targets[:, None], 0)
+    largest, own = logits.amax(-1, keepdim=True).float(), logits.gather(1, index).float()
+    # five passes: torch.softmax alone takes as long as these without AVX512, and does not return the sum
+    p = torch.sub(logits, largest, out=logits if logits.dtype == torch.float32 else None).exp_()
+    total = p.sum(-1, keepdim=True)
+    normaliser = largest + total.log()
+    losses = torch.where(counts, normaliser - own, 0.0)
+    p *= counts * (1 + 2 * z_loss * normaliser) / total if z_loss else counts / total
+    p.scatter_add_(1, index, -counts.float())
+    return losses[:, 0], p.to(logits.dtype)

@@ -1,0 +1,294 @@
+"""FSDP's CPU collectives through shared memory, for ranks on one machine. gloo's TCP is slower (docs/lab).
+
+A collective copies into a memory file that all ranks of its group have mapped, waits at a barrier, and copies or sums
+out of it. Two halves alternate, so one barrier is enough: before a rank writes to a half again, it passes a barrier
+that the others reach only after they have read that half.
+
+    half 0, half 1:   slot of rank 0 | slot of rank 1 | ...      larger tensors go through in pieces
+
+Each rank locks a byte of the file. The kernel unlocks it when the process ends, which is how the others notice.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import mmap
+import os
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan_lite.cpu import barrier
+from torchtitan_lite.distributed.process_group import env_int, from_all_ranks, from_rank0
+
+SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
+SMALL = 16 << 10  # bytes of a tensor up to which each rank computes all of an all-reduce
+# named differently before torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class SharedMemory:
+    """The memory that the ranks of a group share.
+
+    Raises:
+        OSError: on every rank, if any rank can't map it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, slot: int = SLOT) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        around = slice(0, self.rank), slice(self.rank + 1, self.size)
+        self.others = [part for part in around if part.start < part.stop]  # at most two copies for all of them
+        self._turn, self._file = 0, -1
+        error, place = "", ("", (0, 0))
+        if self.rank == 0:
+            try:
+                # unnamed: a kill leaves nothing behind, and the limit of /dev/shm does not apply
+                self._file = os.memfd_create("torchtitan_lite")
+                os.ftruncate(self._file, 2 * self.size * slot + barrier.n_bytes(self.size))
+                self._map(slot)
+                self._barrier.initialise()
+                place = f"/proc/{os.getpid()}/fd/{self._file}", _identity(self._file)
+            except (OSError, AttributeError, ValueError) as caught:
+                error = str(caught)
+        path, identity = from_rank0(place, group)
+        if self.rank != 0 and path:
+            try:
+                self._file = os.open(path, os.O_RDWR)
+                if _identity(self._file) != identity:  # ranks may be in different PID namespaces
+                    raise OSError(f"{path} is another file for rank {self.rank}")
+                self._map(slot)
+            except (OSError, AttributeError, ValueError) as caught:
+                error = str(caught)
+        errors = from_all_ranks(error, group)
+        if self._file >= 0:
+            weakref.finalize(self, os.close, self._file)  # not earlier: closing it drops the lock
+        if any(errors):
+            raise OSError(next(text for text in errors if text))
+
+    def _map(self, slot: int) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
+        memory = torch.frombuffer(mmap.mmap(self._file, 0), dtype=torch.uint8)
+        self._memory = memory[: 2 * self.size * slot]
+        address = memory.data_ptr() + len(self._memory)
+        self._barrier = barrier.Barrier(address, self.rank, self.size, self._require_others)
+
+    def half(self, dtype: torch.dtype) -> Tensor:
+        """The half to use next, (ranks, elements)."""
+        self._turn = 1 - self._turn
+        return self._memory.view(dtype).view(2, self.size, -1)[self._turn]
+
+    def barrier(self) -> None:
+        """After it, every rank can read what the others wrote before it.
+
+        Raises:
+            RuntimeError: a process of the group has ended, or did not arrive within the group's timeout.
+        """
+        self._barrier.wait()
+
+    def _require_others(self, waited_s: float) -> None:
+        """The errors of `barrier`, with words by which hang.py recognises them."""
+        ended = [rank for rank in range(self.size) if rank != self.rank and self._has_ended(rank)]
+        if ended:
+            raise RuntimeError(f"Remote process exited: rank {self._global(ended)}")
+        timeout_s = _timeout_s(self.group)
+        if waited_s >= timeout_s:
+            late = self._global(self._barrier.absent())
+            raise RuntimeError(f"Timed out waiting {1000 * timeout_s:.0f}ms at a barrier in shared memory: rank {late}")
+
+    def _global(self, ranks: list[int]) -> str:
+        return ", ".join(str(dist.get_global_rank(self.group, rank)) for rank in ranks)
+
+    def _has_ended(self, rank: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
+        except OSError:  # it still holds its lock
+            return False
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+        return True
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """The group's timeout, which torch tells nobody in public; without it, torch's default."""
+    try:
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    except AttributeError:
+        return 1800.0
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
+    """The memory of a group, or None on every rank of it, with a warning on one."""
+    try:
+        return SharedMemory(group)
+    except OSError as error:
+        if dist.get_rank(group) == 0:
+            warnings.warn(f"ranks can't share memory ({error}); using gloo over TCP, which is slower", stacklevel=2)
+        return None
+
+
+class _Done:
+    """A finished asynchronous collective; for None FSDP would keep more memory."""
+
+    def wait(self) -> bool:
+        return True
+
+
+class _Collective:
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP's buffers stay in ordinary memory."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Collective):
+    """For `set_custom_all_gather`."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        super().__init__(shared)
+        self._by_group: dict[str, SharedMemory | None] = {shared.group.group_name: shared}
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Rank r's input becomes row r of the output, on every rank."""
+        if group.group_name not in self._by_group:  # the neighbours of reshard_after_forward = N
+            self._by_group[group.group_name] = shared_memory_of(group)
+        shared = self._by_group[group.group_name]
+        if shared is None:
+            return _all_gather(output_tensor, input_tensor, group, async_op)
+        mine = input_tensor.view(torch.uint8)
+        rows = output_tensor.view(torch.uint8).view(shared.size, -1)
+        start = 0
+        while start < len(mine):
+            half = shared.half(torch.uint8)
+            stop = min(start + half.shape[1], len(mine))
+            half[shared.rank, : stop - start] = mine[start:stop]
+            shared.barrier()
+            for others in shared.others:
+                rows[others, start:stop] = half[others, : stop - start]
+            start = stop
+        if rows[shared.rank].data_ptr() != mine.data_ptr():  # in FSDP, the input already is that row
+            rows[shared.rank] = mine
+        return _Done() if async_op else None
+
+
+class ReduceScatter(_Collective):
+    """For `set_custom_reduce_scatter`. Sums in rank order, in the tensors' dtype."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Rank r gets the sum of row r of all inputs."""
+        shared, n = self._shared, len(output_tensor)
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
+        assert group.size() == shared.size
+        rows = input_tensor.view(shared.size, n)
+        start = 0
+        while start < n:
+            half = shared.half(rows.dtype)
+            stop = min(start + half.shape[1] // shared.size, n)
+            slots = half[:, : shared.size * (stop - start)].view(shared.size, shared.size, stop - start)
+            for others in shared.others:
+                slots[shared.rank, others] = rows[others, start:stop]
+            shared.barrier()
+            parts = [slots[rank, shared.rank] for rank in range(shared.size)]
+            parts[shared.rank] = rows[shared.rank, start:stop]
+            _sum(parts, output_tensor[start:stop])
+            start = stop
+        if op == dist.ReduceOp.AVG:
+            output_tensor /= shared.size
+
+
+def all_reduce(shared: SharedMemory, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    """Sum or average a tensor over the group, in place, in rank order: the same bits on every rank."""
+    assert op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG, op  # `in` would compare the other way round
+    flat, start = tensor.view(-1), 0
+    while start < len(flat):
+        half = shared.half(flat.dtype)
+        piece = flat[start : start + half.shape[1]]
+        slots = half[:, : len(piece)]
+        slots[shared.rank] = piece
+        shared.barrier()
+        if shared.size == 2 or piece.nbytes <= SMALL:
+            _sum(list(slots), piece)
+        else:  # each rank sums one part: the work would grow with the square of the ranks
+            edges = [len(piece) * i // shared.size for i in range(shared.size + 1)]
+            parts = [slice(*pair) for pair in itertools.pairwise(edges)]
+            mine = parts[shared.rank]
+            _sum(list(slots[:, mine]), piece[mine])
+            slots[shared.rank, mine] = piece[mine]  # which no other rank reads before the barrier
+            shared.barrier()
+            for rank, part in enumerate(parts):
+                if rank != shared.rank:
+                    piece[part] = slots[rank, part]
+        start += len(piece)
+    if op == dist.ReduceOp.AVG:
+        tensor /= shared.size
+
+
+def _sum(parts: list[Tensor], out: Tensor) -> None:
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
+
+
+class _Copies:
+    """Stands in for the dp_replicate group in FSDP, whose all-reduce can't be set: here it uses shared memory.
+
+    It equals the group, because torch looks up a group's backend when a collective raises.
+    """
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shared.group, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or bool(self._shared.group == other)
+
+    def __hash__(self) -> int:
+        return hash(self._shared.group)
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> _Done:
+        for tensor in tensors:
+            all_reduce(self._shared, tensor, options.reduceOp)
+        return _Done()
+
+
+def apply_shared_memory(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Use shared memory for a sharded model's collectives, if all ranks are on the CPU of one machine."""
+    one_machine = env_int("LOCAL_WORLD_SIZE", 1) == dist.get_world_size()
+    if mesh.device_type != "cpu" or not one_machine:
+        return
+    axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]  # dp_shard, or dp_replicate and dp_shard
+    *copies, shards = [shared_memory_of(group) if group.size() > 1 else None for group in axes]
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if shards is not None:
+        gather, reduce = AllGather(shards), ReduceScatter(shards)
+        for module in sharded:
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # a protocol in all but name
+            module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
+    for shared in filter(None, copies):
+        for module in sharded:
+            _set_custom_all_reduce(module, shared)
+
+
+def _set_custom_all_reduce(module: FSDPModule, shared: SharedMemory) -> None:
+    """What set_custom_all_gather is for the all-reduce between copies, by private names; without them, gloo is used."""
+    with contextlib.suppress(AttributeError):
+        parameters: Any = module._get_fsdp_state()._fsdp_param_group
+        if hasattr(parameters.mesh_info, "replicate_process_group"):
+            parameters.mesh_info.replicate_process_group = _Copies(shared)

@@ -1,0 +1,116 @@
+"""bfloat16 and float16 on CPUs without instructions for them: products in float32.
+
+Such a CPU multiplies 16-bit matrices 20 to 40 times slower than float32 ones (docs/lab). The inputs of a product
+are 16-bit numbers, and its sums are float32 anyway: computing it in float32 and rounding the result once differs from
+the CPU's instructions only in the order of a sum.
+"""
+
+import functools
+import math
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.cpu import loss
+from torchtitan_lite.distributed.process_group import World, from_rank0
+from torchtitan_lite.models import Transformer
+
+Attend = Callable[..., Tensor]
+DTYPES = torch.bfloat16, torch.float16
+
+
+def slow_dtypes() -> tuple[str, ...]:
+    """The 16-bit dtypes that this CPU has no instructions for: a product takes 20 to 40 times as long as in float32.
+
+    Found by flags, as a choice by timing could differ between ranks and resumes. The flags are private in torch: one
+    that is missing counts as an instruction that is.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ()
+
+    def has(place: Any, name: str) -> bool:
+        return hasattr(place, name) and bool(getattr(place, name)())
+
+    mkldnn = torch.ops.mkldnn  # its answers respect ONEDNN_MAX_CPU_ISA, but it also emulates bfloat16
+    bfloat16 = has(torch.cpu, "_is_avx512_bf16_supported") or has(torch.cpu, "_is_amx_tile_supported")
+    fast = {
+        "bfloat16": bfloat16 and has(mkldnn, "_is_mkldnn_bf16_supported"),
+        "float16": has(mkldnn, "_is_mkldnn_fp16_supported"),
+    }
+    return tuple(dtype for dtype, supported in fast.items() if not supported)
+
+
+@functools.cache
+def slow_on_rank0() -> tuple[str, ...]:
+    """`slow_dtypes` of rank 0, which decides for all. The first call is a collective."""
+    return from_rank0(slow_dtypes()) if dist.is_initialized() else slow_dtypes()
+
+
+def widens(config: Config, world: World) -> bool:
+    """Whether 16-bit products are computed in float32. The first call is a collective."""
+    dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
+    if not dtypes or not config.speed.widened_products or world.device.type != "cpu":
+        return False
+    return not dtypes.isdisjoint(slow_on_rank0())
+
+
+def widen(model: Transformer) -> None:
+    """Compute the products of nn.Linear, of attention and of the output matrix in float32.
+
+    Whatever computes attention by then goes on doing so, on float32 copies.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+        elif hasattr(module, "attend"):
+            attention: Any = module
+            attention.attend = functools.partial(in_float32, attention.attend)
+    model.output.linear = linear  # type: ignore[assignment]  # its first argument has another name
+    model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, product_dtype=torch.float32)
+
+
+def in_float32(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0) -> Tensor:
+    """Attention on float32 copies, rounded to the dtype of the queries."""
+    return attend(q.float(), k.float(), v.float(), mask, dropout).to(q.dtype)
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose 16-bit products are computed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., N), in the dtype of x."""
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear; with 16-bit inputs computed in float32, and rounded to their dtype."""
+    if x.dtype not in DTYPES or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    """x (..., D), weight (N, D), bias (N,) or None -> (..., N). Keeps its 16-bit inputs, not float32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad
+        grad = grads[0].float()
+        rows, inputs = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (grad, x.float()))
+        return (
+            (grad @ weight.float()).to(x.dtype) if wants_dx else None,
+            (rows.T @ inputs).to(weight.dtype) if wants_dw else None,
+            rows.sum(0).to(weight.dtype) if wants_db else None,
+        )

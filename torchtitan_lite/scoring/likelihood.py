@@ -1,0 +1,149 @@
+"""The likelihood engine: log-likelihoods of token sequences, computed by all ranks.
+
+Validation, tasks and `evaluate` cut their texts into rows of tokens. A batch of rows is one forward pass on one rank.
+The rows of an item (a document, a choice) are added up, and one all-reduce gives every rank the sums of all items.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, pre_tokenizers
+from torch import Tensor, nn
+
+from torchtitan_lite.data.loader import MicroBatch
+from torchtitan_lite.distributed.process_group import World, sum_over_ranks
+from torchtitan_lite.models.loss import IGNORE
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Window:
+    """A row: input tokens, and the target of each, IGNORE where nothing is predicted."""
+
+    item: int  # whose sum it is added to
+    tokens: list[int]
+    targets: list[int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one forward pass, and the item of each."""
+
+    items: Tensor  # (B,) int64
+    rows: MicroBatch
+
+
+Measure = Callable[[nn.Module, Batch, torch.device], Tensor]  # sums over the targets of each row, (K, B)
+
+
+def padded(windows: list[Window]) -> Batch:
+    """A batch of windows. Padding follows the tokens of a row, which do not attend to it."""
+    length = max(len(window.tokens) for window in windows)
+    tokens = torch.zeros(len(windows), length, dtype=torch.int64)
+    targets = torch.full((len(windows), length), IGNORE)
+    for row, window in enumerate(windows):
+        tokens[row, : len(window.tokens)] = torch.tensor(window.tokens)
+        targets[row, : len(window.targets)] = torch.tensor(window.targets)
+    return Batch(torch.tensor([window.item for window in windows]), MicroBatch(tokens, targets))
+
+
+def row_nats(model: nn.Module, rows: MicroBatch, device: torch.device) -> Tensor:
+    """The summed negative log-likelihood of each row's targets in nats, (B,) float32 on the device."""
+    nats: Tensor = model(*rows.on(device), per_sequence=True)
+    return nats
+
+
+def row_sizes(rows: MicroBatch, bytes_per_token: Tensor) -> Tensor:
+    """The targets of each row and the bytes of their text, (2, B) int64.
+
+    Args:
+        bytes_per_token: (V,) int64.
+    """
+    known = rows.targets != IGNORE
+    n_bytes = bytes_per_token[rows.targets.clamp(min=0)] * known
+    return torch.stack((known.sum(1), n_bytes.sum(1)))
+
+
+def nats_only(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """A measure of one value, the negative log-likelihood."""
+    return row_nats(model, batch.rows, device)[None]
+
+
+@torch.no_grad()
+def sums_by_item(
+    model: nn.Module,
+    batches: Iterable[T],
+    load: Callable[[T], Batch],
+    items: Sized,
+    world: World,
+    measure: Measure = nats_only,
+    n_values: int = 1,
+) -> Tensor:
+    """Measure rows and sum the values by item, (n_values, items) float64 in host memory. Collective.
+
+    Each batch is computed by one rank, and the sum of a float64 with zeros is exact. So any number of ranks finds the
+    same bits, if the batches are the same.
+
+    Args:
+        batches: of all ranks, in the same order on each.
+        load: makes a batch; it is called for the batches of this rank.
+        items: their number is read last: a stream of batches may add to them.
+    """
+    parts = []
+    for which, counts in in_turn(batches, world):
+        batch = load(which)
+        values = measure(model, batch, world.device)
+        if counts:
+            parts.append((batch.items, values.double()))
+    sums = torch.zeros(n_values, len(items), dtype=torch.float64)
+    for rows, values in parts:
+        sums.index_add_(1, rows, values.cpu())
+    return over_ranks(sums, world)
+
+
+def in_turn(batches: Iterable[T], world: World) -> Iterator[tuple[T, bool]]:
+    """This rank's batches, in turn with the other ranks, and whether the result counts.
+
+    Every rank gets the same number, as the forward passes of a sharded model need. In the last round, ranks without a
+    batch of their own repeat another's, which does not count.
+    """
+    remaining = iter(batches)
+    while batches_of_round := list(islice(remaining, world.world_size)):
+        counts = world.rank < len(batches_of_round)
+        yield batches_of_round[world.rank if counts else -1], counts
+
+
+def over_ranks(values: Tensor, world: World) -> Tensor:
+    """The sum over ranks, in host memory. A world of one needs no process group: see api.py."""
+    return sum_over_ranks(values.to(world.device)).cpu() if world.world_size > 1 else values
+
+
+def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:
+    """The bytes of text of each token, (size,) int64; 0 for special tokens and for the end token `end`.
+
+    The end token stands for no text, even if it is an ordinary entry of the vocabulary.
+    In a byte-level vocabulary each character of a token is one byte. In others, U+2581 is a space and <0xAB> is a byte.
+    """
+    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    lengths = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
+    byte_level = all(alphabet.issuperset(token) for token in vocabulary if token not in added)
+    for token, index in vocabulary.items():
+        if added.get(token, False):
+            continue
+        if token in added:
+            lengths[index] = len(token.encode())
+        elif byte_level or (len(token) == 6 and token.startswith("<0x")):
+            lengths[index] = len(token) if byte_level else 1
+        else:
+            lengths[index] = len(token.replace("\u2581", " ").encode())
+    if end is not None:
+        lengths[end] = 0
+    return lengths

@@ -1,0 +1,165 @@
+"""Questions as tokens.
+
+A context and its continuation are encoded together and then split, as a tokenizer may merge over the boundary: the
+tokens after as many as the context alone has are the continuation. Spaces at the end of a context belong to the
+continuation, as most tokenizers join them to the next word. (lm-evaluation-harness does the same.)
+
+A context that is too long loses its beginning. A continuation that is longer than the model's window is predicted piece
+by piece, each from the last token of the piece before.
+"""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.prepare.special_tokens import LiteralEncoder, LiteralError, literal
+from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.scoring.likelihood import Window
+from torchtitan_lite.scoring.questions import Question, Task
+
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What precedes a context, and the length of the model's window."""
+
+    prefix: list[int]  # before every context; may be empty
+    alone: list[int]  # in place of a context without tokens, if the prefix is empty
+    length: int  # tokens
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of which all but the first `known` are predicted: a window, compact.
+
+    A benchmark has tens of millions of tokens.
+    """
+
+    choice: int  # numbered over all questions
+    ids: NDArray[np.int32]
+    known: int  # at least 1
+
+    def __len__(self) -> int:
+        """The length of its window."""
+        return len(self.ids) - 1
+
+    def window(self) -> Window:
+        ids = self.ids.tolist()
+        return Window(self.choice, ids[:-1], [IGNORE] * (self.known - 1) + ids[self.known :])
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A task in tokens; an exact match has prompts in place of spans."""
+
+    task: Task
+    spans: list[Span]
+    n_tokens: NDArray[np.int64]  # of each choice
+    n_bytes: NDArray[np.int64]  # of each choice's text in UTF-8
+    prompts: list[list[int]]
+
+
+def text_encoder(tokenizer: Tokenizer, ends: Collection[int], what: str) -> Encode:
+    """Encodes texts without special tokens: what looks like one is text.
+
+    Args:
+        what: names a text in messages.
+
+    Raises (when called):
+        DataError: a text can't be encoded.
+    """
+    definition = tokenizer.to_str()
+    usable = [end for end in ends if end < bpe.size(tokenizer)]
+    unknown = tokenizer.token_to_id(json.loads(definition)["model"].get("unk_token") or "")
+    plain = literal(definition)
+    encoder = LiteralEncoder(plain, definition, usable[0], -1 if unknown is None else unknown) if usable else None
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        if encoder is None:
+            return [encoding.ids for encoding in plain.encode_batch_fast(texts, add_special_tokens=False)]
+        encoded: list[Any] = encoder.batch(texts)
+        for ids in encoded:
+            if isinstance(ids, LiteralError):
+                raise DataError(f"the tokenizer can't encode {what}: it {ids}")
+        return [ids.tolist() for ids in encoded]
+
+    return encode
+
+
+def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
+    """Encode a task.
+
+    Raises:
+        DataError: see `text_encoder`.
+        ConfigError: a question does not suit the model.
+    """
+    if task.kind == "exact match":
+        prompts = [
+            _prompt(task, i, ids, inputs) for i, ids in enumerate(encode([q.contexts[0] for q in task.questions]))
+        ]
+        return Encoded(task, [], np.zeros(0, np.int64), np.zeros(0, np.int64), prompts)
+    pairs = [(i, *pair) for i, question in enumerate(task.questions) for pair in _pairs(question)]
+    together = encode([context + choice for _, context, choice in pairs])
+    before = dict.fromkeys(context for _, context, _ in pairs)
+    lengths = dict(zip(before, map(len, encode(list(before))), strict=True))
+    spans: list[Span] = []
+    n_tokens = []
+    for number, ((question, context, _), ids) in enumerate(zip(pairs, together, strict=True)):
+        # a choice that merges into the last token of its context would have none
+        start = min(lengths[context], len(ids) - 1)
+        if not ids:
+            raise ConfigError(f"task {task.name}: question {question + 1}: the tokenizer drops all of a choice")
+        stream = [*inputs.prefix, *ids]
+        start += len(inputs.prefix)
+        if not start:
+            stream, start = [*inputs.alone, *ids], len(inputs.alone)
+        if not start:
+            raise ConfigError(
+                f"task {task.name}: question {question + 1} has an empty context, and the model has no token that "
+                "begins a text; give it a context"
+            )
+        spans += _spans(number, stream, start, inputs.length)
+        n_tokens.append(len(stream) - start)
+    n_bytes = [len(choice.encode()) for question in task.questions for choice in question.choices]
+    return Encoded(task, spans, np.array(n_tokens), np.array(n_bytes), [])
+
+
+def _pairs(question: Question) -> list[tuple[str, str]]:
+    """Context and choice, the spaces at the end of the context moved."""
+    kept = [context.rstrip() for context in question.contexts]
+    return [
+        (context, whole[len(context) :] + choice)
+        for context, whole, choice in zip(kept, question.contexts, question.choices, strict=True)
+    ]
+
+
+def _spans(number: int, stream: list[int], start: int, length: int) -> list[Span]:
+    """The spans that predict stream[start:] once, the context cut on its left."""
+    spans = []
+    while start < len(stream):
+        end = min(len(stream), start + length)
+        first = max(end - length - 1, 0)
+        spans.append(Span(number, np.array(stream[first:end], np.int32), start - first))
+        start = end
+    return spans
+
+
+def _prompt(task: Task, number: int, ids: list[int], inputs: Inputs) -> list[int]:
+    most = task.questions[number].max_tokens
+    if most >= inputs.length:
+        raise ConfigError(
+            f"task {task.name}: question {number + 1} has max_tokens = {most}, which leaves no room for its context in "
+            f"the model's {inputs.length} tokens; max_tokens = {inputs.length // 2} works"
+        )
+    prompt = [*inputs.prefix, *ids] or inputs.alone
+    if not prompt:
+        raise ConfigError(f"task {task.name}: question {number + 1} has an empty context; give it one")
+    return prompt[-(inputs.length - most) :]

@@ -1,0 +1,201 @@
+"""Validation on a fixed random subset of the held-out sequences: loss per token and bits per byte.
+
+Sequences are those of training, in micro-batches of one shape, and each rank reads only its own.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.loader import Loader, MicroBatch
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.samples import Mixture
+from torchtitan_lite.distributed.parallelize import reshard
+from torchtitan_lite.distributed.process_group import sum_over_ranks
+from torchtitan_lite.models.loss import IGNORE, bits_per_byte
+from torchtitan_lite.scoring.likelihood import bytes_per_token, row_nats, row_sizes
+from torchtitan_lite.scoring.statistics import Sums, plus_minus
+
+# The seed of the subset. It is not run.seed, so that runs with different seeds are comparable.
+SUBSET_SEED = 0
+UNIGRAM = "unigram: the score of guessing each token by its frequency alone; a model that has learned is below it"
+
+
+@dataclass
+class Validation:
+    """The first n_samples of a fixed permutation of the validation split."""
+
+    loader: Loader
+    n_samples: int
+    bytes_per_token: Tensor  # (V,) int64
+    n_available: int = 0  # sequences in the split
+    unigram: float | None = None  # bits per byte; the first evaluation computes it
+    mixture: Mixture | None = None  # several sources, each of which has its own score too
+    explained: bool = False  # whether the log has explained the unigram score
+
+    @classmethod
+    def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
+        """eval.samples random sequences, or all if there are fewer; sources are mixed as in training."""
+        samples = open_samples(data, "val", config)
+        n_samples = samples.longest_prefix(config.eval.samples)
+        loader = Loader(
+            samples,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=SUBSET_SEED,
+            document_mask=config.data.document_mask,
+        )
+        tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
+        lengths = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
+        mixture = samples if len(samples.sources) > 1 else None
+        return cls(loader, n_samples, lengths, samples.n_samples, mixture=mixture)
+
+    def identity(self) -> dict[str, int]:
+        """Identifies the subset: losses on different subsets are not comparable."""
+        return {"samples": self.n_samples, "of": self.n_available, "seed": SUBSET_SEED}
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Read this rank's sequences, one micro-batch at a time. Every rank gets the same number."""
+        per_round = self.loader.micro_batch_size * self.loader.world_size
+        for first in range(0, self.n_samples, per_round):
+            yield from self.loader.batch(first, min(per_round, self.n_samples - first)).micro_batches
+
+    def by_source(self) -> Tensor:
+        """Which source each of this rank's sequences belongs to, in order: (N, sources) float64 ones and zeros."""
+        assert self.mixture is not None
+        size = self.loader.micro_batch_size
+        firsts = np.arange(0, self.n_samples, size * self.loader.world_size) + self.loader.rank * size
+        rows = (firsts[:, None] + np.arange(size)).ravel()  # the last ones may be surplus, which are masked
+        which, _ = self.mixture.interleave.locate(np.minimum(rows, self.n_samples - 1))
+        return torch.from_numpy(which)[:, None].eq(torch.arange(len(self.mixture.names))).double()
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of a validation. Undefined values are NaN: the standard error of one sequence, bits of no bytes."""
+
+    loss: float  # nats per token
+    loss_stderr: float  # standard error over sequences, as if they were drawn independently
+    bits_per_byte: float
+    bits_per_byte_stderr: float
+    unigram_bits_per_byte: float  # entropy of the targets: the score of the best model without context
+    sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # loss and bits per byte by source
+
+    def record(self) -> dict[str, float | None]:
+        """For metrics.jsonl."""
+        values = {
+            "val_loss": self.loss,
+            "val_loss_stderr": self.loss_stderr,
+            "val_bits_per_byte": self.bits_per_byte,
+            "val_bits_per_byte_stderr": self.bits_per_byte_stderr,
+            "unigram_bits_per_byte": self.unigram_bits_per_byte,
+        }
+        for name, (loss, bits) in self.sources.items():
+            values |= {f"val_loss/{name}": loss, f"val_bits_per_byte/{name}": bits}
+        return {key: value if math.isfinite(value) else None for key, value in values.items()}
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> Score:
+    """Score the model on the validation set. Collective: every rank gets the same score."""
+    nats, sizes = [], []  # of this rank's sequences
+    counts = torch.zeros(len(validation.bytes_per_token), dtype=torch.int64)  # how often each token is a target
+    model.eval()
+    for micro in validation.micro_batches():
+        nats.append(row_nats(model, micro, device))
+        sizes.append(row_sizes(micro, validation.bytes_per_token))
+        if validation.unigram is None:
+            counts += micro.targets[micro.targets != IGNORE].bincount(minlength=len(counts))
+    model.train()
+    reshard(model)
+    if validation.unigram is None:
+        validation.unigram = unigram_bits_per_byte(sum_over_ranks(counts.to(device)).cpu(), validation.bytes_per_token)
+
+    # nats, tokens and bytes of this rank's N sequences, (3, N) float64. Masked rows are zeros.
+    values = torch.cat((torch.cat(nats).double().cpu()[None], torch.cat(sizes, dim=1).double()))
+    mine = Sums.of(values)
+    n_scored = (values[1] > 0).sum().double()
+    by_source = (values @ validation.by_source()).T.flatten() if validation.mixture else values[:0, 0]
+    shared = sum_over_ranks(
+        torch.cat((n_scored[None], mine.totals, mine.products.flatten(), by_source)).to(device)
+    ).cpu()
+    sums = Sums(int(shared[0]), shared[1:4], shared[4:13].view(3, 3))
+    loss, loss_stderr = sums.ratio(0, of=1)
+    nats_per_byte, nats_per_byte_stderr = sums.ratio(0, of=2)
+    names = validation.mixture.names if validation.mixture else []
+    sources = {
+        name: (
+            source_nats / tokens if tokens else math.nan,
+            bits_per_byte(source_nats, n_bytes) if n_bytes else math.nan,
+        )
+        for name, (source_nats, tokens, n_bytes) in zip(names, shared[13:].view(-1, 3).tolist(), strict=True)
+    }
+    return Score(
+        loss=loss,
+        loss_stderr=loss_stderr,
+        bits_per_byte=bits_per_byte(nats_per_byte, 1),
+        bits_per_byte_stderr=bits_per_byte(nats_per_byte_stderr, 1),
+        unigram_bits_per_byte=validation.unigram,
+        sources=sources,
+    )
+
+
+def evaluate_average(
+    step: int, model: nn.Module, optimizer: torch.optim.Optimizer, validation: Validation, device: torch.device
+) -> tuple[dict[str, Any], str]:
+    """Validate the averaged weights (optim.ema_decay): the record and the log line. Collective.
+
+    The weights are the same as before afterwards.
+    """
+    from torchtitan_lite.optim.average import averaged  # only runs with averages load it
+
+    started = time.perf_counter()
+    with averaged(optimizer):
+        score = evaluate(model, validation, device)
+    seconds = time.perf_counter() - started
+    record = {f"ema_{key}": value for key, value in score.record().items() if key.startswith("val_")}
+    line = eval_line(step, score, validation, seconds).replace("  loss", "  ema loss", 1)
+    return {"step": step, **record, "eval_s": seconds}, line
+
+
+def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
+    """The log line of a validation. Undefined values (see Score) are left out."""
+    parts = [f"eval    step {step}", f"loss {plus_minus(score.loss, score.loss_stderr, 4)}"]
+    notes = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
+    bits, unigram = score.bits_per_byte, score.unigram_bits_per_byte
+    if not math.isnan(unigram):
+        parts.append(f"bits/byte {plus_minus(bits, score.bits_per_byte_stderr, 3)}")
+        notes = f"unigram {unigram:.3f}; {notes}"
+        if unigram > 0 and math.isfinite(bits):
+            gain = 100 * (1 - bits / unigram)
+            notes = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {notes}"
+        if not validation.explained:
+            validation.explained = True
+            notes = f"{notes})\n        ({UNIGRAM}"
+    lines = ["  ".join([*parts, f"({notes})"])]
+    for name, (loss, bits) in score.sources.items():
+        lines.append(f"        {name}: loss {loss:.4f}" + (f"  bits/byte {bits:.3f}" if math.isfinite(bits) else ""))
+    return "\n".join(lines)
+
+
+def unigram_bits_per_byte(counts: Tensor, lengths: Tensor) -> float:
+    """The entropy of the targets in bits per byte of text; NaN if they have no text.
+
+    Args:
+        counts: (V,) int64, how often each token is a target.
+        lengths: (V,) int64, bytes of text of each token.
+    """
+    n_bytes = int((counts * lengths).sum())
+    weights = counts.double()
+    nats = torch.xlogy(weights, weights.sum() / weights).sum().item()
+    return bits_per_byte(nats, n_bytes) if n_bytes else math.nan

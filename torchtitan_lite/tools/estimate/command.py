@@ -1,0 +1,134 @@
+"""`python -m torchtitan_lite.plan`: memory, communication and time of a run, without a GPU.
+
+    python -m torchtitan_lite.plan --config configs/llama_8b.toml --world-size 64 --device h100
+
+The figures come from a simulated step (simulate.py). Two times are printed: a lower bound from nominal peaks, and the
+expected one (step_time.py).
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchtitan_lite.config import cli
+from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.monitoring.console import batch_line, model_line
+from torchtitan_lite.monitoring.mfu import DEVICES, Device
+from torchtitan_lite.tools.estimate.communication import communication_lines
+from torchtitan_lite.tools.estimate.memory import advice_lines, memory_lines
+from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, Plan, make_plan, vocabulary
+from torchtitan_lite.tools.estimate.schedule import schedule_lines
+from torchtitan_lite.tools.estimate.step_time import time_lines
+from torchtitan_lite.training import epochs
+
+# figures of another device, by option: field of Device, unit, help
+FIGURES = {
+    "peak-tflops": ("bf16_flops", 1e12, "dense TFLOPs per second in the dtype that is computed in"),
+    "memory-gib": ("memory_gib", 1.0, "memory of a device, GiB"),
+    "memory-gbs": ("memory_bandwidth", 1e9, "bandwidth of that memory, GB per second"),
+    "intra-node-gbs": ("intra_node", 1e9, "bandwidth between devices of a machine, GB per second and direction"),
+    "inter-node-gbs": ("inter_node", 1e9, "a device's share of the network, GB per second and direction"),
+    "per-node": ("per_node", 1, "devices of a machine"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.plan",
+        description="Memory, communication, and the least and expected time of a run. Nothing is allocated; no GPU "
+        "is needed. Every option of train.py works as well: --config FILE, --section.key=value, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
+    parser.add_argument("--device", default="h100", help=f"cpu, {', '.join(DEVICES)}, or own figures (default: h100)")
+    parser.add_argument("--mfu", type=float, default=0.4, help="a share of the peak to expect (default: 0.4)")
+    parser.add_argument(
+        "--print-schedule", action="store_true", help="print only the learning rate and batch size by step"
+    )
+    own = parser.add_argument_group("own figures, for another device")
+    for flag, (field, _, text) in FIGURES.items():
+        own.add_argument(f"--{flag}", dest=field, type=float, metavar="N", help=text)
+    options, config_options = parser.parse_known_args(argv)
+    flags = ["help", "world-size", "device", "mfu", "print-schedule", *FIGURES]
+    return run_cli("plan", lambda: _plan(options, config_options, flags))
+
+
+def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Sequence[str]) -> int:
+    world_size: int = options.world_size
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ConfigError(f"--world-size={world_size} should be 1 or more, and at most {MOST_RANKS:,}")
+    if not 0 < options.mfu <= 1:
+        raise ConfigError(f"--mfu={options.mfu} should be above 0 and at most 1, e.g. 0.4")
+    device = _device(options)
+    per_node = min(device.per_node, world_size) if device else world_size
+    elsewhere = True
+    command = cli.parse(
+        config_options,
+        elsewhere,
+        flags,
+        n_gpus=per_node if device else 0,
+        world_size=world_size,
+        local_world_size=per_node,
+    )
+    config = epochs.planned(command.loaded)
+    if options.print_schedule:
+        print("\n".join(schedule_lines(config)))
+        return 0
+    plan = make_plan(config, world_size, device)
+    lines = [*_model_lines(plan), *memory_lines(plan), *communication_lines(plan), *time_lines(plan, options.mfu)]
+    print("\n".join(lines), flush=True)
+    print("\n".join(advice_lines(plan)))
+    return 0
+
+
+def _device(options: argparse.Namespace) -> Device | None:
+    """The device of --device, with the figures of the other options in place of its own; None for the CPU.
+
+    Raises:
+        ConfigError: the name is unknown, and figures are missing.
+    """
+    figures = {
+        field: getattr(options, field) * unit
+        for field, unit, _ in FIGURES.values()
+        if getattr(options, field) is not None
+    }
+    bad = [flag for flag, (field, _, _) in FIGURES.items() if not 0 < figures.get(field, 1) < math.inf]
+    if bad:
+        raise ConfigError("; ".join(f"--{flag} should be above 0 and finite" for flag in bad))
+    if "bf16_flops" in figures:
+        figures["fp32_flops"] = figures["bf16_flops"]
+    if "per_node" in figures:
+        figures["per_node"] = int(figures["per_node"])
+        if figures["per_node"] < 1:
+            raise ConfigError(f"--per-node={options.per_node} should be 1 or more")
+    name = options.device.lower()
+    if name == "cpu" and not figures:
+        return None
+    if name in DEVICES:
+        return replace(DEVICES[name], **figures)
+    missing = [flag for flag, (field, _, _) in FIGURES.items() if field not in figures and field != "per_node"]
+    if missing:
+        raise ConfigError(
+            f"--device={options.device} is not known: {', '.join(DEVICES)} and cpu are. For another give its figures: "
+            + " ".join(f"--{flag}=N" for flag in missing)
+        )
+    return Device(options.device, driver_name="", **figures)
+
+
+def _model_lines(plan: Plan) -> list[str]:
+    config, layout = plan.config, plan.layout
+    note = "" if config.model.vocab_size else vocabulary(config)[1]
+    return [
+        model_line(config, f"{plan.n_parameters:,} parameters, vocabulary {plan.vocab_size:,}"),
+        *([f"        {note}"] if note else []),
+        f"mesh    {plan.world_size} x {plan.device.name if plan.device else 'cpu'} "
+        f"= dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}",
+        batch_line(config, layout, plan.world_size),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

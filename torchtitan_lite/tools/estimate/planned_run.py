@@ -1,0 +1,111 @@
+"""`make_plan`: a config on a number of ranks, with one simulated step.
+
+memory.py, communication.py and step_time.py each answer one question about a plan.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+
+from torchtitan_lite import models
+from torchtitan_lite.config.derive import Layout, derive
+from torchtitan_lite.config.find_text import unfound
+from torchtitan_lite.config.paths import expand, is_prepared
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.monitoring.mfu import Device, flops_per_token
+from torchtitan_lite.tools.estimate.muon import muon_step
+from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Simulated, simulate
+from torchtitan_lite.tools.estimate.work import Collective, Traffic, Work
+
+MOST_RANKS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config on a number of ranks of a device, with its simulated step. Bytes and FLOPs are per rank."""
+
+    config: Config
+    world_size: int
+    device: Device | None  # None: a CPU, or a device without known figures
+    layout: Layout
+    vocab_size: int
+    n_parameters: int
+    flops_per_token: int
+    simulated: Simulated
+    logits_bytes: int  # of one micro-batch, in the dtype of the output matrix plus float32
+
+    @property
+    def full_steps(self) -> float:
+        """Steps of the last batch size that have as many samples as the run."""
+        train = self.config.train
+        return train.samples / train.batch_size(train.steps)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a rank in a step, including padding of the last micro-batches."""
+        train = self.config.train
+        return self.layout.grad_accum_steps * train.micro_batch_size * self.config.target_len
+
+    @property
+    def collectives(self) -> Counter[Collective]:
+        """The collectives of forward and backward in a step. Those of Muon are `simulated.exchanges`."""
+        return self.simulated.of_step(self.layout.grad_accum_steps)
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """Peak bytes by kind, without those that `cpu_offload` keeps on the host."""
+        on_host = (PARAMETERS, OPTIMIZER, GRADIENTS) if self.config.fsdp.cpu_offload else ()
+        return {kind: n for kind, n in self.simulated.peak.items() if kind not in on_host}
+
+
+def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu: bool | None = None) -> Plan:
+    """Simulate a step and collect the figures.
+
+    Args:
+        on_gpu: whether to plan for a GPU; None: if `device` is given. Needed for a GPU with unknown figures.
+    """
+    on_gpu = device is not None if on_gpu is None else on_gpu
+    vocab_size = config.model.vocab_size or vocabulary(config)[0]
+    layout = derive(config, world_size)
+    with torch.device("meta"):
+        model = models.build(config.model, vocab_size)
+    n_parameters = sum(p.numel() for p in model.parameters())
+    flops = flops_per_token(model, config.input_len, config.target_len)
+    simulated = simulate(config, world_size, vocab_size, on_gpu=on_gpu)
+    # The simulated rank 0 may own fewer matrices than another rank, so Muon's products and exchanges are counted apart.
+    products, exchanges = muon_step(model, config.optim, layout, on_gpu=on_gpu)
+    update: Counter[Work] = Counter({w: n for w, n in simulated.optimizer.items() if isinstance(w, Traffic)})
+    bytes_per_logit = 4 if config.fsdp.param_dtype == "float32" else 2 + 4
+    return Plan(
+        config=config,
+        world_size=world_size,
+        device=device,
+        layout=layout,
+        vocab_size=vocab_size,
+        n_parameters=n_parameters,
+        flops_per_token=flops,
+        simulated=replace(simulated, optimizer=update + products, exchanges=exchanges),
+        logits_bytes=config.train.micro_batch_size * config.target_len * vocab_size * bytes_per_logit,
+    )
+
+
+def vocabulary(config: Config) -> tuple[int, str]:
+    """Entries of the tokenizer that training would use, and a note if that is uncertain here.
+
+    Raises:
+        ConfigError: `tokenizer.path` is not on this machine.
+    """
+    data, path = config.data, config.tokenizer.path
+    texts = [*([data.path] if isinstance(data.path, str) else data.path), *data.sources]
+    prepared = [p for p in texts if p and is_prepared(p)]
+    if prepared or path:
+        file = expand(prepared[0]) / "tokenizer.json" if prepared else expand(path)
+        if not file.is_file():
+            raise ConfigError(f"{file} is not on this machine; --model.vocab_size=N gives its number of entries")
+        return bpe.size(bpe.load(file)), ""
+    missing = [p for p in texts if p and unfound(p)]
+    note = f"{', '.join(missing[:1])} is not on this machine: if it is a prepared folder, give --model.vocab_size=N"
+    return config.tokenizer.vocab_size, note if missing else ""

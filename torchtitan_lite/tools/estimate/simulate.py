@@ -1,0 +1,400 @@
+"""Simulates the memory and communication of one training step, on FakeTensors and a process group without peers.
+
+The model, `fully_shard`, activation checkpointing and the optimizer run as in training, so every option of FSDP2 has
+its real effect, and 405 B parameters take seconds and no memory. A dispatch mode sees each operator and follows its
+output tensors until they are freed.
+
+    timeline:    (born, died, bytes, kind) of each storage  ->  the peak, by kind
+    collectives: (operator, bytes, ranks) by micro-batch    ->  the communication of a step
+
+A deep model is simulated at two small depths. Each part of the step (the forward of the second block, the backward of
+the last, the head, ...) is then extrapolated linearly to the full depth.
+"""
+
+import contextlib
+import functools
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_lite import cpu, models
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.cpu.fused import fuse_norms
+from torchtitan_lite.distributed.parallelize import (
+    apply_activation_checkpointing,
+    apply_fsdp,
+    before_micro_batch,
+)
+from torchtitan_lite.distributed.process_group import build_mesh
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
+from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local
+
+PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
+    *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),
+)
+KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS)
+
+
+Peaks = dict[str, dict[str, int]]  # by part of the step: bytes by kind at its peak
+
+
+@dataclass
+class Simulated:
+    """A step of one rank."""
+
+    peaks: Peaks
+    kept: int  # bytes of activations between forward and backward of a micro-batch
+    collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, or fewer
+    work: list[Counter[Work]]  # in the same way
+    optimizer: Counter[Work]  # clipping and the update
+    exchanges: Counter[Collective] = field(default_factory=Counter)  # of Muon: see `make_plan`
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak of the step."""
+        return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
+
+    def of_step(self, grad_accum_steps: int) -> Counter[Collective]:
+        """All collectives of a step with `grad_accum_steps` micro-batches."""
+        total: Counter[Collective] = Counter()
+        for i, times in self.micro_batches(grad_accum_steps):
+            total.update({key: times * n for key, n in self.collectives[i].items()})
+        return total
+
+    def micro_batches(self, grad_accum_steps: int) -> list[tuple[int, int]]:
+        """Which of the simulated micro-batches a step has, and how often."""
+        last = len(self.collectives) - 1
+        if grad_accum_steps == 1:
+            return [(last, 1)]
+        return [(0, 1), (1 if last == 2 else 0, max(grad_accum_steps - 2, 0)), (last, 1)]
+
+
+class Timeline(TorchDispatchMode):
+    """Follows every storage from allocation to release, and counts collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.storages: list[Storage] = []
+        self.collectives: Counter[Collective] = Counter()
+        self.recorder = Recorder(self._storage_of)
+        self.phase, self.micro = "forward", 0
+        self._parts: list[tuple[int, str]] = [(0, "start")]  # first moment and name of each part of the step
+        self._alive: dict[int, tuple[Any, Storage]] = {}  # by id: the weak reference that reports its release
+
+    def part(self, name: str) -> None:
+        """Begin a part of the step."""
+        self.recorder.end_of_kernel(self.phase)
+        self._parts.append((self.now + 1, name))
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function.namespace == "c10d":
+            self._collective(function, args)
+        else:
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor):
+                    self.follow(local(tensor), ACTIVATIONS)
+            fused = "block" in self._parts[-1][1] and function.namespace != "fsdp"
+            if function.namespace != "prim":
+                self.recorder.count(function, args, kwargs, out, self.phase, fused=fused)
+        return out
+
+    def follow(self, tensor: Tensor, kind: str) -> None:
+        """Follow a tensor's storage, or set the kind of one that is followed already."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        known = self._alive.get(key)
+        if known is not None:
+            if kind != ACTIVATIONS:
+                known[1].kind = kind
+            return
+        self._born(key, weakref.ref(storage, lambda _: self._dead(key)), storage.nbytes(), kind)
+
+    def _storage_of(self, tensor: Tensor) -> Storage | None:
+        _, storage = self._alive.get(id(tensor.untyped_storage()), (None, None))
+        return storage
+
+    def _born(self, key: int, reference: Any, n_bytes: int, kind: str) -> None:
+        self.now += 1
+        entry = Storage(self.now, n_bytes, kind)
+        self.storages.append(entry)
+        self._alive[key] = reference, entry
+
+    def _dead(self, key: int) -> None:
+        self.now += 1
+        self._alive.pop(key)[1].died = self.now
+
+    def _resized(self, storage: Any) -> None:
+        """FSDP frees and allocates gathered parameters by resizing their storage."""
+        if known := self._alive.get(id(storage)):
+            reference, entry = known
+            self.now += 1
+            entry.died = self.now
+            entry.kind = GATHERED
+            self._born(id(storage), reference, storage.nbytes(), GATHERED)
+
+    def _collective(self, function: Any, args: Any) -> None:
+        name = function.__name__.split(".")[0]
+        if name == "_allgather_base_":
+            whole, part = args[0], args[1]
+            collective = Collective(f"all-gather, {self.phase}", whole.nbytes, whole.numel() // part.numel())
+        elif name == "_reduce_scatter_base_":
+            part, whole = args[0], args[1]
+            collective = Collective("reduce-scatter", whole.nbytes, whole.numel() // part.numel())
+        elif name == "allreduce_":
+            collective = Collective("all-reduce", sum(t.nbytes for t in args[0]), 0)
+            whole = args[0][0]
+        else:
+            return
+        self.follow(whole, SENDING)
+        self.collectives[collective] += 1
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow all storages and collectives of the block."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    def held(self, kind: str, when: int) -> int:
+        """Bytes of a kind that were held at a moment."""
+        alive = (s for s in self.storages if s.born <= when and (s.died is None or s.died > when))
+        return sum(s.bytes for s in alive if s.kind == kind)
+
+    def peaks(self) -> Peaks:
+        """The peak of each part of the step."""
+        changes = [(s.born, s.bytes) for s in self.storages]
+        changes += [(s.died, -s.bytes) for s in self.storages if s.died is not None]
+        changes.sort()
+        peaks, held, i = {}, 0, 0
+        ends = [start for start, _ in self._parts[1:]] + [self.now + 1]
+        for (start, name), end in zip(self._parts, ends, strict=True):
+            most, when = held, start - 1
+            while i < len(changes) and changes[i][0] < end:
+                held += changes[i][1]
+                if held > most:
+                    most, when = held, changes[i][0]
+                i += 1
+            peaks[name] = dict.fromkeys(KINDS, 0)
+            for s in self.storages:
+                if s.born <= when and (s.died is None or s.died > when):
+                    peaks[name][s.kind] += s.bytes
+        return peaks
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """A process group whose collectives do nothing. This process is rank 0, which never holds less than the others.
+
+    FSDP cuts each parameter into one tensor per rank, and keeps its own. Here only the first is made, or a large world
+    would take minutes and gigabytes.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with contextlib.ExitStack() as stack:
+            if hasattr(_fsdp_param, "_chunk_with_empty"):
+                stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk))
+            stack.enter_context(patch.object(dist, "all_to_all_single", lambda *_args, **_keys: None))
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+    """The chunk of rank 0."""
+    return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // num_chunks))]
+
+
+def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) -> Simulated:
+    """Simulate rank 0's step, without compilation and host offload.
+
+    Args:
+        on_gpu: attention with dropout needs T x T matrices on the CPU only.
+    """
+    prefetch, group = 1, config.fsdp.blocks_per_group
+    period = group  # blocks after which the model repeats
+    if config.fsdp.explicit_prefetching:
+        prefetch = max(config.fsdp.forward_prefetch, config.fsdp.backward_prefetch)
+    if config.activation_checkpointing.mode != "none":
+        period = math.lcm(group, config.activation_checkpointing.every)
+    depths = list(config.model.stacks)
+    few = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
+    few = [depth if depth <= least + period else least for depth, least in zip(depths, few, strict=True)]
+    with fake_world(world_size):
+        shallow = whole = simulate_depths(config, world_size, vocab_size, few, on_gpu)
+        for i, depth in enumerate(depths):
+            if depth > few[i]:
+                deeper = [least + period * (j == i) for j, least in enumerate(few)]
+                more = simulate_depths(config, world_size, vocab_size, deeper, on_gpu)
+                whole = _extrapolated(whole, shallow, more, (depth - few[i]) // period)
+    return whole
+
+
+def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) -> Simulated:
+    """`base` plus `times` the difference between `more` and `one`."""
+
+    def total(start: Counter[Any], a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
+        return Counter({key: start[key] + times * (b[key] - a[key]) for key in {**start, **a, **b}})
+
+    return Simulated(
+        peaks={
+            part: {kind: n + times * (more.peaks[part][kind] - one.peaks[part][kind]) for kind, n in kinds.items()}
+            for part, kinds in base.peaks.items()
+        },
+        kept=base.kept + times * (more.kept - one.kept),
+        collectives=[
+            total(*counts) for counts in zip(base.collectives, one.collectives, more.collectives, strict=True)
+        ],
+        work=[total(*counts) for counts in zip(base.work, one.work, more.work, strict=True)],
+        optimizer=total(base.optimizer, one.optimizer, more.optimizer),
+    )
+
+
+def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
+    """Simulate a model of these depths, one for each stack of blocks, inside `fake_world`."""
+    layout, fsdp = derive(config, world_size), config.fsdp.model_copy(update={"cpu_offload": False})
+    timeline = Timeline()
+    mesh = build_mesh(layout, torch.device("cpu"))
+    with torch.device("meta"):
+        keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
+        model = models.build(config.model.model_copy(update=keys), vocab_size)
+    freeze(model, config.optim.freeze)
+    model.output.z_loss = config.train.z_loss
+    model.output.chunked = config.speed.chunked_loss
+    if on_gpu:
+        fuse_norms(model)  # CUDA's kernel keeps as little as our CPU version
+    else:
+        cpu.apply(model, config.speed)
+    apply_activation_checkpointing(model, config.activation_checkpointing)
+    apply_fsdp(model, mesh, fsdp)
+    if on_gpu:
+        attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "dropout", None), float)]
+        for attention in attentions:
+            attention.dropout = 0.0
+    _mark_blocks(model, timeline)
+    alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        optimizer = build_optimizer(model, config.optim)
+        make_state(optimizer)
+        _follow_state(timeline, model, optimizer)
+        if on_gpu:
+            stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _attention_on_gpu))
+        return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
+
+
+def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
+    """Name the parts of the step by block, counted from the nearer end: these names exist at every depth."""
+    n = len(model.layers)
+    names = list(_names_of_blocks(model.config.stacks))
+
+    def before(i: int, *_: Any) -> None:
+        timeline.part(f"{timeline.micro} forward {names[i]}")
+
+    def after(i: int, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        if i == n - 1:
+            timeline.part(f"{timeline.micro} head")
+        if output.requires_grad:
+            output.register_hook(lambda _: timeline.part(f"{timeline.micro} backward {names[i]}"))
+
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(functools.partial(before, i))
+        layer.register_forward_hook(functools.partial(after, i))
+
+
+def _names_of_blocks(depths: tuple[int, ...]) -> Iterator[str]:
+    for stack, n in zip(("", "decoder's "), depths, strict=False):
+        for i in range(n):
+            yield stack + (f"block {i}" if i < n // 2 else f"last block but {n - 1 - i}")
+
+
+def _follow_state(timeline: Timeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        timeline.follow(local(tensor), PARAMETERS)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                timeline.follow(local(value), OPTIMIZER)
+
+
+def _step(
+    config: Config, n_micro: int, model: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline
+) -> Simulated:
+    train = config.train
+    between, collectives, work = 0, [], []
+    with timeline.watching():
+        for i in range(n_micro):
+            timeline.phase, timeline.micro = "forward", i
+            timeline.part(f"{i} inputs")
+            tokens = torch.zeros(train.micro_batch_size, config.input_len, dtype=torch.int64)
+            targets = torch.zeros(train.micro_batch_size, config.target_len, dtype=torch.int64)
+            before_micro_batch(model, config.fsdp, last=i == n_micro - 1)
+            loss = model(tokens, targets)
+            between = timeline.now
+            timeline.phase = "backward"
+            loss.backward()
+            del loss
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    timeline.follow(local(parameter.grad), GRADIENTS)
+            collectives.append(timeline.collectives)
+            timeline.collectives = Counter()
+            work.append(timeline.recorder.take())
+        timeline.phase = "optimizer"
+        timeline.part("optimizer")
+        clip_gradients(optimizer, squared_norm(model, 1).sqrt().float(), config.optim.max_norm, torch.ones(()))
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = timeline.held(ACTIVATIONS, between)
+    return Simulated(timeline.peaks(), kept, collectives, work, timeline.recorder.take())
+
+
+_attention: Any = functional.scaled_dot_product_attention
+
+
+def _attention_on_gpu(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Attention as on a GPU, where a bias with a gradient has a fused kernel too. The CPU would store all scores."""
+    if attn_mask is None or not attn_mask.requires_grad:
+        return _attention(*args, attn_mask=attn_mask, **kwargs)
+    return _GradientOfBias.apply(_attention(*args, attn_mask=attn_mask.detach(), **kwargs), attn_mask)  # type: ignore[no-untyped-call]
+
+
+class _GradientOfBias(torch.autograd.Function):
+    """The memory of the gradient that the kernel writes: of the size of all scores."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, bias: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = bias.shape, bias.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_empty(ctx.shape, dtype=ctx.dtype)

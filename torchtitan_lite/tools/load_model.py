@@ -1,0 +1,200 @@
+"""Opens a trained model with its tokenizer, in one process: from a run, a checkpoint, or a Hugging Face folder.
+
+Of a checkpoint also what it was trained with: its config, and its data if that has not changed since.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config import paths
+from torchtitan_lite.config.find_text import kind_of
+from torchtitan_lite.config.schema import Config, ModelConfig, known_keys
+from torchtitan_lite.config.sections.model import shape_rules
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.pairs import source_prefix
+from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
+from torchtitan_lite.huggingface import weights as hf
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models.generation import answers
+
+_SECTIONS = "model", "data", "tokenizer", "train"  # of a config: what a reader of the checkpoint needs
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that is ready to generate."""
+
+    source: str  # a description of the model and its folder
+    model: Transformer
+    tokenizer: Tokenizer
+    ends: tuple[int, ...]  # tokens that end a document
+    notes: list[str]  # damaged checkpoints that were skipped
+    prefix: str = ""  # of a source, as in training
+    folder: Path = Path()  # the checkpoint or Hugging Face folder
+
+
+def open_model(
+    path: Path, device: torch.device, dtype: torch.dtype, tokenizer: Path | None = None, *, ema: bool = False
+) -> Opened:
+    """Open the newest complete checkpoint of a run, a checkpoint, or a Hugging Face folder.
+
+    Args:
+        dtype: of the parameters; rotary tables stay in float32.
+        tokenizer: a tokenizer.json, if the folder has none.
+        ema: the averaged weights of a checkpoint (optim.ema_decay).
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or has no averages.
+        DataError: there is no tokenizer.json, or it has more entries than the model.
+    """
+    folder = paths.expand(path)
+    if (folder / "config.json").is_file():
+        if ema:
+            raise CheckpointError(f"--ema: {path} is a Hugging Face folder; the averages are in the run's checkpoints")
+        config = hf.config_of(folder)
+        return _ready(folder, config, hf.open_weights(folder, config), device, dtype, tokenizer or folder, [])
+    folder, notes = newest_complete(folder)
+    run = hf.folder_of_tokenizer(folder)
+    config = hf.trained_config(folder)
+    return _ready(folder, config, hf.read_weights(folder, ema=ema), device, dtype, tokenizer or run, notes)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of --device: auto is the GPU, if there is one."""
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def device_problems(name: str) -> list[str]:
+    """What is wrong with --device."""
+    if name not in ("auto", "cpu", "cuda"):
+        return [f"--device={name} should be auto, cpu or cuda"]
+    if name == "cuda" and not torch.cuda.is_available():
+        return ["--device=cuda, but torch sees no GPU here; --device=cpu works"]
+    return []
+
+
+def newest_complete(path: Path) -> tuple[Path, list[str]]:
+    """A checkpoint's folder itself, or the newest checkpoint of a run that passes verification.
+
+    Returns:
+        the folder, and the problems of newer checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    candidates = storage.checkpoints_of(path)[::-1]
+    if not candidates:
+        problem = "is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
+        if not path.exists():
+            problem = "does not exist"
+        if runs := sorted(p.parent for p in path.glob("*/checkpoints")):
+            problem += f", but of runs: {', '.join(map(str, runs[:8]))}"
+        elif path.parent.is_dir() and (others := sorted(p.parent for p in path.parent.glob("*/checkpoints"))):
+            problem += f"; other runs there: {', '.join(map(str, others[:8]))}"
+        raise CheckpointError(f"{path} {problem}")
+    notes: list[str] = []
+    for folder in candidates:
+        problems = storage.verify(folder)
+        if not problems:
+            return folder, [f"damaged, skipped: {note}" for note in notes]
+        notes += problems
+    raise CheckpointError("\n  ".join(["no checkpoint is complete:", *notes]))
+
+
+def _ready(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    tokenizer_in: Path,
+    notes: list[str],
+) -> Opened:
+    tokenizer, ends = _tokenizer(tokenizer_in, folder)
+    embeddings = weights.get("tok_embeddings.weight")
+    if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
+        raise CheckpointError(f"{folder} has no token embeddings: it holds a different kind of model")
+    if problems := dict(shape_rules(config)):
+        raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
+    with torch.device("meta"):
+        model = build(config, embeddings.shape[0])
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    storage.compare(folder, {name: tuple(t.shape) for name, t in weights.items()}, shapes, "model", "it can't be used")
+    if bpe.size(tokenizer) > model.tok_embeddings.num_embeddings:
+        raise DataError(
+            f"{tokenizer_in}: its tokenizer has {bpe.size(tokenizer)} entries, and the model in {folder} has "
+            f"{model.tok_embeddings.num_embeddings}: it belongs to another model"
+        )
+    placed = {name: weights[name].to(device, dtype) for name in shapes}
+    model.load_state_dict(placed, strict=False, assign=True)
+    model.tie_weights()
+    for name, buffer in list(model.named_buffers()):
+        setattr(model, name, torch.empty_like(buffer, device=device))
+    model.reset_buffers()
+    source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
+    prefix = "" if (folder / "config.json").is_file() else source_prefix(hf.folder_of_tokenizer(folder))
+    if prefix and answers(model):
+        notes = [*notes, f"each source begins with {prefix!r}, as in training"]
+    return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes, prefix, folder)
+
+
+def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
+    """The tokenizer in a file or folder, and the tokens that end a document, if known."""
+    file = where / "tokenizer.json" if where.is_dir() else where
+    if not file.is_file():
+        problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
+        raise DataError(f"{file} {problem}: name the model's tokenizer.json with --tokenizer=FILE")
+    tokenizer = bpe.load(file)
+    if (folder / "config.json").is_file():
+        return tokenizer, hf.end_tokens(folder)
+    end = hf.end_token(storage.read_state(folder, named_by_step=False), tokenizer)
+    return tokenizer, () if end is None else (end,)
+
+
+def config_of(folder: Path, state: TrainState) -> Config:
+    """The model, data and lengths in a checkpoint's state. Keys that this version no longer has are ignored.
+
+    Raises:
+        CheckpointError: it holds none, or one that can't be read.
+    """
+    if not state.config:
+        raise CheckpointError(f"{folder} does not hold the config that it was trained with")
+    tree: dict[str, dict[str, Any]] = {}
+    for key in known_keys() & state.config.keys():
+        section, name = key.split(".", 1)
+        if section in _SECTIONS:
+            tree.setdefault(section, {})[name] = state.config[key]
+    try:
+        return Config.model_validate(tree)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: the config that it was trained with can't be read: {error}") from None
+
+
+def data_of(name: str, config: Config, state: TrainState) -> DataSet:
+    """The data of a run, prepared again if it is no longer in the cache.
+
+    Raises:
+        ConfigError: it has changed since the checkpoint was saved.
+    """
+    data = prepare_all(config.data, config.tokenizer, lambda _: None)
+    require_same_data(name, data, state)
+    return data
+
+
+def require_same_data(name: str, data: DataSet, state: TrainState) -> None:
+    """Raise ConfigError if this is not the data that a run was trained on."""
+    here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
+    if changed := [key for key, value in here.items() if state.identity.get(key, value) != value]:
+        raise ConfigError(
+            f"the data of {name} has changed since it was trained ({', '.join(changed)}); restore that text "
+            "(evaluate can score another one: --data TEXT)"
+        )
