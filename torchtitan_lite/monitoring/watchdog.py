@@ -193,10 +193,10 @@ class Watchdog:
         now = progress.current()
         return Beat(number, str(self._at), moved=now.moved, doing=now.doing, working=now.working)
 
-    def _collect(self, mine: Beat) -> None:
+    def _collect(self, own: Beat) -> None:
         """Read all beats, and sum their bytes."""
         now = time.monotonic()
-        beats = {0: mine}
+        beats = {0: own}
         others = [
             rank
             for rank in range(1, self._world.world_size)
@@ -252,20 +252,20 @@ class Watchdog:
         patience_s = (0.9 if self._world.device.type == "cuda" else 1) * self._timeout_s
         limit_s = patience_s * (1.25 if self._world.rank else 1)
         while not self._closed.wait(self._interval_s):
-            now, mine = time.monotonic(), self._beat()
+            now, own = time.monotonic(), self._beat()
             # the time in which this process was stopped does not count
             quiet_s, before = quiet_s + min(now - before, 2 * self._interval_s), now
-            active = mine.doing or any(beat.doing for beat in self._beats.values())
-            if not active or (mine.moved, self._sum) != last_moved:
-                quiet_s, last_moved = 0.0, (mine.moved, self._sum)
+            active = own.doing or any(beat.doing for beat in self._beats.values())
+            if not active or (own.moved, self._sum) != last_moved:
+                quiet_s, last_moved = 0.0, (own.moved, self._sum)
             if self._decision:
-                self._abort(self._decision, mine=False)
+                self._abort(self._decision, decided_here=False)
             elif self._world.world_size > 1 and (problem := self._steps.problem(self._at, self._all_silent())):
                 self._abort(problem)
             elif quiet_s >= limit_s:
-                operation = next((text for beat in (*self._beats.values(), mine) for text in beat.doing), "").split(
-                    ":"
-                )[0]
+                operation = next((text for beat in (*self._beats.values(), own) for text in beat.doing), "").split(":")[
+                    0
+                ]
                 self._abort(
                     f"{operation}: nothing was written, hashed or read on any rank for {patience_s / 60:g} minutes "
                     f"(run.timeout_minutes). Waited for: {self._waited_for()}. "
@@ -287,21 +287,21 @@ class Watchdog:
                 ranks.append(f"rank {rank} ({'; '.join(beat.working) or beat.place})")
         return ", ".join(ranks) or "all ranks wait for each other"
 
-    def _abort(self, message: str, *, mine: bool = True) -> None:
+    def _abort(self, message: str, *, decided_here: bool = True) -> None:
         """Write stacks, status and message, and end this process, whatever its other threads wait for."""
-        self._decision = message  # published if it is mine, and the store may end with rank 0
+        self._decision = message  # published if it was made here, and the store may end with rank 0
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
-        reporting = threading.Thread(target=self._report, args=(message, mine), daemon=True)
+        reporting = threading.Thread(target=self._report, args=(message, decided_here), daemon=True)
         reporting.start()
         reporting.join(timeout=5)  # the file system may hang
-        if mine or self._world.rank == 0:
+        if decided_here or self._world.rank == 0:
             time.sleep(3 * self._interval_s)  # until the others have read it
         tell_launcher(f"train.py: {message}")
         print_once(f"train.py: {message}", env_int("LOCAL_RANK", 0))
         os._exit(StuckError.exit_code)
 
-    def _report(self, message: str, mine: bool) -> None:
+    def _report(self, message: str, decided_here: bool) -> None:
         self.on_abort(message)
-        if mine and self._world.rank:
+        if decided_here and self._world.rank:
             run_folder.stand_in(self._run, self._at.step, message)

@@ -94,12 +94,12 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
         recorded = Recorded(**fields)
         if reasons := from_rank0(not_the_same(recorded, config, bitwise_setting(config, world))):
             raise ConfigError(reasons)
-        with _elsewhere(config, recorded) as there:
-            log = Log(there.folder, speaks=world.rank == 0)
+        with _elsewhere(config, recorded) as replayed:
+            log = Log(replayed.folder, speaks=world.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for line in (*recorded.notes, f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}"):
                 log.info(line)
-            s = build(there, data, world, log)
+            s = build(replayed, data, world, log)
             with contextlib.closing(s), s.watchdog.explained(), out_of_memory.explained(config):
                 try:
                     result = compute(s, step, recorded, config.folder)
@@ -132,9 +132,9 @@ def _elsewhere(config: Config, recorded: Recorded) -> Iterator[Config]:
         "profile": config.profile.model_copy(update={"steps": []}),
     }
     try:
-        there = config.model_copy(update=parts)
-        run_folder.make(there.folder)
-        yield there
+        replayed = config.model_copy(update=parts)
+        run_folder.make(replayed.folder)
+        yield replayed
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

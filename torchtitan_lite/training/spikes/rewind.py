@@ -38,9 +38,9 @@ def checkpoints_before(s: Session, step: int) -> list[int]:
     If nothing was saved since the last rewind, its checkpoint is the newest, however near it is.
     """
     report_save(s, wait=True)
-    found = on_rank0(s.world, lambda: find_steps(s.checkpointer.folder))
-    last = s.state.jumps[-1][0] if s.state.jumps and found[-1:] == [s.state.jumps[-1][0]] else -1
-    return [number for number in found if number < step or number <= last]
+    saved = on_rank0(s.world, lambda: find_steps(s.checkpointer.folder))
+    last = s.state.jumps[-1][0] if s.state.jumps and saved[-1:] == [s.state.jumps[-1][0]] else -1
+    return [number for number in saved if number < step or number <= last]
 
 
 def skipped_samples(s: Session) -> str:
@@ -90,12 +90,12 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
 
 def _load(s: Session, steps: list[int]) -> TrainState:
     """Load the newest of these checkpoints that is complete."""
-    saves, given, problems = s.checkpointer, s.checkpointer.config, list[str]()
+    checkpointer, config, problems = s.checkpointer, s.checkpointer.config, list[str]()
     try:
         for step in reversed(steps):
-            saves.config = given.model_copy(update={"resume": f"step-{step}"})
+            checkpointer.config = config.model_copy(update={"resume": f"step-{step}"})
             try:
-                if loaded := saves.load(s.state.identity):
+                if loaded := checkpointer.load(s.state.identity):
                     return loaded
             except UnreadableError:
                 raise
@@ -103,7 +103,7 @@ def _load(s: Session, steps: list[int]) -> TrainState:
                 problems.append(str(error))
                 s.log.info(f"note    damaged: {error}")
     finally:
-        saves.config = given
+        checkpointer.config = config
     raise CheckpointError("\n  ".join(["no checkpoint is complete that the run could go back to:", *problems]))
 
 
