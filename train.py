@@ -125,7 +125,8 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         resume: overrides `checkpoint.resume`, which is obeyed once per launch.
     """
     # 1. The mesh: which ranks shard one copy of the model, and which hold further copies.
-    mesh = build_mesh(derive(config, world.world_size), world.device)
+    layout = derive(config, world.world_size)
+    mesh = build_mesh(layout, world.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
     model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, world))
@@ -181,6 +182,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     return Session(
         config=config,
         world=world,
+        copies=layout.dp_replicate,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
@@ -312,8 +314,7 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Sums:
         s.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
     # A rank holds the gradients of its own shards, so their norm is a sum over ranks. With HSDP, each shard has copies.
-    copies = derive(s.config, world.world_size).dp_replicate
-    squared_norm = optim.squared_norm(s.model, copies)
+    squared_norm = optim.squared_norm(s.model, s.copies)
     return Sums.over_ranks(loss_sum, squared_norm, stop=s.preemption.requested(), world=world)
 
 

@@ -84,6 +84,7 @@ class Session:
 
     config: Config
     world: World
+    copies: int  # of the sharded model, with HSDP
     model: Transformer
     optimizer: GuardedOptimizer
     scaler: GradScaler
