@@ -11,6 +11,7 @@ import pytest
 from tests.helpers import losses, ranks, succeeded, tensors, tiny
 from tests.training.test_faults import saved_steps, status
 from torchtitan_lite import terminal
+from torchtitan_lite.monitoring import records
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.records import without_later
 
@@ -141,6 +142,17 @@ def test_damaged_records_are_cut(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(good[0] + b"".join(odd[:6]) + good[1] + b"".join(odd[6:]))
     (tmp_path / "samples.jsonl").mkdir()
     assert without_later(tmp_path, 3) == {"metrics.jsonl": b"".join(good)}
+
+
+@pytest.mark.parametrize(("step", "is_read"), [
+    (0, True), (2**53 - 1, True), (2**53, False), (10**400, False), ("5", False), (None, False), (True, False),
+    (2.0, False), ([5], False),
+])  # fmt: skip
+def test_only_records_with_a_step_are_read(step: object, is_read: bool, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert list(records.read(file)) == []
+    file.write_bytes(b'{"step": 1, "lo\n' + json.dumps({"step": step}).encode() + b'\n[]\n{"step": 7}\n{"step')
+    assert list(records.read(file)) == [{"step": step}] * is_read + [{"step": 7}]
 
 
 def test_a_complaint_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.checkpointing.progress import Place
 from torchtitan_lite.distributed.process_group import World
 
 _AT = "torchtitan_lite/at/{}"
@@ -100,6 +99,17 @@ def _shortened(error: RuntimeError) -> str:
     """The first line, without gloo's place in its source and its advice."""
     first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])
     return f"({first.partition('. This is typically caused')[0]})"
+
+
+class Place(NamedTuple):
+    """Where the main thread is."""
+
+    step: int = 0
+    phase: int = 0  # 0: fetching its batch, 1: computing
+    passes: int = 0  # forward passes in this phase
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {('fetching its batch', 'computing')[self.phase]}" if self.step else "starting"
 
 
 class StepTimer:
