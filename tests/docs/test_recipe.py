@@ -1,4 +1,4 @@
-"""Each line of code that docs/recipe.md quotes is where the page says. `python -m tests.docs.test_recipe` corrects it."""
+"""docs/recipe.md quotes lines of code. `python -m tests.docs.test_recipe` corrects their numbers."""
 
 import re
 from pathlib import Path
