@@ -43,7 +43,15 @@ from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_e
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Place, Scores, Split, place, score_documents, score_rows
-from torchtitan_lite.tools.load_model import Opened, config_of, data_of, device_problems, newest_complete, open_model
+from torchtitan_lite.tools.load_model import (
+    Opened,
+    config_of,
+    data_of,
+    device_problems,
+    newest_complete,
+    open_model,
+    out_of_range,
+)
 
 LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
 SOURCES, TARGETS = 512, 150  # tokens of a source and a target, if the model was not trained on pairs here
@@ -73,20 +81,18 @@ class Options:
 
     def problems(self) -> list[str]:
         """The options that are out of range, and what works."""
-        problems = [
-            f"--{key}={value} should be at least 1"
-            for key, value in (("documents", self.documents), ("batch-size", self.batch_size))
-            if value is not None and value < 1
-        ]
+        problems = out_of_range(
+            self,
+            documents=(self.documents is None or self.documents >= 1, "at least 1"),
+            batch_size=(self.batch_size >= 1, "at least 1"),
+            seq_len=(self.seq_len >= 0, "0 (as in training) or more"),
+            questions=(self.questions >= 0, "0 (all) or more"),
+        )
         if self.json and not (file := paths.expand(self.json).absolute()).parent.is_dir():
             problems.append(f"--json={self.json}: {file.parent} is not a folder")
         elif self.json and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
             problems.append(f"--json={self.json} {'is a folder' if file.is_dir() else 'is not writable'}")
-        if self.seq_len < 0:
-            problems.append(f"--seq-len={self.seq_len} should be 0 (as in training) or more")
         problems += device_problems(self.device)
-        if self.questions < 0:
-            problems.append(f"--questions={self.questions} should be 0 (all) or more")
         if self.tasks_from and not self.tasks:
             problems.append(
                 f"--tasks-from={self.tasks_from} needs --tasks, e.g. --tasks hellaswag/rc_0shot arc_easy/rc_0shot"
@@ -349,7 +355,7 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
         failed += failed_here
         texts: dict[str, Scores] = {}
         if options.data or not options.tasks:
-            note = print if world.rank == 0 and not results else _no_note
+            note = print if world.rank == 0 and not results else lambda _: None  # notes are printed once
             texts = tables.with_total(dict(scores_of(model, options, world, note)), first)
         rows = {name: tables.figures(scores) for name, scores in texts.items()}
         differences = tables.compared(texts, first)
@@ -390,10 +396,6 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
     return results
 
 
-def _no_note(_: str) -> None:
-    """Notes are printed once: by rank 0, for the first model."""
-
-
 def _finite(tree: Any) -> Any:
     """NaN as null: JSON has no NaN."""
     if isinstance(tree, dict):
@@ -403,17 +405,17 @@ def _finite(tree: Any) -> Any:
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
-def _run(options: Options) -> int:
-    with process_group(RunConfig(device=options.device)) as world:
-        evaluate(options, world)
-    return 0
-
-
 def main(argv: Sequence[str]) -> NoReturn:
     """The command line. Ends the process: gloo's threads must not outlive the interpreter."""
     options = options_of(argv)
+
+    def run() -> int:
+        with process_group(RunConfig(device=options.device)) as world:
+            evaluate(options, world)
+        return 0
+
     prepare_streams()
-    exit_process(run_cli("evaluate", lambda: _run(options), info=lambda text: print_once(text, local_rank())))
+    exit_process(run_cli("evaluate", run, info=lambda text: print_once(text, local_rank())))
 
 
 if __name__ == "__main__":
