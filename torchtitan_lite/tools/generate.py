@@ -172,7 +172,6 @@ def converse(opened: Opened, options: Options) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.generate",
         description="Text from a trained model, streamed to the terminal.",
@@ -238,7 +237,3 @@ def _require_family(args: argparse.Namespace, opened: Opened) -> None:
         raise ConfigError(
             f"{name} is for encoder-decoders, and {args.run} holds a decoder ({family}): use --prompt without --beams"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -103,7 +103,6 @@ def device_of(name: str) -> torch.device:
 
 
 def device_problems(name: str) -> list[str]:
-    """What is wrong with --device."""
     missing = name == "cuda" and not torch.cuda.is_available()
     return ["--device=cuda, but torch sees no GPU here; --device=cpu works"] if missing else []
 

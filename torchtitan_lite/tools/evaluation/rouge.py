@@ -27,7 +27,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import questions
-from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError, run_cli, shortened
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
@@ -125,7 +125,6 @@ def record(run: Path, values: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.rouge",
         description="ROUGE-1, ROUGE-2 and ROUGE-Lsum of a run's answers to held-out pairs.",
@@ -196,17 +195,9 @@ def _run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--out: {args.out} can't be written: {error}") from None
     for one in found[:SHOWN]:
-        print(f"source     {_short(one.source)}\nreference  {_short(one.reference)}")
-        print(f"answer     {_short(one.text)}\n")
+        for label, text in (("source", one.source), ("reference", one.reference), ("answer", one.text)):
+            print(f"{label:<9}  {shortened(' '.join(text.split()))}")
+        print()
     figures = "  ".join(f"{kind} {100 * means[kind]:.2f}" for kind in KINDS)
     print(f"step {state.step}  {figures}  ({len(found)} held-out pairs)")
     return 0
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 200 else f"{line[:200]}..."
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
