@@ -23,10 +23,11 @@ from torchtitan_lite.scoring.brackets import CHOICES, EACH, brackets
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import Kind, Question, Task
 from torchtitan_lite.tools.evaluation import evaluate
-from torchtitan_lite.tools.load_model import open_model
+from torchtitan_lite.tools.load_model import Opened, open_model
 
 ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
 LENGTH = 24  # tokens of the models below
+ALONE = World(0, 1, torch.device("cpu"), 1)
 WORDS = "the cat sat on the mat, f(x) and g() end. "
 CHOICE: list[dict[str, Any]] = [
     {"context": "the cat", "choices": [" sat", " sat on the mat", " caf\u00e9"], "answer": 1},
@@ -115,6 +116,12 @@ def scored(n: int, *arguments: Any, out: Path) -> dict[str, Any]:
     return dict(model["tasks"])
 
 
+def score_of(opened: Opened, task: Task) -> task_scores.TaskScore:
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
+    ready = task_tokens.encoded(task, encoder, task_tokens.Inputs([0], [0], LENGTH))
+    return task_scores.score(opened.model, ready, opened.tokenizer, opened.ends, ALONE)
+
+
 def test_choices_equal_those_of_transformers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Likelihoods within 1e-5, and the scores that follow from them."""
     file = jsonl(tmp_path / "choice.jsonl", CHOICE)
@@ -123,7 +130,7 @@ def test_choices_equal_those_of_transformers(folder: Path, tmp_path: Path, monke
     encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
     ready = task_tokens.encoded(questions.read(str(file)), encoder, task_tokens.Inputs(prefix, [0], LENGTH))
     monkeypatch.setattr(task_scores, "BATCH_TOKENS", 64)
-    (ours,) = task_scores._sums_by_choice(opened.model, ready, World(0, 1, torch.device("cpu"), 1))
+    (ours,) = task_scores._sums_by_choice(opened.model, ready, ALONE)
     model, right = theirs(folder), dict.fromkeys(("plain", "per_byte", "per_token"), 0)
     nats_of_right, bytes_of_right = 0.0, 0
     at = 0
@@ -247,39 +254,29 @@ def test_batches_of_any_size_give_the_same_scores(
     """One batch of all questions, or one for each choice."""
     tasks = [questions.read(str(jsonl(tmp_path / f"{i}.jsonl", rows))) for i, rows in enumerate((CHOICE, WORD))]
     opened = open_model(folder, torch.device("cpu"), torch.float32)
-    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
     forwards: list[int] = []
     opened.model.register_forward_pre_hook(lambda _, arguments: forwards.append(len(arguments[0])))
-
-    def figures(task: Task) -> dict[str, float]:
-        ready = task_tokens.encoded(task, encoder, task_tokens.Inputs([0], [0], LENGTH))
-        world = World(0, 1, torch.device("cpu"), 1)
-        return task_scores.score(opened.model, ready, opened.tokenizer, opened.ends, world).figures()
-
-    together = [figures(task) for task in tasks]
+    together = [score_of(opened, task).figures() for task in tasks]
     assert min(forwards) > 1
     forwards.clear()
     monkeypatch.setattr(task_scores, "BATCH_TOKENS", 1)
-    assert figures(tasks[0]) == pytest.approx(together[0], rel=1e-5)
+    assert score_of(opened, tasks[0]).figures() == pytest.approx(together[0], rel=1e-5)
     monkeypatch.setattr(task_scores, "BATCH_TOKENS", 4096)
     monkeypatch.setattr(task_scores, "LOGITS_BYTES", 1)
-    assert figures(tasks[1]) == pytest.approx(together[1], rel=1e-5)
+    assert score_of(opened, tasks[1]).figures() == pytest.approx(together[1], rel=1e-5)
     assert set(forwards) == {1}
 
 
 def test_of_equal_choices_the_first_is_the_answer(folder: Path) -> None:
     opened = open_model(folder, torch.device("cpu"), torch.float32)
-    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
     rows = [Question(("the cat",) * 3, (" sat", " sat", " sat"), answer) for answer in range(3)]
-    ready = task_tokens.encoded(Task("ties", "multiple choice", rows), encoder, task_tokens.Inputs([0], [0], LENGTH))
-    score = task_scores.score(opened.model, ready, opened.tokenizer, (), World(0, 1, torch.device("cpu"), 1))
+    score = score_of(opened, Task("ties", "multiple choice", rows))
     assert score.correct.keys() == {"plain", "per_byte", "per_token"}
     assert all(list(values) == [1.0, 0.0, 0.0] for values in score.correct.values())
 
 
 def test_likelihoods_that_are_not_finite_have_no_score(folder: Path) -> None:
     opened = open_model(folder, torch.device("cpu"), torch.float32)
-    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
     opened.model.norm.weight.data.fill_(math.nan)  # type: ignore[operator]
     rows: dict[Kind, Question] = {
         "multiple choice": Question(("the cat",) * 2, (" sat", " mat")),
@@ -287,8 +284,7 @@ def test_likelihoods_that_are_not_finite_have_no_score(folder: Path) -> None:
         "exact match": Question(("the cat",), ("sat",), max_tokens=2),
     }
     for kind, question in rows.items():
-        ready = task_tokens.encoded(Task("task", kind, [question]), encoder, task_tokens.Inputs([0], [0], LENGTH))
-        score = task_scores.score(opened.model, ready, opened.tokenizer, (), World(0, 1, torch.device("cpu"), 1))
+        score = score_of(opened, Task("task", kind, [question]))
         assert math.isnan(score.figures()["score"]), kind
         assert task_scores.figure_text(score.figures(), "score") == "not finite"
 
@@ -364,6 +360,8 @@ GOOD = json.dumps(CHOICE[0])
         ('{"context": "\\ud800", "continuation": "b"}', "half of a surrogate pair"),
         (GOOD + '\n{"context": "a", "continuation": "b"}', "line 2: last word, but line 1 is multiple choice"),
         ("{\n" * 9, "... and 4 more problems"),
+        ('{"context": "a", "answer": ["x\\ny"]}', 'line 1: "answer" contains a "stop" text'),
+        ('{"context": "a", "choices": ["b", "c", "b"], "answer": 2}', 'has the right one, "b", more than once'),
     ],
 )
 def test_a_bad_file_names_the_line(content: str | bytes, message: str, tmp_path: Path) -> None:
@@ -438,7 +436,7 @@ def test_a_built_in_task_is_one_entry(run: Path, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setitem(find_tasks.BUILT_IN, "mine", mine)
     options = evaluate.options_of([str(run), "--tasks", "mine", f"--json={tmp_path / 'scores.json'}"])
-    (result,) = evaluate.evaluate(options, World(0, 1, torch.device("cpu"), 1))
+    (result,) = evaluate.evaluate(options, ALONE)
     assert result["tasks"]["mine"]["questions"] == 1
     assert made[0]
     assert find(["mine"], "", None) == []
@@ -477,18 +475,4 @@ def test_bad_options_are_errors(arguments: list[str], message: str, folder: Path
     }
     given = evaluate.options_of([str(named.get(word, word)) for word in arguments])
     with pytest.raises(UserError, match=message):
-        evaluate.evaluate(given, World(0, 1, torch.device("cpu"), 1))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"context": "a", "answer": ["x\\ny"]}', 'line 1: "answer" contains a "stop" text'),
-        ('{"context": "a", "choices": ["b", "c", "b"], "answer": 2}', 'has the right one, "b", more than once'),
-    ],
-)
-def test_questions_that_can_not_be_scored(line: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(line)
-    with pytest.raises(DataError) as raised:
-        find([str(tmp_path / "a.jsonl")], "", None)
-    assert message in str(raised.value)
+        evaluate.evaluate(given, ALONE)

@@ -58,7 +58,7 @@ def values(text: str) -> dict[str, object]:
 def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
     file = tmp_path / "accelerate.yaml"
     file.write_text(EXAMPLE)
-    output = succeeded(python(str(file), script="torchtitan_lite/tools/migrate_accelerate.py"))
+    output = succeeded(python(str(file), script="-m torchtitan_lite.migrate"))
     for line in EXAMPLE.split():
         key = line.removesuffix(":")
         if line.endswith(":") and key != "fsdp_config":
@@ -114,12 +114,9 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
         ("fsdp_config: {fsdp_offload_params: true}", {"fsdp.cpu_offload": True, "optim.name": "adamw"}),
         ("mixed_precision: no", {"fsdp.param_dtype": "float32", "fsdp.reduce_dtype": "float32"}),
         ("mixed_precision: fp16", {"fsdp.param_dtype": "float16", "fsdp.reduce_dtype": "float16"}),
-        ("distributed_type: MULTI_GPU", {"fsdp.sharding_strategy": "NO_SHARD"}),
         ("deepspeed_config: {zero_stage: 3}", {"fsdp.sharding_strategy": "FULL_SHARD"}),
         ("deepspeed_config: {gradient_clipping: 1}", {"optim.max_norm": 1.0}),
-        ("dynamo_config: {dynamo_backend: INDUCTOR}", {"compile.enabled": True}),
         ("parallelism_config: {parallelism_config_dp_replicate_size: 2}", {"fsdp.dp_replicate": 2}),
-        ("use_cpu: true", {"run.device": "cpu"}),
     ],
 )  # fmt: skip
 def test_each_value_becomes_its_keys(text: str, expected: dict[str, object]) -> None:
@@ -228,7 +225,7 @@ def test_invalid_values_are_errors(text: str, expected: str) -> None:
 def test_files_without_a_config_are_errors(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    result = python(str(file), script="torchtitan_lite/tools/migrate_accelerate.py")
+    result = python(str(file), script="-m torchtitan_lite.migrate")
     assert result.returncode == 2
     assert result.stderr.startswith("migrate: ")
     assert "Traceback" not in result.stderr
@@ -370,23 +367,15 @@ def test_hostile_files_are_errors(content: str | bytes, said: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    "text",
     [
-        ("parallelism_config: {parallelism_config_dp_shard_size: 2.7}", {}),
-        ("parallelism_config: {parallelism_config_dp_shard_size: true}", {}),
-        ("parallelism_config: {parallelism_config_dp_shard_size: -3}", {}),
-        ("parallelism_config: {parallelism_config_dp_shard_size: 99999999999999999999}", {}),
-        ("deepspeed_config: {gradient_clipping: .nan}", {}),
-        ("deepspeed_config: {gradient_clipping: -1}", {}),
-        ("deepspeed_config: {gradient_clipping: [1]}", {}),
-        ("deepspeed_config: {gradient_clipping: 0x" + "f" * 5000 + "}", {}),
-        ("debug: 2024-01-02", {}),
-        ("? 0x" + "f" * 5000 + "\n: 1", {}),
-        ("num_processes: \u00b2", {}),
+        *(f"parallelism_config: {{parallelism_config_dp_shard_size: {n}}}" for n in (2.7, "true", -3, 10**20 - 1)),
+        *(f"deepspeed_config: {{gradient_clipping: {n}}}" for n in (".nan", -1, [1], "0x" + "f" * 5000)),
+        *("debug: 2024-01-02", "? 0x" + "f" * 5000 + "\n: 1", "num_processes: \u00b2"),
     ],
     ids=lambda value: ascii(value)[:60],
 )
-def test_values_that_mean_nothing_set_nothing(text: str, expected: dict[str, object], tmp_path: Path) -> None:
+def test_values_that_mean_nothing_set_nothing(text: str, tmp_path: Path) -> None:
     output = migrated(text, tmp_path)
-    assert keys_of(output) == expected.keys()
+    assert not keys_of(output)
     assert "--nproc-per-node 1 " in output

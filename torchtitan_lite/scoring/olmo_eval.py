@@ -29,16 +29,7 @@ _ENTRIES = 100_000  # of the archive
 _UNCONDITIONAL = 1_000_000  # documents from here on repeat others without their context
 _LIKELIHOOD = "loglikelihood", "generate_until_and_loglikelihood"
 _METRICS = {"acc_raw": "plain", "acc_per_char": "per_byte", "acc_per_token": "per_token"}
-_DAMAGED = (
-    OSError,
-    EOFError,
-    ValueError,
-    RuntimeError,
-    NotImplementedError,
-    RecursionError,
-    zlib.error,
-    zipfile.BadZipFile,
-)
+_DAMAGED = OSError, EOFError, ValueError, RuntimeError, zlib.error, zipfile.BadZipFile
 
 
 @dataclass(frozen=True)

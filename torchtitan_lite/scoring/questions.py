@@ -56,7 +56,6 @@ class Task:
 
     @property
     def main(self) -> str:
-        """The name of the main score."""
         return self.metric or METRICS[self.kind][0]
 
     @property
@@ -85,37 +84,37 @@ def read(path: str) -> Task:
     file = expand(path)
     if not file.is_file():
         raise DataError(f"task {path}: not a file; a task is a .jsonl file (docs/tasks.md)")
-    by_kind: dict[Kind, list[Question]] = {}
+    questions: list[Question] = []
     first_lines: dict[Kind, int] = {}
     problems, metric = [], ""
     for number, line in _lines(file):
         try:
             values = _parsed(line)
-            if values.keys() == {"score"} and not by_kind:
+            if values.keys() == {"score"} and not questions:
                 metric = values["score"]
                 continue
             kind, question = _question(values)
         except ValueError as error:
             problems.append(f"line {number}: {error}")
             continue
-        by_kind.setdefault(kind, []).append(question)
+        questions.append(question)
         first_lines.setdefault(kind, number)
-    if len(by_kind) > 1:
-        (kind, line_of_first), (other, line_of_other) = sorted(first_lines.items(), key=lambda item: item[1])[:2]
+    if len(first_lines) > 1:
+        (kind, line_of_first), (other, line_of_other) = list(first_lines.items())[:2]
         problems.append(
             f"line {line_of_other}: {other}, but line {line_of_first} is {kind}; put each kind into a file of its own"
         )
-    if not by_kind and not problems:
+    if not questions and not problems:
         problems.append(f"no questions; each line is one, e.g. {_EXAMPLES['multiple choice']}")
-    for kind in list(by_kind)[:1]:
+    for kind in list(first_lines)[:1]:
         if metric not in ("", *METRICS[kind]):
             works = " or ".join(f'"{name}"' for name in METRICS[kind])
             problems.append(f'line 1: "score": {json.dumps(metric)} is not a score of {kind}; {works} works')
     if problems:
         more = [f"... and {counted(len(problems) - _SHOWN, 'more problem')}"] if len(problems) > _SHOWN else []
         raise DataError("\n  ".join([f"task {path} can't be read:", *problems[:_SHOWN], *more]))
-    (kind,) = by_kind
-    return Task(file.name.removesuffix(".jsonl"), kind, by_kind[kind], metric)
+    (kind,) = first_lines
+    return Task(file.name.removesuffix(".jsonl"), kind, questions, metric)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:

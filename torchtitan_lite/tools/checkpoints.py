@@ -226,7 +226,6 @@ def recipe(model: ModelConfig) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

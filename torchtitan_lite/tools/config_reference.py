@@ -26,7 +26,6 @@ A comma inside brackets belongs to a pattern (`layers.[0,1].*`). `sample.prompts
 
 
 def lines() -> list[str]:
-    """The lines of the page."""
     page = _HEAD.splitlines()
     known = schema.known_keys()
     for section in Config.model_fields:

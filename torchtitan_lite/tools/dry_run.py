@@ -7,10 +7,11 @@ measures memory, and the third is timed.
 
 import contextlib
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
+from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
@@ -37,14 +39,6 @@ from torchtitan_lite.training.start import require_same_data
 Step = Callable[[Session, int], StepResult]
 STEPS = 3
 TOTAL = "total at the peak"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Memory and time of a step on this rank."""
-
-    bytes: dict[str, int]  # by kind; TOTAL is the peak
-    step_s: float
 
 
 @contextlib.contextmanager
@@ -58,14 +52,10 @@ def elsewhere(loaded: Loaded) -> Iterator[Loaded]:
         "train": config.train.model_copy(update={"steps": max(config.train.steps, STEPS)} | last),
         "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
     }
-    keep = False
     try:
         yield replace(loaded, config=config.model_copy(update=parts))
-    except StuckError:
-        keep = True
-        raise
     finally:
-        if not keep:
+        if not isinstance(sys.exception(), StuckError):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -93,13 +83,17 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
             require_agreement(loaded.config, world)
             require_same_data(config, data, world)
             with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as session:
-                measured = measure(session, step)
+                n_bytes, step_s = measure(session, step)
             if plan is not None:
-                print(compare(plan, measured, loaded.config.folder))
+                print(compare(plan, n_bytes, step_s, loaded.config.folder))
 
 
-def measure(s: Session, step: Step) -> Measured:
-    """Make and measure three steps. Collective."""
+def measure(s: Session, step: Step) -> tuple[dict[str, int], float]:
+    """Make and measure three steps. Collective.
+
+    Returns:
+        this rank's bytes by kind, where TOTAL is the peak, and the seconds of a step.
+    """
     n_bytes: dict[str, int] = {}
 
     def measure_gradients(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
@@ -125,34 +119,29 @@ def measure(s: Session, step: Step) -> Measured:
             make(2)
         before = time.perf_counter()
         make(STEPS)
-        seconds = time.perf_counter() - before
+        step_s = time.perf_counter() - before
     settle(s)
-    return Measured(n_bytes, seconds)
+    return n_bytes, step_s
 
 
-def compare(plan: Plan, measured: Measured, folder: Path) -> str:
-    """A table of planned and measured values."""
+def compare(plan: Plan, n_bytes: dict[str, int], step_s: float, folder: Path) -> str:
+    """A table of planned and measured values: see `measure`."""
     config, layout, steps = plan.config, plan.layout, plan.config.train.steps
     # gradients are measured when the optimizer steps, which need not be the peak
     planned_bytes = {**plan.simulated.peak, GRADIENTS: plan.simulated.peaks["optimizer"][GRADIENTS]}
     planned_bytes[TOTAL] = sum(plan.device_bytes.values())
-    unmeasured = [kind for kind in plan.simulated.peak if kind not in measured.bytes]
+    unmeasured = [kind for kind in plan.simulated.peak if kind not in n_bytes]
     rows = [("memory of rank 0", "planned", "measured", "")]
     for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, *unmeasured, TOTAL):
-        expected, real = planned_bytes[kind], measured.bytes.get(kind)
+        expected, real = planned_bytes[kind], n_bytes.get(kind)
         ratio = f"{real / expected:.2f}" if real and expected else ""
         rows.append((f"  {kind}", size(expected), "" if real is None else size(real), ratio))
-    step_s, run_s = "", ""
-    if plan.device:
-        least_s = step_time.least_s(plan, plan.device)
-        step_s, run_s = f"at least {least_s:.3f} s", f"at least {duration(least_s * steps)}"
+    least_s = step_time.least_s(plan, plan.device) if plan.device else 0.0
     rows += [
-        ("time of a step", step_s, f"{measured.step_s:.3f} s", ""),
-        (f"{steps:,} steps", run_s, duration(measured.step_s * steps), ""),
-        ("tokens per second", "", f"{layout.tokens_per_step / measured.step_s:,.0f}", ""),
+        ("time of a step", f"at least {least_s:.3f} s" if least_s else "", f"{step_s:.3f} s", ""),
+        (f"{steps:,} steps", f"at least {duration(least_s * steps)}" if least_s else "", duration(step_s * steps), ""),
+        ("tokens per second", "", f"{layout.tokens_per_step / step_s:,.0f}", ""),
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    table = ["  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))]) for row in rows]
     return "\n".join(
         [
             f"dry run of {folder}: three steps in a temporary folder; the run itself was not changed",
@@ -160,7 +149,7 @@ def compare(plan: Plan, measured: Measured, folder: Path) -> str:
             batch_line(config, layout, plan.world_size),
             f"fsdp    {fsdp_line(config)}",
             "",
-            *(line.rstrip() for line in table),
+            *columns(rows, right=(1, 2, 3)),
             *["(the plan ignores the memory that compiled blocks save)"] * config.compile.enabled,
             "times exclude saves, validations and samples",
         ]

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -24,7 +24,7 @@ from torchtitan_lite.data.pairs import with_prefix
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
 from torchtitan_lite.terminal import counted, encodable, prepare_streams
-from torchtitan_lite.tools.load_model import Opened, device_of, device_problems, open_model
+from torchtitan_lite.tools.load_model import Opened, device_of, device_problems, open_model, out_of_range
 
 MOST_BEAMS = 1000
 
@@ -75,25 +75,20 @@ class Options:
 
     def problems(self) -> list[str]:
         """The options that are out of range, and what works."""
-        problems = []
-        if not 1 <= self.beams <= MOST_BEAMS:
-            problems.append(f"--beams={self.beams} should be 1 to {MOST_BEAMS}, e.g. 4")
-        if not -10 <= self.length_penalty <= 10:
-            problems.append(f"--length-penalty={self.length_penalty} should be between -10 and 10, e.g. 1.0")
-        if self.max_tokens < 1:
-            problems.append(f"--max-tokens={self.max_tokens} should be at least 1")
-        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
-            problems.append(
-                f"--temperature={self.temperature} should be 0 (always the likeliest token) or at least "
-                f"{MIN_TEMPERATURE}, e.g. 0.8"
-            )
-        if self.top_k < 0:
-            problems.append(f"--top-k={self.top_k} should be 0 (all) or more, e.g. 50")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"--top-p={self.top_p} should be above 0 and at most 1, e.g. 0.95")
-        if not 0 <= self.seed < 2**63:
-            problems.append(f"--seed={self.seed} should be 0 or more and have at most 63 bits, e.g. 0")
-        return problems
+        warm = MIN_TEMPERATURE <= self.temperature < float("inf")
+        return out_of_range(
+            self,
+            beams=(1 <= self.beams <= MOST_BEAMS, f"1 to {MOST_BEAMS}, e.g. 4"),
+            length_penalty=(-10 <= self.length_penalty <= 10, "between -10 and 10, e.g. 1.0"),
+            max_tokens=(self.max_tokens >= 1, "at least 1"),
+            temperature=(
+                warm or self.temperature == 0,
+                f"0 (always the likeliest token) or at least {MIN_TEMPERATURE}, e.g. 0.8",
+            ),
+            top_k=(self.top_k >= 0, "0 (all) or more, e.g. 50"),
+            top_p=(0 < self.top_p <= 1, "above 0 and at most 1, e.g. 0.95"),
+            seed=(0 <= self.seed < 2**63, "0 or more and have at most 63 bits, e.g. 0"),
+        )
 
 
 def answer(opened: Opened, prompt: str, options: Options) -> str:
@@ -176,78 +171,46 @@ def converse(opened: Opened, options: Options) -> None:
                 print(f"generate: {error}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.generate",
         description="Text from a trained model, streamed to the terminal.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "run", type=paths.argument, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder"
-    )
-    parser.add_argument("--prompt", default=None, help="the beginning of the text")
-    parser.add_argument("--source", default=None, help="encoder-decoders: the text to answer, e.g. to summarize")
-    parser.add_argument("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
-    parser.add_argument(
-        "--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers"
-    )
-    parser.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
-    parser.add_argument("--max-tokens", type=int, default=200, help="how many tokens to add at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from so many of the likeliest; 0: from all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that together have this much")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    parser.add_argument("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, where RUN has none")
-    return parser
-
-
-def _problems(args: argparse.Namespace, options: Options) -> list[str]:
-    problems = []
-    if args.prompt is None and args.source is None and not args.interactive:
-        problems.append('nothing to continue; e.g. --prompt "def ", --source "summarize: ..." or --interactive')
-    if args.prompt is not None and args.source is not None:
-        problems.append("--prompt is for decoders, and --source for encoder-decoders: give one of them")
-    return problems + options.problems() + device_problems(args.device)
-
-
-def _require_family(args: argparse.Namespace, opened: Opened) -> None:
-    """Raise ConfigError if an option does not suit the model."""
-    family = opened.model.config.family
-    if answers(opened.model) and args.prompt is not None:
-        raise ConfigError(f"--prompt is for decoders, and {args.run} holds an encoder-decoder ({family}): use --source")
-    if not answers(opened.model) and (args.source is not None or args.beams > 1):
-        name = "--beams" if args.source is None else "--source"
-        raise ConfigError(
-            f"{name} is for encoder-decoders, and {args.run} holds a decoder ({family}): use --prompt without --beams"
-        )
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
-    args = _parser().parse_args(argv)
+    add = parser.add_argument
+    add("run", type=paths.argument, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
+    add("--prompt", default=None, help="the beginning of the text")
+    add("--source", default=None, help="encoder-decoders: the text to answer, e.g. to summarize")
+    add("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
+    add("--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers")
+    add("--interactive", action="store_true", help="ask for prompts, until an empty line")
+    add("--max-tokens", type=int, default=200, help="how many tokens to add at most")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    add("--top-k", type=int, default=0, help="draw from so many of the likeliest; 0: from all")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest that together have this much")
+    add("--seed", type=int, default=0, help="the same seed gives the same text")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
+    add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, where RUN has none")
+    args = parser.parse_args(argv)
     prepare_streams()
     return run_cli("generate", lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
-    options = Options(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        beams=args.beams,
-        length_penalty=args.length_penalty,
-    )
-    if problems := _problems(args, options):
+    options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
+    problems = []
+    if args.prompt is None and args.source is None and not args.interactive:
+        problems.append('nothing to continue; e.g. --prompt "def ", --source "summarize: ..." or --interactive')
+    if args.prompt is not None and args.source is not None:
+        problems.append("--prompt is for decoders, and --source for encoder-decoders: give one of them")
+    problems += options.problems() + device_problems(args.device)
+    if problems:
         raise ConfigError("\n  ".join(problems))
     try:
-        dtype = getattr(torch, args.dtype)
-        opened = open_model(args.run, device_of(args.device), dtype, args.tokenizer, ema=args.ema)
+        opened = open_model(args.run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
         for note in [*opened.notes, opened.source]:
             print(note, file=sys.stderr)
         _require_family(args, opened)
@@ -264,5 +227,13 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _require_family(args: argparse.Namespace, opened: Opened) -> None:
+    """Raise ConfigError if an option does not suit the model."""
+    family = opened.model.config.family
+    if answers(opened.model) and args.prompt is not None:
+        raise ConfigError(f"--prompt is for decoders, and {args.run} holds an encoder-decoder ({family}): use --source")
+    if not answers(opened.model) and (args.source is not None or args.beams > 1):
+        name = "--beams" if args.source is None else "--source"
+        raise ConfigError(
+            f"{name} is for encoder-decoders, and {args.run} holds a decoder ({family}): use --prompt without --beams"
+        )

@@ -11,9 +11,10 @@ from torchtitan_lite.distributed.parallelize import Group, groups_of
 from torchtitan_lite.distributed.process_group import build_mesh, process_group
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.tools.columns import columns
 
 COLUMNS = "group", "parameters", "frozen", "shard MiB", "full MiB", "computes", "reduces", "reshard", "placements"
-NUMBERS = COLUMNS[1:5]
+NUMBERS = range(1, 5)
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -35,14 +36,7 @@ def describe(model: Transformer, config: FsdpConfig) -> str:
     mine = sum(local_rows(p)[0].nbytes for p in parameters.values())
     total = ("total", f"{n:,}", "", f"{mine / 2**20:.2f}", "", "", "", "", "")
     rows = [COLUMNS, *(_row(group, parameters) for group in groups_of(model, config)), total]
-    lines = []
-    for row in rows:
-        cells = []
-        for i, name in enumerate(COLUMNS):
-            width = max(len(row[i]) for row in rows)
-            cells.append(row[i].rjust(width) if name in NUMBERS else row[i].ljust(width))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([str(model), "", *lines])
+    return "\n".join([str(model), "", *columns(rows, NUMBERS)])
 
 
 def _row(group: Group, parameters: dict[str, torch.nn.Parameter]) -> tuple[str, ...]:

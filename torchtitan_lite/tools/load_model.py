@@ -16,7 +16,7 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.find_text import kind_of
-from torchtitan_lite.config.schema import Config, ModelConfig, known_keys
+from torchtitan_lite.config.schema import Config, known_keys
 from torchtitan_lite.config.sections.model import shape_rules
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet, prepare_all
@@ -56,16 +56,45 @@ def open_model(
         CheckpointError: there is none, it is damaged, or has no averages.
         DataError: there is no tokenizer.json, or it has more entries than the model.
     """
-    folder = paths.expand(path)
-    if (folder / "config.json").is_file():
+    folder, notes = paths.expand(path), list[str]()
+    published = (folder / "config.json").is_file()
+    weights: Mapping[str, Tensor]
+    if published:
         if ema:
             raise CheckpointError(f"--ema: {path} is a Hugging Face folder; the averages are in the run's checkpoints")
-        config = hf.config_of(folder)
-        return _ready(folder, config, hf.open_weights(folder, config), device, dtype, tokenizer or folder, [])
-    folder, notes = newest_complete(folder)
-    run = hf.folder_of_tokenizer(folder)
-    config = hf.trained_config(folder)
-    return _ready(folder, config, hf.read_weights(folder, ema=ema), device, dtype, tokenizer or run, notes)
+        run, config = folder, hf.config_of(folder)
+        weights = hf.open_weights(folder, config)
+    else:
+        folder, notes = newest_complete(folder)
+        run, config = hf.folder_of_tokenizer(folder), hf.trained_config(folder)
+        weights = hf.read_weights(folder, ema=ema)
+    where = tokenizer or run
+    entries, ends = _tokenizer(where, folder)
+    embeddings = weights.get("tok_embeddings.weight")
+    if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
+        raise CheckpointError(f"{folder} has no token embeddings: it holds a different kind of model")
+    if problems := dict(shape_rules(config)):
+        raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
+    with torch.device("meta"):
+        model = build(config, embeddings.shape[0])
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    storage.compare(folder, {name: tuple(t.shape) for name, t in weights.items()}, shapes, "model", "it can't be used")
+    if bpe.size(entries) > model.tok_embeddings.num_embeddings:
+        raise DataError(
+            f"{where}: its tokenizer has {bpe.size(entries)} entries, and the model in {folder} has "
+            f"{model.tok_embeddings.num_embeddings}: it belongs to another model"
+        )
+    placed = {name: weights[name].to(device, dtype) for name in shapes}
+    model.load_state_dict(placed, strict=False, assign=True)
+    model.tie_weights()
+    for name, buffer in list(model.named_buffers()):
+        setattr(model, name, torch.empty_like(buffer, device=device))
+    model.reset_buffers()
+    source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
+    prefix = "" if published else source_prefix(run)
+    if prefix and answers(model):
+        notes = [*notes, f"each source begins with {prefix!r}, as in training"]
+    return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, folder)
 
 
 def device_of(name: str) -> torch.device:
@@ -74,12 +103,17 @@ def device_of(name: str) -> torch.device:
 
 
 def device_problems(name: str) -> list[str]:
-    """What is wrong with --device."""
-    if name not in ("auto", "cpu", "cuda"):
-        return [f"--device={name} should be auto, cpu or cuda"]
-    if name == "cuda" and not torch.cuda.is_available():
-        return ["--device=cuda, but torch sees no GPU here; --device=cpu works"]
-    return []
+    missing = name == "cuda" and not torch.cuda.is_available()
+    return ["--device=cuda, but torch sees no GPU here; --device=cpu works"] if missing else []
+
+
+def out_of_range(options: object, **rules: tuple[bool, str]) -> list[str]:
+    """A line for each option that breaks its rule: whether it is fine, and what works."""
+    return [
+        f"--{name.replace('_', '-')}={getattr(options, name)} should be {works}"
+        for name, (fine, works) in rules.items()
+        if not fine
+    ]
 
 
 def newest_complete(path: Path) -> tuple[Path, list[str]]:
@@ -108,43 +142,6 @@ def newest_complete(path: Path) -> tuple[Path, list[str]]:
             return folder, [f"damaged, skipped: {note}" for note in notes]
         notes += problems
     raise CheckpointError("\n  ".join(["no checkpoint is complete:", *notes]))
-
-
-def _ready(
-    folder: Path,
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    tokenizer_in: Path,
-    notes: list[str],
-) -> Opened:
-    tokenizer, ends = _tokenizer(tokenizer_in, folder)
-    embeddings = weights.get("tok_embeddings.weight")
-    if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
-        raise CheckpointError(f"{folder} has no token embeddings: it holds a different kind of model")
-    if problems := dict(shape_rules(config)):
-        raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
-    with torch.device("meta"):
-        model = build(config, embeddings.shape[0])
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    storage.compare(folder, {name: tuple(t.shape) for name, t in weights.items()}, shapes, "model", "it can't be used")
-    if bpe.size(tokenizer) > model.tok_embeddings.num_embeddings:
-        raise DataError(
-            f"{tokenizer_in}: its tokenizer has {bpe.size(tokenizer)} entries, and the model in {folder} has "
-            f"{model.tok_embeddings.num_embeddings}: it belongs to another model"
-        )
-    placed = {name: weights[name].to(device, dtype) for name in shapes}
-    model.load_state_dict(placed, strict=False, assign=True)
-    model.tie_weights()
-    for name, buffer in list(model.named_buffers()):
-        setattr(model, name, torch.empty_like(buffer, device=device))
-    model.reset_buffers()
-    source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
-    prefix = "" if (folder / "config.json").is_file() else source_prefix(hf.folder_of_tokenizer(folder))
-    if prefix and answers(model):
-        notes = [*notes, f"each source begins with {prefix!r}, as in training"]
-    return Opened(source, model.eval().requires_grad_(False), tokenizer, ends, notes, prefix, folder)
 
 
 def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:

@@ -7,9 +7,9 @@ and `FullyShardedDataParallelPlugin` (Accelerate 1.x), and PyTorch's FSDP2 tutor
 import argparse
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +51,20 @@ class Choice:
 Rule = Outcome | Choice | Callable[[Any], Outcome]
 
 
-def _count(key: str) -> Rule:
-    """One of our keys that takes a number of ranks."""
-
-    def outcome(value: Any) -> Outcome:
-        n = _positive(value)
-        return Missing(f"{shown(value)} is not a number of ranks") if n is None else {key: n}
-
-    return outcome
+def _ranks(key: str, value: Any) -> Outcome:
+    n = _positive(value)
+    return Missing(f"{shown(value)} is not a number of ranks") if n is None else {key: n}
 
 
-def _positive(value: Any) -> int | None:
+def _positive(value: Any, most: int = 999_999_999) -> int | None:
     """A positive count, as an int or as digits; None for anything else."""
     text = shown(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0 else None
-
-
-def _port(value: Any) -> int | None:
-    port = _positive(value)
-    return port if port is not None and port <= 65_535 else None
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= most else None
 
 
 def _launch_port(value: Any) -> Outcome:
     """With 0, Accelerate takes a free port."""
-    if _port(value):
+    if _positive(value, MOST_PORT):
         return LAUNCHER
     return Missing(f"{shown(value)} is not a port; torchrun --standalone takes a free one")
 
@@ -100,6 +90,7 @@ def _block_class(value: Any) -> Outcome:
     return Always(reason)
 
 
+MOST_PORT = 65_535
 LAUNCHER = Always("an option of the launcher: see the command below")
 TPU = Missing("for TPUs")
 ACCUMULATION = Missing(
@@ -136,6 +127,8 @@ def _dtype(name: str) -> Outcome:
 
 
 TOP: dict[str, Rule] = {
+    **dict.fromkeys(("machine_rank", "main_process_ip", "num_machines", "num_processes", "same_network"), LAUNCHER),
+    **dict.fromkeys(("downcast_bf16", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_zone"), TPU),
     "compute_environment": Choice({"LOCAL_MACHINE": LAUNCHER}, other=Missing("start torchrun in your cloud's own way")),
     "debug": Missing("TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment checks collectives"),
     "distributed_type": Choice(
@@ -148,11 +141,8 @@ TOP: dict[str, Rule] = {
         },
         other=Missing("not supported"),
     ),
-    "downcast_bf16": TPU,
     "gradient_accumulation_steps": ACCUMULATION,
-    "machine_rank": LAUNCHER,
     "main_training_function": Missing("train.py is the script"),
-    "main_process_ip": LAUNCHER,
     "main_process_port": _launch_port,
     "mixed_precision": Choice(
         {
@@ -162,17 +152,9 @@ TOP: dict[str, Rule] = {
             "fp8": Missing("float8 is not supported"),
         }
     ),
-    "num_machines": LAUNCHER,
-    "num_processes": LAUNCHER,
     "rdzv_backend": Choice(
         {"static": LAUNCHER}, other=Missing("the command below is for a static rendezvous; others: docs/cluster.md")
     ),
-    "same_network": LAUNCHER,
-    "tpu_env": TPU,
-    "tpu_name": TPU,
-    "tpu_use_cluster": TPU,
-    "tpu_use_sudo": TPU,
-    "tpu_zone": TPU,
     "use_cpu": _switch("run.device", "cpu", "auto"),
     "enable_cpu_affinity": Missing("start torchrun under numactl"),
     "gpu_ids": Missing("set CUDA_VISIBLE_DEVICES in the environment"),
@@ -231,8 +213,8 @@ DYNAMO: dict[str, Rule] = {
     ),
 }
 PARALLELISM: dict[str, Rule] = {
-    "parallelism_config_dp_replicate_size": _count("fsdp.dp_replicate"),
-    "parallelism_config_dp_shard_size": _count("fsdp.dp_shard"),
+    "parallelism_config_dp_replicate_size": partial(_ranks, "fsdp.dp_replicate"),
+    "parallelism_config_dp_shard_size": partial(_ranks, "fsdp.dp_shard"),
     **{
         f"parallelism_config_{name}_size": Choice({1: Always("off")}, other=Missing(f"no {name} parallelism here"))
         for name in ("tp", "cp", "sp")
@@ -356,25 +338,20 @@ def _launch_command(content: Mapping[Any, Any]) -> str:
         address = content.get("main_process_ip")
         is_host = isinstance(address, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,252}", address)
         words.append(f"--nnodes {machines} --node-rank RANK --master-addr {address if is_host else 'ADDRESS'}")
-    if port := _port(content.get("main_process_port")):
+    if port := _positive(content.get("main_process_port"), MOST_PORT):
         words.append(f"--master-port {port}")
     words.append(f"--nproc-per-node {max(processes // machines, 1)} train.py --config THIS_FILE")
     return " ".join(words)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan_lite.migrate", description=__doc__.splitlines()[0])
     parser.add_argument("file", type=paths.argument, help="an Accelerate config, e.g. default_config.yaml")
-    file = parser.parse_args(argv).file
-    return run_cli("migrate", lambda: _migrate(file))
+    file: Path = parser.parse_args(argv).file
 
+    def run() -> int:
+        content = read(file)
+        print(to_toml(translate(content), content, file.name))
+        return 0
 
-def _migrate(file: Path) -> int:
-    content = read(file)
-    print(to_toml(translate(content), content, file.name))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return run_cli("migrate", run)

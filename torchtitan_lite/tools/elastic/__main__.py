@@ -118,7 +118,6 @@ def _seconds(text: str) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.tools.elastic",
         description="Train on machines that come and go: docs/cluster.md.",

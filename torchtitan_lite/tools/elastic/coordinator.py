@@ -46,8 +46,6 @@ _WRONG_COMMAND = 2  # the exit code of a user error, and of Python if its progra
 
 @dataclass(eq=False)
 class Machine:
-    """A connected machine."""
-
     name: str
     address: str
     processes: int
@@ -247,15 +245,17 @@ class Coordinator:
         self._events.clear()
         rank = 0
         for number, machine in enumerate(self._world):
-            env: dict[str, object] = {
+            env = {
                 "RANK": rank,
                 "WORLD_SIZE": size,
                 "GROUP_RANK": number,
                 "GROUP_WORLD_SIZE": len(self._world),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": first.port,
+                "TORCHELASTIC_RUN_ID": self._id,
+                # never 0: the run then takes it for a launch that has just begun, and obeys checkpoint.resume = "never"
+                "TORCHELASTIC_RESTART_COUNT": self._number,
             }
-            env |= {"MASTER_ADDR": address, "MASTER_PORT": first.port, "TORCHELASTIC_RUN_ID": self._id}
-            # never 0: the run then takes it for a launch that has just begun, and obeys checkpoint.resume = "never"
-            env |= {"TORCHELASTIC_RESTART_COUNT": self._number}
             machine.connection.send(start={key: str(value) for key, value in env.items()}, why=why)
             machine.running, machine.codes = True, []
             rank += machine.processes

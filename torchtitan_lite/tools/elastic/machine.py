@@ -182,7 +182,6 @@ class Machine:
             writer.close()
 
     def _start(self, env: dict[str, str], why: str) -> None:
-        """Start the processes of the next world."""
         self._last_world = int(env["TORCHELASTIC_RESTART_COUNT"])
         why = "".join(c if c.isprintable() else "?" for c in why)
         self._processes, self._sent_codes = Processes(self._command, self._count, {WORLD: why} | env), []

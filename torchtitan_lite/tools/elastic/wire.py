@@ -156,7 +156,7 @@ class Hello:
         if not isinstance(fields, dict) or fields.keys() != {*cls.__dataclass_fields__}:
             raise ValueError("this is no machine, or one of another version of torchtitan_lite")
         hello = cls(**fields)
-        numbers = _are_ints([hello.processes, hello.port, hello.last_world], least=0)
+        numbers = _are_ints([hello.processes, hello.port, hello.last_world])
         texts = all(isinstance(text, str) for text in (hello.name, hello.command, hello.address))
         if not (numbers and texts and hello.processes and hello.name.isprintable() and _is_address(hello.address)):
             raise ValueError(f"this machine describes itself with wrong values: {str(fields)[:200]!r}")
@@ -171,7 +171,7 @@ def digest_of(command: Sequence[str]) -> str:
 def exit_codes(message: dict[str, Any]) -> tuple[list[int], int]:
     """The exit codes and the free port in a message about the end of processes. Raises ValueError: it has none."""
     codes, port = message["ended"], message.get("port")
-    if not isinstance(codes, list) or not _are_ints([*codes, port], least=0):
+    if not isinstance(codes, list) or not _are_ints([*codes, port]):
         raise ValueError("this machine sends no exit codes")
     return codes, int(str(port))
 
@@ -184,8 +184,9 @@ def environment(start: Any) -> dict[str, str]:
     return dict(start)
 
 
-def _are_ints(values: list[Any], least: int) -> bool:
-    return all(type(value) is int and value >= least for value in values)
+def _are_ints(values: list[Any]) -> bool:
+    """Whether all are integers, 0 or more."""
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _is_address(text: str) -> bool:

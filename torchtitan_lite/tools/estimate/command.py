@@ -8,7 +8,6 @@ expected one (step_time.py).
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,7 +34,6 @@ FIGURES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.plan",
         description="Memory, communication, and the least and expected time of a run. Nothing is allocated; no GPU "
@@ -64,10 +62,9 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
         raise ConfigError(f"--mfu={options.mfu} should be above 0 and at most 1, e.g. 0.4")
     device = _device(options)
     per_node = min(device.per_node, world_size) if device else world_size
-    elsewhere = True
     command = cli.parse(
         config_options,
-        elsewhere,
+        True,  # the run is for another machine
         flags,
         n_gpus=per_node if device else 0,
         world_size=world_size,
@@ -128,7 +125,3 @@ def _model_lines(plan: Plan) -> list[str]:
         f"= dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}",
         batch_line(config, layout, plan.world_size),
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -52,7 +52,10 @@ class Plan:
     @property
     def collectives(self) -> Counter[Collective]:
         """The collectives of forward and backward in a step. Those of Muon are `simulated.exchanges`."""
-        return self.simulated.of_step(self.layout.grad_accum_steps)
+        total: Counter[Collective] = Counter()
+        for i, times in self.simulated.micro_batches(self.layout.grad_accum_steps):
+            total.update({key: times * n for key, n in self.simulated.collectives[i].items()})
+        return total
 
     @property
     def device_bytes(self) -> dict[str, int]:

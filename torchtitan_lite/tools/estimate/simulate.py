@@ -44,11 +44,8 @@ from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local
 
-PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = (
-    *("parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"),
-)
-KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS)
-
+KINDS = "parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"
+PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = KINDS
 
 Peaks = dict[str, dict[str, int]]  # by part of the step: bytes by kind at its peak
 
@@ -68,13 +65,6 @@ class Simulated:
     def peak(self) -> dict[str, int]:
         """Bytes by kind at the peak of the step."""
         return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
-
-    def of_step(self, grad_accum_steps: int) -> Counter[Collective]:
-        """All collectives of a step with `grad_accum_steps` micro-batches."""
-        total: Counter[Collective] = Counter()
-        for i, times in self.micro_batches(grad_accum_steps):
-            total.update({key: times * n for key, n in self.collectives[i].items()})
-        return total
 
     def micro_batches(self, grad_accum_steps: int) -> list[tuple[int, int]]:
         """Which of the simulated micro-batches a step has, and how often."""
@@ -98,7 +88,6 @@ class Timeline(TorchDispatchMode):
         self._alive: dict[int, tuple[Any, Storage]] = {}  # by id: the weak reference that reports its release
 
     def part(self, name: str) -> None:
-        """Begin a part of the step."""
         self.recorder.end_of_kernel(self.phase)
         self._parts.append((self.now + 1, name))
 
@@ -227,7 +216,6 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 
 def _first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
-    """The chunk of rank 0."""
     return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // num_chunks))]
 
 
@@ -305,7 +293,11 @@ def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: li
         model.tie_weights()
         optimizer = build_optimizer(model, config.optim)
         make_state(optimizer)
-        _follow_state(timeline, model, optimizer)
+        for tensor in (*model.parameters(), *model.buffers()):
+            timeline.follow(local(tensor), PARAMETERS)
+        for tensor in tree_leaves([*optimizer.state.values()]):
+            if isinstance(tensor, Tensor):
+                timeline.follow(local(tensor), OPTIMIZER)
         if on_gpu:
             stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _attention_on_gpu))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
@@ -313,14 +305,17 @@ def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: li
 
 def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
     """Name the parts of the step by block, counted from the nearer end: these names exist at every depth."""
-    n = len(model.layers)
-    names = list(_names_of_blocks(model.config.stacks))
+    names = [
+        stack + (f"block {i}" if i < depth // 2 else f"last block but {depth - 1 - i}")
+        for stack, depth in zip(("", "decoder's "), model.config.stacks, strict=False)
+        for i in range(depth)
+    ]
 
     def before(i: int, *_: Any) -> None:
         timeline.part(f"{timeline.micro} forward {names[i]}")
 
     def after(i: int, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        if i == n - 1:
+        if i == len(names) - 1:
             timeline.part(f"{timeline.micro} head")
         if output.requires_grad:
             output.register_hook(lambda _: timeline.part(f"{timeline.micro} backward {names[i]}"))
@@ -328,21 +323,6 @@ def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
     for i, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(functools.partial(before, i))
         layer.register_forward_hook(functools.partial(after, i))
-
-
-def _names_of_blocks(depths: tuple[int, ...]) -> Iterator[str]:
-    for stack, n in zip(("", "decoder's "), depths, strict=False):
-        for i in range(n):
-            yield stack + (f"block {i}" if i < n // 2 else f"last block but {n - 1 - i}")
-
-
-def _follow_state(timeline: Timeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        timeline.follow(local(tensor), PARAMETERS)
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                timeline.follow(local(value), OPTIMIZER)
 
 
 def _step(

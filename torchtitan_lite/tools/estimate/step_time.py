@@ -73,14 +73,12 @@ class Expected:
 
     @property
     def total(self) -> float:
-        """The whole step."""
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
     def __add__(self, other: "Expected") -> "Expected":
         return Expected(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def times(self, n: int) -> "Expected":
-        """The same `n` times."""
         return Expected(*(n * getattr(self, f.name) for f in fields(self)))
 
 
@@ -102,7 +100,6 @@ class Machine:
         return MEMORY * self.device.memory_bandwidth
 
     def products_s(self, work: Counter[Work], phase: str) -> float:
-        """Seconds of all products of a phase."""
         total = 0.0
         for w, n in work.items():
             if isinstance(w, Product) and w.phase == phase:
@@ -111,7 +108,6 @@ class Machine:
         return total
 
     def attention_s(self, work: Counter[Work], phase: str) -> float:
-        """Seconds of attention in a phase."""
         return sum(
             n * 2 * w.products * w.heads * w.scores * w.head_dim / (ATTENTION * self.rate(w.width))
             for w, n in work.items()
@@ -119,7 +115,6 @@ class Machine:
         )
 
     def others_s(self, work: Counter[Work], phase: str, *, fused: bool) -> float:
-        """Seconds of the other operators in a phase."""
         return work[Traffic(phase, fused)] / self.bandwidth
 
 

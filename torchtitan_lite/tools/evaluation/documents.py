@@ -4,7 +4,7 @@ An encoder-decoder, or a decoder that was trained on pairs, is scored on the row
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.data.prepare import corpus, split
@@ -22,7 +21,7 @@ from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, document_ends, read_meta
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.likelihood import (
@@ -105,27 +104,6 @@ class Place:
             for end in document_ends(self.folder, meta, name):
                 yield stream.read(first, int(end) - 1).tolist()
                 first = int(end)
-
-
-def place(
-    name: str,
-    text_key: str = "text",
-    text_suffixes: Sequence[str] = (),
-    split_name: Split = "val",
-    most: int | None = None,
-) -> Place:
-    """What a name on the command line stands for.
-
-    Raises:
-        DataError: there is no such text.
-    """
-    if not name:
-        raise DataError("an empty name is no text to score")
-    if is_prepared(name):
-        return Place(name, expand(name), split_name, most=most)
-    found = corpus.find(name, text_key, text_suffixes)  # before any other text is scored
-    notes = tuple(corpus.not_read([found], "--text-suffixes"))
-    return Place(name, None, split_name, text_key, tuple(text_suffixes), most, notes)
 
 
 def _encoded(opened: Opened, texts: Iterable[str]) -> Iterator[Document]:

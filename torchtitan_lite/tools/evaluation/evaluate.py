@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +30,10 @@ from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, local_rank, print_once, process_group
-from torchtitan_lite.errors import CheckpointError, ConfigError, UserError, run_cli
+from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, UserError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.scoring.find_tasks import BUILT_IN, find_each
@@ -42,8 +42,16 @@ from torchtitan_lite.scoring.task_scores import TaskScore, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.evaluation import tables
-from torchtitan_lite.tools.evaluation.documents import Place, Scores, Split, place, score_documents, score_rows
-from torchtitan_lite.tools.load_model import Opened, config_of, data_of, device_problems, newest_complete, open_model
+from torchtitan_lite.tools.evaluation.documents import Place, Scores, Split, score_documents, score_rows
+from torchtitan_lite.tools.load_model import (
+    Opened,
+    config_of,
+    data_of,
+    device_problems,
+    newest_complete,
+    open_model,
+    out_of_range,
+)
 
 LONGEST = 2048  # tokens in a window of a Hugging Face model, unless --seq-len is given
 SOURCES, TARGETS = 512, 150  # tokens of a source and a target, if the model was not trained on pairs here
@@ -73,20 +81,18 @@ class Options:
 
     def problems(self) -> list[str]:
         """The options that are out of range, and what works."""
-        problems = [
-            f"--{key}={value} should be at least 1"
-            for key, value in (("documents", self.documents), ("batch-size", self.batch_size))
-            if value is not None and value < 1
-        ]
+        problems = out_of_range(
+            self,
+            documents=(self.documents is None or self.documents >= 1, "at least 1"),
+            batch_size=(self.batch_size >= 1, "at least 1"),
+            seq_len=(self.seq_len >= 0, "0 (as in training) or more"),
+            questions=(self.questions >= 0, "0 (all) or more"),
+        )
         if self.json and not (file := paths.expand(self.json).absolute()).parent.is_dir():
             problems.append(f"--json={self.json}: {file.parent} is not a folder")
         elif self.json and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
             problems.append(f"--json={self.json} {'is a folder' if file.is_dir() else 'is not writable'}")
-        if self.seq_len < 0:
-            problems.append(f"--seq-len={self.seq_len} should be 0 (as in training) or more")
         problems += device_problems(self.device)
-        if self.questions < 0:
-            problems.append(f"--questions={self.questions} should be 0 (all) or more")
         if self.tasks_from and not self.tasks:
             problems.append(
                 f"--tasks-from={self.tasks_from} needs --tasks, e.g. --tasks hellaswag/rc_0shot arc_easy/rc_0shot"
@@ -95,7 +101,6 @@ class Options:
 
 
 def options_of(argv: Sequence[str]) -> Options:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.evaluate",
         description="Loss, bits per byte and perplexity of models on any text, with standard errors over documents.",
@@ -227,7 +232,7 @@ def scores_of(
         yield from _scores_of_pairs(model, options, world)
         return
     length = model.window(options)
-    for text in _places(model, options):
+    for text in [*_places(model, options)]:  # each exists, before the first is scored
         for line in text.notes:
             note(line)
         documents = text.documents(model.opened)
@@ -239,14 +244,20 @@ def scores_of(
         yield text.name, replace(scores, n_bytes=scores.n_bytes * scale)
 
 
-def _places(model: Model, options: Options) -> list[Place]:
-    if options.data:
-        return [
-            place(name, options.text_key, options.text_suffixes, options.split, options.documents)
-            for name in options.data
-        ]
-    sources = model.own_data().sources
-    return [Place(source.name, source.folder, options.split, most=options.documents) for source in sources]
+def _places(model: Model, options: Options) -> Iterator[Place]:
+    split, most = options.split, options.documents
+    if not options.data:
+        for source in model.own_data().sources:
+            yield Place(source.name, source.folder, split, most=most)
+    for name in options.data:
+        if not name:
+            raise DataError("an empty name is no text to score")
+        if paths.is_prepared(name):
+            yield Place(name, paths.expand(name), split, most=most)
+        else:
+            found = corpus.find(name, options.text_key, options.text_suffixes)
+            notes = tuple(corpus.not_read([found], "--text-suffixes"))
+            yield Place(name, None, split, options.text_key, tuple(options.text_suffixes), most, notes)
 
 
 def _holds_pairs(name: str) -> bool:
@@ -349,7 +360,7 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
         failed += failed_here
         texts: dict[str, Scores] = {}
         if options.data or not options.tasks:
-            note = print if world.rank == 0 and not results else _no_note
+            note = print if world.rank == 0 and not results else lambda _: None  # notes are printed once
             texts = tables.with_total(dict(scores_of(model, options, world, note)), first)
         rows = {name: tables.figures(scores) for name, scores in texts.items()}
         differences = tables.compared(texts, first)
@@ -376,7 +387,8 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
         results.append({"model": str(path), "texts": rows} | ({"minus_first": differences} if differences else {}))
         if options.tasks:
             results[-1]["tasks"] = {
-                name: tables.task_figures(one) | {"seq_len": length} for name, one in task_scores.items()
+                name: {"kind": one.task.kind, "metric": one.task.main, **one.figures(), "seq_len": length}
+                for name, one in task_scores.items()
             }
         if task_differences:
             results[-1]["tasks_minus_first"] = task_differences
@@ -390,10 +402,6 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
     return results
 
 
-def _no_note(_: str) -> None:
-    """Notes are printed once: by rank 0, for the first model."""
-
-
 def _finite(tree: Any) -> Any:
     """NaN as null: JSON has no NaN."""
     if isinstance(tree, dict):
@@ -403,18 +411,14 @@ def _finite(tree: Any) -> Any:
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
-def _run(options: Options) -> int:
-    with process_group(RunConfig(device=options.device)) as world:
-        evaluate(options, world)
-    return 0
-
-
 def main(argv: Sequence[str]) -> NoReturn:
     """The command line. Ends the process: gloo's threads must not outlive the interpreter."""
     options = options_of(argv)
+
+    def run() -> int:
+        with process_group(RunConfig(device=options.device)) as world:
+            evaluate(options, world)
+        return 0
+
     prepare_streams()
-    exit_process(run_cli("evaluate", lambda: _run(options), info=lambda text: print_once(text, local_rank())))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    exit_process(run_cli("evaluate", run, info=lambda text: print_once(text, local_rank())))

@@ -27,7 +27,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import questions
-from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError, run_cli, shortened
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
@@ -41,6 +41,7 @@ from torchtitan_lite.tools.load_model import (
     device_problems,
     newest_complete,
     open_model,
+    out_of_range,
 )
 from torchtitan_lite.tools.records import ROUGE as KINDS
 
@@ -123,7 +124,7 @@ def record(run: Path, values: dict[str, Any]) -> None:
         raise ConfigError(f"{file} can't be written: {error}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.rouge",
         description="ROUGE-1, ROUGE-2 and ROUGE-Lsum of a run's answers to held-out pairs.",
@@ -139,26 +140,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     add("--out", type=paths.argument, default=None, help="write every source, reference and answer to this .jsonl file")
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = parser.parse_args(argv)
     return run_cli("rouge", lambda: _run(args))
 
 
-def _problems(args: argparse.Namespace) -> list[str]:
-    problems = Options(beams=args.beams, length_penalty=args.length_penalty).problems()
-    if args.samples < 1:
-        problems.append(f"--samples={args.samples} should be at least 1, e.g. 64")
-    if args.max_tokens < 0:
-        problems.append(f"--max-tokens={args.max_tokens} should be 0 (data.target_len of the run) or more")
-    return problems + device_problems(args.device)
-
-
 def _run(args: argparse.Namespace) -> int:
-    if problems := _problems(args):
+    problems = Options(beams=args.beams, length_penalty=args.length_penalty).problems()
+    problems += out_of_range(
+        args,
+        samples=(args.samples >= 1, "at least 1, e.g. 64"),
+        max_tokens=(args.max_tokens >= 0, "0 (data.target_len of the run) or more"),
+    )
+    if problems := problems + device_problems(args.device):
         raise ConfigError("\n  ".join(problems))
     score = scorer()
     checkpoint, _ = newest_complete(paths.expand(args.run))
@@ -195,27 +188,16 @@ def _run(args: argparse.Namespace) -> int:
     }
     record(hf.folder_of_tokenizer(checkpoint), values)
     if args.out:
-        _write(args.out, [vars(one) | values for one, values in zip(found, scores, strict=True)])
+        rows = (vars(one) | of_one for one, of_one in zip(found, scores, strict=True))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        try:
+            args.out.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise ConfigError(f"--out: {args.out} can't be written: {error}") from None
     for one in found[:SHOWN]:
-        print(f"source     {_short(one.source)}\nreference  {_short(one.reference)}")
-        print(f"answer     {_short(one.text)}\n")
+        for label, text in (("source", one.source), ("reference", one.reference), ("answer", one.text)):
+            print(f"{label:<9}  {shortened(' '.join(text.split()))}")
+        print()
     figures = "  ".join(f"{kind} {100 * means[kind]:.2f}" for kind in KINDS)
     print(f"step {state.step}  {figures}  ({len(found)} held-out pairs)")
     return 0
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 200 else f"{line[:200]}..."
-
-
-def _write(out: Path, rows: list[dict[str, Any]]) -> None:
-    try:
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        out.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"--out: {out} can't be written: {error}") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

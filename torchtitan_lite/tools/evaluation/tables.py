@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection
-from typing import Any
 
 from torchtitan_lite.scoring.questions import METRICS
 from torchtitan_lite.scoring.statistics import mean, plus_minus, ratio, ratio_difference
@@ -100,11 +99,6 @@ def difference_lines(rows: dict[str, dict[str, float]], first: str) -> list[str]
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------
-
-
-def task_figures(score: TaskScore) -> dict[str, Any]:
-    """The figures of a task, for JSON."""
-    return {"kind": score.task.kind, "metric": score.task.main, **score.figures()}
 
 
 def tasks_compared(scores: dict[str, TaskScore], first: dict[str, TaskScore]) -> dict[str, dict[str, float]]:

@@ -249,7 +249,6 @@ def gradient_norm(runs: list[Run]) -> Figure | None:
 
 
 def task_names(runs: list[Run]) -> list[str]:
-    """The tasks of all runs."""
     return [key.removeprefix(TASK[0]) for key in _keys(runs) if key.startswith(TASK[0])]
 
 

@@ -95,7 +95,6 @@ def _table(head: Iterable[str], rows: Iterable[str]) -> str:
 
 
 def _row(name: str, *cells: str, kind: str = "") -> str:
-    """A row of HTML cells."""
     return f'<tr class="{kind}"><th>{name}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
@@ -142,12 +141,10 @@ def _status(runs: list[Run], run: Run) -> str:
 
 
 def summary(runs: list[Run]) -> str:
-    """The tiles of a single run."""
     return _tiles(runs[0]) if len(runs) == 1 else ""
 
 
 def _tiles(run: Run) -> str:
-    """The main results of a run."""
     last = run.steps[-1]
     of = f"of {int(run.n_steps):,}" if run.n_steps.isdigit() else ""
     loss = f"{run.losses[-1]:.4f}" if run.losses else "not finite"
@@ -246,7 +243,6 @@ def _share(spent: dict[str, float], kind: str) -> str:
 
 
 def seconds_of(run: Run) -> dict[str, float]:
-    """The seconds of each activity of a run."""
 
     def total(key: str, records: Records = run.records) -> float:
         return max(sum(r.get(key) or 0.0 for r in records), 0.0)
@@ -264,7 +260,6 @@ def seconds_of(run: Run) -> dict[str, float]:
 
 
 def cards(runs: list[Run]) -> str:
-    """The tiles of several runs."""
     return "".join(
         f"<section id=run{i}><h2>{_coloured(runs, run)} <small>{escape(str(run.folder))}</small></h2>"
         f"<div>{_status(runs, run)}</div>{_tiles(run)}</section>"

@@ -21,7 +21,6 @@ LIVE_S = 10
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.report",
         description="Writes one page about one or several runs: curves, samples, configs and their differences.",
@@ -50,8 +49,9 @@ def _report(args: argparse.Namespace, rest: Sequence[str]) -> int:
     folders = [paths.expand(text) for text in rest if not text.startswith("-")]
     if not folders or any(text.startswith("-") for text in rest):
         world_size = env_int("WORLD_SIZE", 1)
-        elsewhere, own, n_gpus = False, ("out", "table", "live"), torch.cuda.device_count()
-        command = cli.parse(rest, elsewhere, own, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size)
+        n_gpus = torch.cuda.device_count()
+        own = "out", "table", "live"
+        command = cli.parse(rest, False, own, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size)
         folders = [command.loaded.config.folder]
     if args.live is not None and args.live < 1:
         raise ConfigError(f"--live={args.live} should be 1 second or more, e.g. --live {LIVE_S}")

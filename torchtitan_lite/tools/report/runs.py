@@ -36,12 +36,10 @@ class Run:
     notes: list[str] = field(default_factory=list)  # files and lines that could not be read
 
     def having(self, key: str) -> Records:
-        """The records with this key."""
         return [record for record in self.records if key in record]
 
     @property
     def losses(self) -> list[float]:
-        """The training losses that are finite."""
         return [r["mean_loss"] for r in self.steps if r["mean_loss"] is not None]
 
     @property

@@ -2,6 +2,7 @@
 
 import math
 
+from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.report.runs import Run, differing_keys
 
 RESULTS = "run", "step", "best val_loss", "at", "bits/byte", "status"
@@ -32,21 +33,12 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def table(runs: list[Run]) -> str:
-    """The table as text."""
-    columns = list(rows(runs)[0][1])
     keys = differing_keys(runs)
-    lines = [columns]
+    lines = [[*RESULTS, *keys]]
     for _, row in rows(runs):
         shown = row | {key: _shortened(row[key]) for key in keys}
         lines.append(["".join(c if c.isprintable() else "?" for c in cell) for cell in shown.values()])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column in ("at", "bits/byte") else cell.ljust(width)
-            for column, cell, width in zip(columns, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(columns(lines, right=(RESULTS.index("at"), RESULTS.index("bits/byte"))))
 
 
 def _shortened(value: str) -> str:

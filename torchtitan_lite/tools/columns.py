@@ -1,0 +1,15 @@
+"""Tables on the terminal."""
+
+from collections.abc import Collection, Sequence
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """A line for each row, the columns aligned: those of `right`, by their number, at their right end."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
