@@ -15,11 +15,12 @@ _CUT = {"metrics.jsonl": "step", "samples.jsonl": "step", "rouge.jsonl": "step",
 def parse(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None if it is damaged."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
         return None
     # 2**53: larger numbers are not those of a step, and are not exact in JSON
-    return record if isinstance(record, dict) and type(record.get("step")) is int and record["step"] < 2**53 else None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < 2**53
+    return record if is_record else None
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:

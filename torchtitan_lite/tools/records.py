@@ -1,10 +1,12 @@
-"""Reads the files of a run folder that hold records: metrics.jsonl and others of its kind, and run.json. No torch."""
+"""Records of a run as reports show them: numbers that are finite, and the content of run.json. No torch."""
 
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+from torchtitan_lite.monitoring.records import parse
 
 Records = list[dict[str, Any]]
 
@@ -52,11 +54,8 @@ def read_records(file: Path, last_bytes: int = 0) -> tuple[Records, int]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None if it is damaged."""
-    try:
-        record = json.loads(line.decode("utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
+    record = parse(line)
+    if record is None:
         return None
     for key, value in record.items():
         if value is None or not (key in NUMBERS or key.startswith((*BY_SOURCE, *TASK))):
