@@ -4,7 +4,7 @@ FSDP2's parameters and AdamW's moments are DTensors: each rank holds some of the
 
     state_dict   api       saving                                             loading
     full         dtensor   full_tensor(), tensor by tensor                    broadcast(), tensor by tensor
-    full         dcp       get_model_state_dict, get_optimizer_state_dict     set_model_state_dict, set_optimizer_...
+    full         dcp       get_state_dict, gathered by torch                  set_model_state_dict, set_optimizer_...
     sharded      dtensor   dcp.save of the dict of DTensors                   dcp.load into the dict of DTensors
     sharded      dcp       get_state_dict, then dcp.save                      dcp.load, then set_state_dict
 
@@ -31,8 +31,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -60,13 +58,7 @@ class Checkpointer(BaseCheckpointer):
 
         Never raises: `wait` returns the outcome.
         """
-        prepare = {
-            ("full", "dtensor"): self.save_full_by_dtensor,
-            ("full", "dcp"): self.save_full_by_dcp,
-            ("sharded", "dtensor"): self.save_sharded_by_dtensor,
-            ("sharded", "dcp"): self.save_sharded_by_dcp,
-        }[self.config.state_dict, self.config.api]
-        self.start_save(state, prepare)
+        self.start_save(state, getattr(self, f"save_{self.config.state_dict}_by_{self.config.api}"))
 
     def load(self, identity: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.
@@ -95,13 +87,7 @@ class Checkpointer(BaseCheckpointer):
 
     def load_tensors(self, folder: Path, manifest: Manifest) -> None:
         """Load a checkpoint of either kind by the configured API, whichever API has saved it."""
-        load = {
-            ("full", "dtensor"): self.load_full_by_dtensor,
-            ("full", "dcp"): self.load_full_by_dcp,
-            ("sharded", "dtensor"): self.load_sharded_by_dtensor,
-            ("sharded", "dcp"): self.load_sharded_by_dcp,
-        }[manifest.state_dict, self.config.api]
-        load(folder)
+        getattr(self, f"load_{manifest.state_dict}_by_{self.config.api}")(folder)
 
     # --- full state dict, DTensor API ---------------------------------------------------------------------------
 
@@ -155,15 +141,9 @@ class Checkpointer(BaseCheckpointer):
 
         If one rank fails within torch's gather, the others wait in its collectives until they time out.
         """
-        parts = self.parts()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model: Any = get_model_state_dict(self.model, options=options)
-        optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        content: dict[str, Tensors] = {}
-        if self.world.rank == 0:  # the other ranks get empty dicts
-            # by the names of `parts`: `model` also has the second name of a tied parameter
-            whole = {MODEL: model, OPTIMIZER: sharding.flat(optimizer)}
-            content = {file: {name: whole[file][name] for name in tensors} for file, tensors in parts.items()}
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        content = self.as_parts(model, optimizer) if self.world.rank == 0 else {}  # the other ranks get empty dicts
         if background:  # on one rank, cpu_offload copies nothing from CPU to CPU: these are the live tensors
             content = {file: {n: t.clone() for n, t in tensors.items()} for file, tensors in content.items()}
 
@@ -187,10 +167,9 @@ class Checkpointer(BaseCheckpointer):
         dist.barrier(group=self.world.untimed)  # the collectives in these functions have a timeout
         # Torch also loads `param_groups`: it makes lists of tuples such as betas, and a state dict with a learning rate
         # would overwrite that of the config. So we put ours back.
-        hyperparameters = sharding.hyperparameters(self.optimizer)
-        set_model_state_dict(self.model, model, options=options)
-        set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
-        sharding.restore(self.optimizer, hyperparameters)
+        with sharding.kept_hyperparameters(self.optimizer):
+            set_model_state_dict(self.model, model, options=options)
+            set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
 
     # --- sharded state dict, DTensor API ------------------------------------------------------------------------
 
@@ -223,25 +202,24 @@ class Checkpointer(BaseCheckpointer):
 
     def save_sharded_by_dcp(self, background: bool) -> Write:
         """The same, with the tensors that get_state_dict returns."""
-        return self.write_shards(self.flat_state(*get_state_dict(self.model, self.optimizer)), background)
+        parts = self.as_parts(*get_state_dict(self.model, self.optimizer))
+        return self.write_shards(sharding.by_name(parts), background)
 
     def load_sharded_by_dcp(self, folder: Path) -> None:
         """The dicts of get_state_dict share memory with model and optimizer, so dcp.load has already filled these.
 
         set_state_dict is for modules and optimizers whose state dicts are copies. It also loads `param_groups`.
         """
-        hyperparameters = sharding.hyperparameters(self.optimizer)
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        tensors = self.flat_state(model, optimizer)
-        dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-        sharding.restore(self.optimizer, hyperparameters)
+        with sharding.kept_hyperparameters(self.optimizer):
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            tensors = sharding.by_name(self.as_parts(model, optimizer))
+            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
+            set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
-    def flat_state(self, model: Mapping[str, Any], optimizer: Any) -> Tensors:
-        """The tensors of get_state_dict by their names in our files, where a tied parameter has one name."""
-        flat = {f"{sharding.prefix(MODEL)}{name}": tensor for name, tensor in model.items()}
-        flat |= {f"{sharding.prefix(OPTIMIZER)}{name}": tensor for name, tensor in sharding.flat(optimizer).items()}
-        return {name: flat[name] for name in sharding.by_name(self.parts())}
+    def as_parts(self, model: Mapping[str, Any], optimizer: Any) -> sharding.Parts:
+        """The tensors of get_state_dict by file and by our names: there a tied parameter has only its first name."""
+        by_file = {MODEL: model, OPTIMIZER: sharding.flat(optimizer)}
+        return {file: {name: by_file[file][name] for name in tensors} for file, tensors in self.parts().items()}
 
     # --- the weights of another model ---------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 
 from tests.helpers import checkpoint, limited, python, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite.checkpointing import dcp_storage, safetensors_file, select, storage
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorFileWriter, specs_of, write_tensors
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -450,10 +450,7 @@ def test_tensor_files_equal_those_of_the_safetensors_library(
         "bytes": torch.arange(5, dtype=torch.uint8),
         "int64": torch.tensor([1 << 40]),
     }
-    writer = TensorFileWriter(tmp_path / "x", {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
-    for name in writer.order:
-        writer.write(tensors[name])
-    record = writer.close()
+    record = write_tensors(tmp_path / "x", specs_of(tensors), tensors.__getitem__)
     content = (tmp_path / "x").read_bytes()
     assert record == FileRecord(len(content), hashlib.sha256(content).hexdigest())
     assert safetensors_file.sha256_of(tmp_path / "x") == record.sha256

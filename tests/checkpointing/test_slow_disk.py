@@ -57,8 +57,8 @@ def save_and_load_slowly(world: World, folder: Path) -> dict[str, Any]:
     saver = Checkpointer(folder, model, optimizer, CheckpointConfig(), world)
     limit_group_timeouts(COLLECTIVE_S / 60)
 
-    write = SlowDisk(world, safetensors_file.TensorFileWriter.write)
-    safetensors_file.TensorFileWriter.write = lambda *args: write(*args)  # type: ignore[method-assign]
+    write = SlowDisk(world, safetensors_file.HashingStream.write)
+    safetensors_file.HashingStream.write = lambda *args: write(*args)  # type: ignore[method-assign]
     DTensor.full_tensor = write.counted(DTensor.full_tensor)  # type: ignore[method-assign]
     saver.save(TrainState(step=1))
     saved = saver.wait()

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.checkpointing.reload_worker import MESHES
-from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
-from tests.optim.average_worker import DECAY, FROZEN, OPTIMIZERS, TIED, after
+from tests.helpers import checkpoint, losses, python, ranks, records, run_distributed, succeeded, tensors, tiny
+from tests.optim.on_ranks import DECAY, FROZEN, OPTIMIZERS, TIED, after, follow_averages, load_averages
 from tests.optim.test_muon import WAYS
 from torchtitan_lite.config.schema import Config, OptimConfig
 from torchtitan_lite.huggingface import weights as hf
@@ -35,24 +35,15 @@ def test_the_recurrence_is_the_mean_with_falling_shares() -> None:
         assert mean.item() == pytest.approx(float(expected))
 
 
-def state_bytes(folder: Path, mesh: str) -> dict[str, int]:
-    """Bytes of optimizer state on rank 0, by optimizer; the workers compare each step with the formula."""
-    out = folder / "bytes.json"
-    succeeded(ranks(MESHES[mesh][0], str(out), mesh, entry="tests.optim.average_worker"))
-    found: dict[str, int] = json.loads(out.read_text())
-    assert found.keys() == OPTIMIZERS.keys()
-    return found
-
-
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.extended] if m in "24" else []) for m in MESHES])
-def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str, tmp_path: Path) -> None:
+def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
     """With uneven and empty shards, copies, tied and frozen parameters, every optimizer, and a withheld update."""
-    assert state_bytes(tmp_path, mesh)
+    run_distributed(follow_averages, MESHES[mesh][0], mesh)
 
 
 @pytest.mark.extended
-def test_plan_counts_its_memory(tmp_path: Path) -> None:
-    measured = state_bytes(tmp_path, "2")
+def test_plan_counts_its_memory() -> None:
+    measured = run_distributed(follow_averages, 2, "2")[0]
     for label in ("adamw", "muon"):
         values = {"freeze": [FROZEN], "ema_decay": DECAY, "lr": 0.01} | OPTIMIZERS[label]
         model = TIED.model_dump() | {"size": "1M"}
@@ -170,7 +161,7 @@ def test_a_resume_is_bitwise_and_changes_its_world_size(way: str, text: Path, tm
 
 @pytest.mark.extended
 def test_it_may_begin_or_end_with_a_load_in_all_ways_of_saving(tmp_path: Path) -> None:
-    succeeded(ranks(2, str(tmp_path), entry="tests.optim.average_load_worker"))
+    run_distributed(load_averages, 2, tmp_path)
 
 
 @pytest.mark.extended

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.checkpointing.reload_worker import MESHES
-from tests.helpers import checkpoint, losses, ranks, succeeded, tensors, tiny
-from tests.optim.muon_worker import MODEL
+from tests.helpers import checkpoint, losses, ranks, run_distributed, succeeded, tensors, tiny
+from tests.optim import on_ranks
+from tests.optim.on_ranks import MODEL
 from torchtitan_lite import plan
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import Config, ModelConfig, OptimConfig
@@ -23,14 +23,6 @@ from torchtitan_lite.optim.optimizer import build_optimizer, parameter_groups
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.simulate import OPTIMIZER, simulate
 from torchtitan_lite.tools.estimate.work import Product
-
-
-def stepped(folder: Path, mesh: str, skipped: str = "") -> dict[str, Tensor]:
-    """Whole parameters and momenta after the steps of muon_worker.py."""
-    out = folder / f"{mesh}{skipped}.safetensors"
-    more = [skipped] if skipped else []
-    succeeded(ranks(MESHES[mesh][0], str(out), mesh, *more, entry="tests.optim.muon_worker"))
-    return load_file(out)
 
 
 def planned_bytes(mesh: str) -> int:
@@ -88,31 +80,33 @@ def test_plan_prints_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
         assert ("all-to-all, muon" in capsys.readouterr().out) == (name == "muon")
 
 
-def test_updates_are_the_same_on_any_mesh_bit_for_bit(tmp_path: Path) -> None:
+def test_updates_are_the_same_on_any_mesh_bit_for_bit() -> None:
     """1, 2, 3 and 4 ranks, and 2 copies of 2 shards, with uneven and empty shards."""
-    found = {mesh: stepped(tmp_path, mesh) for mesh in MESHES}
-    one = found.pop("1")
+    found = {mesh: run_distributed(on_ranks.muon, n, mesh, 0) for mesh, (n, _) in MESHES.items()}
+    (one,) = found.pop("1")
     momenta = [name for name in one if name.startswith("momentum.")]
     assert len(momenta) == 5 * 7, "the matrices of the blocks, and no other parameter"
     assert int(one.pop("calls")) == 0
     assert int(one["state"]) == state_bytes("1")
-    for mesh, other in found.items():
-        assert planned_bytes(mesh) == int(other["owned"].max()), "plan's figure"
-        assert state_bytes(mesh) == int(other["state"][0]), "measured"
+    for mesh, by_rank in found.items():
+        other = by_rank[0]
+        assert planned_bytes(mesh) == max(int(rank["owned"]) for rank in by_rank), "plan's figure"
+        assert state_bytes(mesh) == int(other["state"]), "measured"
         # two exchanges for each shape and step: the shapes are 30x30, 10x30, 3x30 and 30x3
         assert int(other.pop("calls")) == 2 * 4 * 3, mesh
         weights = [name.replace("momentum.", "weight.") for name in momenta]  # AdamW's may differ in the last bit
         assert {name for name in momenta + weights if not one[name].equal(other[name])} == set(), mesh
 
 
-def test_a_withheld_update_changes_nothing(tmp_path: Path) -> None:
+def test_a_withheld_update_changes_nothing() -> None:
     """Not even with NaN in the gradients."""
-    without_last, all_but_one = stepped(tmp_path, "2", "3"), stepped(tmp_path, "1", "3")
+    without_last, all_but_one, every = (
+        run_distributed(on_ranks.muon, n, str(n), withheld)[0] for n, withheld in ((2, 3), (1, 3), (2, 0))
+    )
     assert all(value.isfinite().all() for value in without_last.values())
     momenta = [name for name in without_last if name.startswith("momentum.")]
     for name in momenta + [name.replace("momentum.", "weight.") for name in momenta]:
         assert without_last[name].equal(all_but_one[name]), name
-    every = stepped(tmp_path, "2")
     assert not any(every[name].equal(without_last[name]) for name in momenta)
 
 

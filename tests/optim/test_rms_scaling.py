@@ -6,28 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpointing.reload_worker import MESHES
-from tests.helpers import checkpoint, losses, python, ranks, succeeded, tensors, tiny
-from tests.optim.rms_worker import VALUES, gradient
+from tests.helpers import checkpoint, losses, python, ranks, run_distributed, succeeded, tensors, tiny
+from tests.optim.on_ranks import SCALED, gradient, rms_scaling
 from tests.optim.test_muon import WAYS
 from torchtitan_lite import plan
-
-
-def stepped(folder: Path, mesh: str, steps: int = 3, skipped: str = "") -> dict[str, Tensor]:
-    """Whole tensors after the steps of rms_worker.py."""
-    out = folder / f"{mesh}{steps}{skipped}.safetensors"
-    more = [skipped] if skipped else []
-    succeeded(ranks(MESHES[mesh][0], str(out), mesh, str(steps), *more, entry="tests.optim.rms_worker"))
-    return load_file(out)
 
 
 def reference(name: str, number: int, weight: Tensor, steps: int = 3) -> Tensor:
     """nanoT5's AdamW, in float64: the update of AdamW at lr * max(0.001, RMS(p)), and decay at lr."""
     special = name.startswith("layers.1.")
-    lr = VALUES["lr"] * (0.5 if special else 1.0)
+    lr = SCALED["lr"] * (0.5 if special else 1.0)
     decay = 0.3 if special else 0.1 if weight.ndim > 1 else 0.0
     weight, beta1, beta2 = weight.double(), 0.9, 0.95
     mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
@@ -36,7 +27,7 @@ def reference(name: str, number: int, weight: Tensor, steps: int = 3) -> Tensor:
         mean = beta1 * mean + (1 - beta1) * grad
         square = beta2 * square + (1 - beta2) * grad.square()
         scale = max(1e-3, float(weight.square().mean().sqrt()))
-        update = mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + VALUES["eps"])
+        update = mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + SCALED["eps"])
         weight = weight * (1 - lr * decay) - lr * scale * update
     return weight
 
@@ -44,33 +35,23 @@ def reference(name: str, number: int, weight: Tensor, steps: int = 3) -> Tensor:
 @pytest.mark.parametrize(
     "mesh", [pytest.param(mesh, marks=[] if mesh in ("1", "2x2") else [pytest.mark.extended]) for mesh in MESHES]
 )
-def test_updates_are_those_of_the_formula_on_any_mesh(mesh: str, tmp_path: Path) -> None:
+def test_updates_are_those_of_the_formula_on_any_mesh(mesh: str) -> None:
     """With uneven and empty shards, and copies; with one small all-reduce a step."""
-    found = stepped(tmp_path, mesh)
+    found = run_distributed(rms_scaling, MESHES[mesh][0], mesh, 3, 0)[0]
     names = [name.removeprefix("before.") for name in found if name.startswith("before.")]
-    model_order = found_order(names)
-    for name in names:
+    for number, name in enumerate(names):
         before = found[f"before.{name}"]
-        expected = reference(name, model_order[name], before)
+        expected = reference(name, number, before)
         moved = (expected - before).norm()
         assert (found[f"weight.{name}"] - expected).norm() < 2e-6 * before.norm() + 1e-5 * moved, name
     zero = found["weight.layers.0.attention.wq.weight"]
-    assert 0 < zero.abs().max() < 4 * 1e-3 * VALUES["lr"]
+    assert 0 < zero.abs().max() < 4 * 1e-3 * SCALED["lr"]
     assert int(found["calls"]) == (0 if mesh == "1" else 3)
 
 
-def found_order(names: list[str]) -> dict[str, int]:
-    """The place of each parameter in the model."""
-    from tests.optim.muon_worker import MODEL
-    from torchtitan_lite.models import build
-
-    with torch.device("meta"):
-        return {name: i for i, (name, _) in enumerate(build(MODEL, 517).named_parameters())}
-
-
-def test_a_withheld_update_changes_nothing(tmp_path: Path) -> None:
+def test_a_withheld_update_changes_nothing() -> None:
     """Not even with NaN in the gradients, nor the count of steps."""
-    two, withheld = stepped(tmp_path, "2", 2), stepped(tmp_path, "2", 3, "3")
+    two, withheld = (run_distributed(rms_scaling, 2, "2", steps, 3)[0] for steps in (2, 3))
     assert set(two) == set(withheld)
     assert not [name for name in two if name != "calls" and not two[name].equal(withheld[name])]
 

@@ -140,21 +140,25 @@ def is_learned_with(key: str) -> bool:
 def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
     """What must be the same for a bitwise resume. All of it changes the order of summation."""
     on_gpu = world.device.type == "cuda"
-    values = flatten(config)
+    values, layout, family = flatten(config), derive(config, world.world_size), FAMILIES[config.model.family]
+    # Shared memory adds in rank order. gloo and NCCL add more than two ranks in an order that depends on the position
+    # in a group's buffer; a sum of two is the same in any order.
+    in_rank_order = config.speed.shared_memory and not on_gpu and world.local_world_size == world.world_size
+    # the gradients of tables that all blocks of t5 share are added group by group
+    groups_matter = family.encoder_decoder or (world.world_size > 2 and not in_rank_order)
     return {
         "world_size": world.world_size,
         **{name: values[key] for key, name in bitwise_keys().items()},
         # where a key has an effect only sometimes, what it means here:
-        "dp_replicate": derive(config, world.world_size).dp_replicate,
+        "dp_replicate": layout.dp_replicate,
         "compile": config.compile.backend if config.compile.enabled else "off",
         "block_attention": config.speed.block_attention and not on_gpu,
-        "fused_functions": config.speed.fused_functions
-        and FAMILIES[config.model.family].fused_functions
-        and not on_gpu,
+        "fused_functions": config.speed.fused_functions and family.fused_functions and not on_gpu,
         "fast_paths": 1 if on_gpu else FAST_PATHS,
-        "blocks_per_group": _order_of_groups(config, world),
+        "blocks_per_group": config.fsdp.blocks_per_group if groups_matter else 1,
         "widened_products": widens(config, world),
-        **_sums_in_shared_memory(config, world),
+        "shared_memory": in_rank_order and layout.dp_shard > 2,
+        "shared_memory_copies": in_rank_order and layout.dp_replicate > 2,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "cpu": "" if on_gpu else re.findall(r"model name\s*: (.*)|\Z", Path("/proc/cpuinfo").read_text())[0],
         "instructions": "" if on_gpu else _instructions(),
@@ -172,21 +176,3 @@ def _instructions() -> str:
     """The instructions that the kernels of a CPU use, as far as the environment limits them."""
     limits = [f"{name}={os.environ[name]}" for name in _KERNELS if os.environ.get(name)]
     return ", ".join([torch.backends.cpu.get_cpu_capability(), *limits])
-
-
-def _order_of_groups(config: Config, world: World) -> int:
-    """fsdp.blocks_per_group where it changes the order of sums, else 1.
-
-    The gradients of tables that all blocks of t5 share are added group by group. gloo and NCCL add more than two ranks
-    in an order that depends on the position in a group's buffer; shared memory adds them in rank order.
-    """
-    shared = config.speed.shared_memory and world.device.type == "cpu" and world.local_world_size == world.world_size
-    matters = FAMILIES[config.model.family].encoder_decoder or (world.world_size > 2 and not shared)
-    return config.fsdp.blocks_per_group if matters else 1
-
-
-def _sums_in_shared_memory(config: Config, world: World) -> dict[str, bool]:
-    """Whether gradients are summed in rank order, and that matters: a sum of two is the same in any order."""
-    layout = derive(config, world.world_size)
-    used = config.speed.shared_memory and world.device.type == "cpu" and world.local_world_size == world.world_size
-    return {"shared_memory": used and layout.dp_shard > 2, "shared_memory_copies": used and layout.dp_replicate > 2}

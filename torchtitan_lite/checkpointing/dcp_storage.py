@@ -10,7 +10,7 @@ code from a checkpoint. Here it is JSON:
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.checkpointing.safetensors_file import (
     WRITABLE,
     FileRecord,
-    TensorFileWriter,
     TensorSpecs,
     specs_of,
     write_tensors,
@@ -52,7 +51,21 @@ def _done(value: Any) -> Future[Any]:
     return future
 
 
-class ShardWriter(StorageWriter):
+class _NothingToPrepare:
+    """The steps of DCP's storage that ours does not need."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class ShardWriter(_NothingToPrepare, StorageWriter):
     """Writes this rank's parts into an existing folder. `records` then has the written files.
 
     Args:
@@ -64,14 +77,8 @@ class ShardWriter(StorageWriter):
         self.copies = copies
         self.records: dict[str, FileRecord] = {}
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        self.records = {}
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         names = (f"shard-{rank:05d}-of-{len(plans):05d}.safetensors" for rank in range(len(plans)))
@@ -81,25 +88,21 @@ class ShardWriter(StorageWriter):
         file = plan.storage_data
         items = {_key(item): item for item in plan.items}
         specs = {key: _spec(item) for key, item in items.items()}
+
+        def rows(key: str) -> Tensor:
+            item = items[key]
+            tensor = planner.resolve_data(item) if self.copies is None else self.copies[item.index.fqn]
+            assert isinstance(tensor, Tensor)
+            return tensor.detach().cpu()
+
         try:
-            writer = TensorFileWriter(self.folder / file, specs, ahead=0)
+            self.records[file] = write_tensors(self.folder / file, specs, rows, ahead=0)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f'{error} (is it on a file system that all ranks share? checkpoint.state_dict = "full" needs none)'
             ) from error
-        kept = []  # they must not be freed before they are hashed
-        try:
-            for key in writer.order:
-                name = items[key].index.fqn
-                tensor = planner.resolve_data(items[key]) if self.copies is None else self.copies[name]
-                assert isinstance(tensor, Tensor)
-                kept.append(tensor.detach().cpu())
-                writer.write(kept[-1])
-            self.records[file] = writer.close()
-        except BaseException:
-            writer.abandon()
-            raise
-        return _done([WriteResult(item.index, _n_bytes(item), [file, key]) for key, item in items.items()])
+        # the size is for DCP's own metadata, which is not written
+        return _done([WriteResult(item.index, 0, [file, key]) for key, item in items.items()])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, on the coordinator."""
@@ -111,13 +114,8 @@ class ShardWriter(StorageWriter):
             for chunk in entry.chunks:
                 file, key = places[MetadataIndex(name, chunk.offsets)]
                 parts.append({"offsets": list(chunk.offsets), "shape": list(chunk.sizes), "file": file, "key": key})
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"dtype": dtype, "shape": list(entry.size), "parts": parts}
-        self.records[INDEX] = write_text(self.folder / INDEX, json.dumps(tensors, indent=1) + "\n")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+            tensors[name] = entry.properties.dtype, entry.size, parts
+        self.records[INDEX] = _write_index(self.folder, tensors)
 
 
 def _key(item: WriteItem) -> str:
@@ -130,20 +128,16 @@ def _spec(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
     return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
 
 
-def _n_bytes(item: WriteItem) -> int:
-    dtype, shape = _spec(item)
-    return dtype.itemsize * torch.Size(shape).numel()
+def _slices(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-class ShardReader(StorageReader):
+class ShardReader(_NothingToPrepare, StorageReader):
     """Reads only the rows that this rank needs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._places: dict[MetadataIndex, tuple[str, str]] = {}
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        self._places = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
@@ -155,59 +149,53 @@ class ShardReader(StorageReader):
                 self._places[MetadataIndex(name, offsets)] = part["file"], part["key"]
             properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-        return Metadata(tensors, storage_data=self._places)
+        return Metadata(tensors)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._places = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        pass
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with progress.working(f"reading its rows of {self.folder.name}"):
-            self._read(plan, planner)
-        return _done(None)
-
-    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         files: dict[str, Any] = {}
-        for item in plan.items:
-            file, key = self._places[item.storage_index]
-            if file not in files:
-                files[file] = open_tensors(self.folder / file)
-            target = planner.resolve_tensor(item).detach()
-            if target.ndim == 0:
-                target.copy_(files[file].get_tensor(key))
-            elif target.numel():
-                rows = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                target.copy_(files[file].get_slice(key)[rows])
-            planner.commit_tensor(item, target)
-            progress.advance(target.numel() * target.itemsize)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+        with progress.working(f"reading its rows of {self.folder.name}"):
+            for item in plan.items:
+                file, key = self._places[item.storage_index]
+                if file not in files:
+                    files[file] = open_tensors(self.folder / file)
+                target = planner.resolve_tensor(item).detach()
+                if target.ndim == 0:
+                    target.copy_(files[file].get_tensor(key))
+                elif target.numel():
+                    target.copy_(files[file].get_slice(key)[_slices(item.storage_offsets, item.lengths)])
+                planner.commit_tensor(item, target)
+                progress.advance(target.nbytes)
+        return _done(None)
 
 
 def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
     """Write whole tensors as a sharded checkpoint of one rank."""
     file = "shard-00000-of-00001.safetensors"
     keys = {name: f"{name}@{','.join('0' * tensor.ndim)}" for name, tensor in tensors.items()}
-    index = {
-        name: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "parts": [{"offsets": [0] * tensor.ndim, "shape": list(tensor.shape), "file": file, "key": keys[name]}],
-        }
-        for name, tensor in tensors.items()
-    }
+    index = {}
+    for name, tensor in tensors.items():
+        part = {"offsets": [0] * tensor.ndim, "shape": list(tensor.shape), "file": file, "key": keys[name]}
+        index[name] = tensor.dtype, tensor.shape, [part]
     by_key = {keys[name]: tensor for name, tensor in tensors.items()}
-    return {
-        file: write_tensors(folder / file, specs_of(by_key), by_key.__getitem__),
-        INDEX: write_text(folder / INDEX, json.dumps(index, indent=1) + "\n"),
+    record = write_tensors(folder / file, specs_of(by_key), by_key.__getitem__)
+    return {file: record, INDEX: _write_index(folder, index)}
+
+
+def _write_index(
+    folder: Path, tensors: Mapping[str, tuple[torch.dtype, torch.Size, list[dict[str, Any]]]]
+) -> FileRecord:
+    """Write the index, from the dtype, shape and parts of each tensor."""
+    content = {
+        name: {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "parts": parts}
+        for name, (dtype, shape, parts) in tensors.items()
     }
+    return write_text(folder / INDEX, json.dumps(content, indent=1) + "\n")
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -288,7 +276,7 @@ class WholeTensors(Mapping[str, Tensor]):
                 tensor = open_tensors(self._folder / part["file"]).get_tensor(part["key"])
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{self._folder / part['file']} can't be read: {error}") from None
-            whole[tuple(slice(o, o + n) for o, n in zip(part["offsets"], part["shape"], strict=True))] = tensor
+            whole[_slices(part["offsets"], part["shape"])] = tensor
         return whole
 
     def __iter__(self) -> Iterator[str]:

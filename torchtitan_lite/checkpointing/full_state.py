@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorFileWriter, TensorSpecs, layout
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs, layout, write_tensors
 from torchtitan_lite.distributed.agreement import outcome_on_rank0
 from torchtitan_lite.distributed.process_group import from_all_ranks
 from torchtitan_lite.distributed.sharding import local_rows, prefix
@@ -48,21 +48,17 @@ def write_gathered(
             errors.append(error)
 
     for file, specs in files.items():
-        writer = None
+        names = iter([f"{prefix(file)}{name}" for name in layout(specs)[1]])
+
+        def gather_next(_: str, names: Iterator[str] = names) -> Tensor:
+            return gather(next(names))
+
         if writes and not errors:
             with collecting_errors():
-                writer = TensorFileWriter(folder / file, specs)
-        for name in layout(specs)[1]:
+                records[file] = write_tensors(folder / file, specs, gather_next)
+        for name in names:  # of other ranks, or after an error
             with collecting_errors():
-                whole = gather(f"{prefix(file)}{name}")
-                if writer is not None and not errors:
-                    writer.write(whole)
-        if writer is not None:
-            with collecting_errors():
-                if errors:
-                    writer.abandon()
-                else:
-                    records[file] = writer.close()
+                gather(name)
     if errors:
         raise errors[0]
     return records

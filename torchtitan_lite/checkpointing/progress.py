@@ -9,8 +9,9 @@ memory-mapped files.
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -70,19 +71,8 @@ def loading(operation: str) -> Iterator[None]:
             _loading -= 1
 
 
-def working(operation: str) -> AbstractContextManager[None]:
-    """Other ranks may be waiting for this thread, such as for "writing model.safetensors"."""
-    return doing(operation, waiting=False)
-
-
-def as_work(operation: str, action: Callable[[], T]) -> Callable[[], T]:
-    """The action, run inside `working`."""
-
-    def run() -> T:
-        with working(operation):
-            return action()
-
-    return run
+# other ranks may be waiting for this thread, such as for "writing model.safetensors"
+working = partial(doing, waiting=False)
 
 
 def current() -> Progress:
@@ -108,8 +98,8 @@ def _read_by_kernel() -> int:
 
 def on_rank0(world: World, action: Callable[[], T]) -> T:
     """The result of an action on rank 0, on every rank. A UserError or OSError becomes a CheckpointError."""
-    work = as_work("reading the checkpoint for all ranks", action)
-    result, error = outcome_on_rank0(world.rank, work, world.untimed, (UserError, OSError))
+    work = working("reading the checkpoint for all ranks")
+    result, error = outcome_on_rank0(world.rank, work(action), world.untimed, (UserError, OSError))
     if error:
         raise CheckpointError(error)
     return cast(T, result)

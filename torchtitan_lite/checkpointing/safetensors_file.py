@@ -5,6 +5,7 @@ Format: 8 bytes with the length of a JSON header, the header, and the tensors' b
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -60,7 +61,7 @@ def _start_writeback(descriptor: int, start: int, n_bytes: int) -> None:
 class HashingStream:
     """A file that a second thread hashes while it is written. Both release the GIL.
 
-    Written bytes must not change until `close` has returned.
+    Written bytes must not change until `close` has returned. An error in its `with` block abandons the rest.
 
     Args:
         ahead: how many chunks writing may be ahead of hashing, to bound memory. 0: any number, if the bytes stay in
@@ -102,10 +103,13 @@ class HashingStream:
             self._end()
         return FileRecord(self._bytes, self._hash.hexdigest())
 
-    def abandon(self) -> None:
-        """Close after an error, without hashing the rest."""
-        self._abandoned = True
-        self._end()
+    def __enter__(self) -> "HashingStream":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind and not self._file.closed:
+            self._abandoned = True
+            self._end()
 
     def _end(self) -> None:
         self._chunks.put(None)
@@ -130,59 +134,35 @@ def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
     return len(text).to_bytes(8, "little") + text, order
 
 
-class TensorFileWriter:
-    """Writes one file: first the specs of all tensors, then the tensors in `order`. `ahead`: see HashingStream."""
-
-    def __init__(self, path: Path, tensors: TensorSpecs, ahead: int = 2) -> None:
-        header, self.order = layout(tensors)
-        self._specs = iter([(name, *tensors[name]) for name in self.order])
-        self._name = path.name
-        self._stream = HashingStream(path, ahead)
-        try:
-            with progress.working(f"writing {self._name}"):
-                self._stream.write(memoryview(header))
-        except BaseException:
-            self._stream.abandon()
-            raise
-
-    def write(self, tensor: Tensor) -> None:
-        """Write the next tensor, on the CPU. It must not change until `close` has returned."""
-        name, dtype, shape = next(self._specs)
-        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), f"{name} does not match its spec"
-        with progress.working(f"writing {self._name}"):
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._stream.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
-
-    def close(self) -> FileRecord:
-        assert next(self._specs, None) is None, "tensors are missing"
-        with progress.working(f"writing {self._name}"):
-            return self._stream.close()
-
-    def abandon(self) -> None:
-        self._stream.abandon()
-
-
 def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:
-    """Write a file, and sync it to disk. `tensor(name)` is called when its turn comes; `ahead`: see HashingStream."""
-    writer = TensorFileWriter(path, specs, ahead)
-    try:
-        for name in writer.order:
-            writer.write(tensor(name))
-    except BaseException:
-        writer.abandon()
-        raise
-    return writer.close()
+    """Write a file, and sync it to disk.
+
+    Args:
+        tensor: is called with each name when its turn comes, in the order of `layout`. What it returns, on the CPU,
+            must not change until this function has returned.
+        ahead: see HashingStream.
+    """
+    header, order = layout(specs)
+    working = functools.partial(progress.working, f"writing {path.name}")
+    with HashingStream(path, ahead) as stream:
+        with working():
+            stream.write(memoryview(header))
+        for name in order:
+            value = tensor(name)
+            dtype, shape = specs[name]
+            assert (value.dtype, tuple(value.shape)) == (dtype, tuple(shape)), f"{name} does not match its spec"
+            with working():
+                flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+                stream.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
+        with working():
+            return stream.close()
 
 
 def write_text(path: Path, text: str) -> FileRecord:
     """Write a small file, and sync it to disk."""
-    stream = HashingStream(path)
-    try:
+    with HashingStream(path) as stream:
         stream.write(memoryview(text.encode()))
-    except BaseException:
-        stream.abandon()
-        raise
-    return stream.close()
+        return stream.close()
 
 
 def sha256_of(path: Path) -> str:

@@ -5,6 +5,7 @@ succeeded, rank 0 makes the folder, all write their files into it and exchange e
 An error never stops a run here: every rank gets it as the outcome.
 """
 
+import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -189,7 +190,7 @@ class BaseCheckpointer(ABC):
         _, error = self._outcome_on_rank0(commit)
         if error:
             if self.world.rank == 0:
-                storage.abandon(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             return error, 0
         return "", sum(record.bytes for record in files.values())
 
@@ -206,8 +207,8 @@ class BaseCheckpointer(ABC):
 
     def _outcome_on_rank0(self, action: Callable[[], T]) -> tuple[T | None, str]:
         """The result or the error of an action on rank 0, on every rank."""
-        work = progress.as_work("making or committing its folder", action)
-        return outcome_on_rank0(self.world.rank, work, self.group)
+        work = progress.working("making or committing its folder")
+        return outcome_on_rank0(self.world.rank, work(action), self.group)
 
     def _delete_old(self, step: int) -> str:
         """Apply retention, on rank 0. Returns the error, which does not fail the save."""

@@ -334,11 +334,6 @@ def commit(
     return final
 
 
-def abandon(folder: Path) -> None:
-    """Remove a folder that was not committed."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def set_aside(folder: Path, why: str) -> Path | None:
     """Rename a checkpoint to .bad-step-N or .old-step-N, and return the new path; None if it does not exist."""
     if not folder.exists():

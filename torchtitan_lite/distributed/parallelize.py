@@ -20,7 +20,7 @@ and `fully_shard` adds its hooks around both. The root comes last.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -268,8 +268,17 @@ def before_micro_batch(model: nn.Module, config: FsdpConfig, *, last: bool) -> N
         root.set_reshard_after_backward(last)
 
 
-def reshard(model: nn.Module) -> None:
-    """Reshard after a forward without a backward, so that `parameters()` are DTensors again."""
+@contextlib.contextmanager
+def evaluating(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
+    """Evaluation mode, for forwards without a backward. Afterwards the model trains, and its parameters are DTensors.
+
+    Args:
+        compiled: whether compiled blocks are used; they are recompiled for each length.
+    """
+    model.eval()
+    with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
+        yield
+    model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

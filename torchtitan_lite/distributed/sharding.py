@@ -1,5 +1,7 @@
 """Which rows of a parameter this rank holds, and tensor names: flat in our files, nested in torch's functions."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,7 +98,10 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
 
 
-def restore(optimizer: torch.optim.Optimizer, ours: list[dict[str, Any]]) -> None:
-    """Put the hyperparameters back: torch loads saved ones, with lists for tuples."""
+@contextlib.contextmanager
+def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put the hyperparameters back afterwards: torch loads saved ones, with lists for tuples."""
+    ours = hyperparameters(optimizer)
+    yield
     for group, values in zip(optimizer.param_groups, ours, strict=True):
         group.update(values)

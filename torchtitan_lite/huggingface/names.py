@@ -159,13 +159,47 @@ def drop_tied(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tens
 # --- configs ----------------------------------------------------------------------------------------------------
 
 
-# model_type: architecture, and the values that it implies for our keys
-_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {"family": "llama", "qk_norm": False, "qkv_bias": False}),
-    "qwen2": ("Qwen2ForCausalLM", {"family": "llama", "qk_norm": False, "qkv_bias": True}),
-    "qwen3": ("Qwen3ForCausalLM", {"family": "llama", "qk_norm": True, "qkv_bias": False}),
-    "gpt2": ("GPT2LMHeadModel", {"family": "gpt"}),
-    "t5": ("T5ForConditionalGeneration", {"family": "t5"}),
+# ours -> theirs; vocab_size has the same name everywhere
+_LLAMA_KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+_GPT2_KEYS = {
+    "dim": "n_embd",
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+    "max_seq_len": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+}
+_T5_KEYS = {
+    "dim": "d_model",
+    "n_layers": "num_layers",
+    "n_decoder_layers": "num_decoder_layers",
+    "n_heads": "num_heads",
+    "head_dim": "d_kv",
+    "hidden_dim": "d_ff",
+    "max_seq_len": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+}
+_T5_FIXED = {
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
+# model_type: architecture, the names of its keys, and the values that it implies for ours
+_KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", _LLAMA_KEYS, {"family": "llama", "qk_norm": False, "qkv_bias": False}),
+    "qwen2": ("Qwen2ForCausalLM", _LLAMA_KEYS, {"family": "llama", "qk_norm": False, "qkv_bias": True}),
+    "qwen3": ("Qwen3ForCausalLM", _LLAMA_KEYS, {"family": "llama", "qk_norm": True, "qkv_bias": False}),
+    "gpt2": ("GPT2LMHeadModel", _GPT2_KEYS, {"family": "gpt"}),
+    "t5": ("T5ForConditionalGeneration", _T5_KEYS, {"family": "t5"}),
 }
 
 
@@ -211,9 +245,23 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     model_type = _value(content, "model_type", str)
     if model_type not in _KINDS:
         raise CheckpointError(f'model_type "{shortened(model_type)}" is not among {", ".join(_KINDS)}')
-    fixed = _KINDS[model_type][1]
+    _, names, fixed = _KINDS[model_type]
+
+    def named(**defaults: Any) -> dict[str, Any]:
+        keys = fixed | {"vocab_size": _count(content, "vocab_size")}
+        keys |= {ours: _count(content, names[ours], defaults.get(ours)) for ours in names if ours != "norm_eps"}
+        return keys | {"norm_eps": _value(content, names["norm_eps"], float, defaults["norm_eps"])}
+
     if model_type == "t5":
-        return fixed | _t5_keys(content)
+        _require_known_t5(content)
+        # transformers 5 writes tie_word_embeddings = true for every T5; before, it also meant the scale.
+        # weights.keys_of decides from the weights whether the head is tied
+        tied = _value(content, "tie_word_embeddings", bool, True)
+        return named(n_decoder_layers=_count(content, "num_layers"), max_seq_len=512, norm_eps=1e-6) | {
+            "gated": content.get("feed_forward_proj") == "gated-gelu",
+            "scale_output": _value(content, "scale_decoder_outputs", bool, tied),
+            "tie_embeddings": tied,
+        }
     if model_type == "gpt2":
         if content.get("activation_function", "gelu_new") != "gelu_new":
             raise CheckpointError(f"activation_function {shortened(content['activation_function'])} is not gelu_new")
@@ -222,62 +270,26 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
         dim, hidden = _count(content, "n_embd"), content.get("n_inner")
         if hidden not in (None, 4 * dim):
             raise CheckpointError(f"n_inner = {shortened(hidden)} is not 4 times n_embd = {dim}")
-        return fixed | {
-            "vocab_size": _count(content, "vocab_size"),
-            "dim": dim,
-            "n_layers": _count(content, "n_layer"),
-            "n_heads": _count(content, "n_head"),
-            "max_seq_len": _count(content, "n_positions"),
-            "norm_eps": _value(content, "layer_norm_epsilon", float, 1e-5),
-            "tie_embeddings": _value(content, "tie_word_embeddings", bool, True),
-        }
+        return named(norm_eps=1e-5) | {"tie_embeddings": _value(content, "tie_word_embeddings", bool, True)}
     if content.get("mlp_bias") or (content.get("attention_bias") and model_type != "qwen2"):
         raise CheckpointError("biases of attention or feed-forward are not supported for this architecture")
     if content.get("use_sliding_window") or content.get("hidden_act", "silu") != "silu":
         raise CheckpointError("sliding windows and activations other than silu are not supported")
     heads, dim = _count(content, "num_attention_heads"), _count(content, "hidden_size")
     head_dim = 128 if model_type == "qwen3" else dim // heads
-    return fixed | {
-        "vocab_size": _count(content, "vocab_size"),
-        "dim": dim,
-        "n_layers": _count(content, "num_hidden_layers"),
-        "n_heads": heads,
-        "n_kv_heads": _count(content, "num_key_value_heads", heads),
-        "head_dim": _count(content, "head_dim", head_dim),
-        "hidden_dim": _count(content, "intermediate_size"),
-        # absent it is Llama's 2048; null says nothing about the model
-        "max_seq_len": _count({"max_position_embeddings": 2048} | dict(content), "max_position_embeddings"),
-        "norm_eps": _value(content, "rms_norm_eps", float, 1e-6),
-        "tie_embeddings": _value(content, "tie_word_embeddings", bool, False),
-        **_rope_keys(content),
-    }
+    if "max_position_embeddings" not in content:  # then it is Llama's 2048; null says nothing about the model
+        content = dict(content) | {"max_position_embeddings": 2048}
+    keys = named(n_kv_heads=heads, head_dim=head_dim, norm_eps=1e-6)
+    return keys | {"tie_embeddings": _value(content, "tie_word_embeddings", bool, False)} | _rope_keys(content)
 
 
-def _t5_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys of a T5. weights.keys_of decides from the weights whether the head is tied."""
+def _require_known_t5(content: Mapping[str, Any]) -> None:
     activation = _value(content, "feed_forward_proj", str, "relu")
     if activation not in ("relu", "gated-gelu"):
         raise CheckpointError(f"feed_forward_proj {shortened(activation)} is not supported; relu and gated-gelu are")
-    fixed = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "pad_token_id": 0}
-    for key, value in (fixed | {"decoder_start_token_id": 0}).items():
+    for key, value in _T5_FIXED.items():
         if (found := _value(content, key, int, value)) != value:
             raise CheckpointError(f"config.json: {key} = {found} is not supported; {value} is")
-    # transformers 5 writes tie_word_embeddings = true for every T5; before, it also meant the scale
-    tied = _value(content, "tie_word_embeddings", bool, True)
-    return {
-        "vocab_size": _count(content, "vocab_size"),
-        "dim": _count(content, "d_model"),
-        "n_layers": _count(content, "num_layers"),
-        "n_decoder_layers": _count(content, "num_decoder_layers", _count(content, "num_layers")),
-        "n_heads": _count(content, "num_heads"),
-        "head_dim": _count(content, "d_kv"),
-        "hidden_dim": _count(content, "d_ff"),
-        "max_seq_len": _count(content, "n_positions", 512),
-        "norm_eps": _value(content, "layer_norm_epsilon", float, 1e-6),
-        "gated": activation == "gated-gelu",
-        "scale_output": _value(content, "scale_decoder_outputs", bool, tied),
-        "tie_embeddings": tied,
-    }
 
 
 def _rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,7 +316,7 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     Raises:
         CheckpointError: Hugging Face has no such architecture.
     """
-    known = sorted({str(fixed["family"]) for _, fixed in _KINDS.values()})
+    known = sorted({str(fixed["family"]) for _, _, fixed in _KINDS.values()})
     if config.family not in known:
         raise CheckpointError(
             f'model.family = "{config.family}" has no Hugging Face names, only {", ".join(known)} do '
@@ -314,25 +326,26 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         raise CheckpointError("no architecture of Hugging Face has both model.qk_norm and model.qkv_bias")
     model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     model_type = {"gpt": "gpt2", "t5": "t5"}.get(config.family, model_type)
+    architecture, names, _ = _KINDS[model_type]
+    resolved = config.resolved()
+    named = {theirs: resolved[ours] for ours, theirs in names.items()}
     common = {
-        "architectures": [_KINDS[model_type][0]],
+        "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": "float32",
     }
     if model_type == "gpt2":
-        return common | {
-            "n_embd": config.dim,
-            "n_layer": config.n_layers,
-            "n_head": config.n_heads,
-            "n_positions": config.max_seq_len,
-            "layer_norm_epsilon": config.norm_eps,
-            "activation_function": "gelu_new",
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
-        }
+        dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)
+        return common | named | {"activation_function": "gelu_new"} | dropout
     if model_type == "t5":
-        return common | _t5_config(config)
+        # transformers 4 and 5 read tie_word_embeddings = false as: do not scale. Only version 4 also unties the head,
+        # so an unscaled model is written with a head of its own. Version 4 can't read a scaled model with one.
+        common |= {"tie_word_embeddings": config.scale_output, "scale_decoder_outputs": config.scale_output}
+        activation = "gated-gelu" if config.gated else "relu"
+        more = {"dropout_rate": config.dropout, "feed_forward_proj": activation}
+        return common | {"is_encoder_decoder": True} | named | more | _T5_FIXED
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_factor > 1:
         rope |= {
@@ -342,41 +355,5 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "high_freq_factor": config.rope_high_freq_factor,
             "original_max_position_embeddings": config.rope_original_max_seq_len,
         }
-    return common | {
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.dim_of_heads,
-        "intermediate_size": config.dim_of_ffn,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rope_parameters": rope,
-        **({"rope_scaling": rope} if config.rope_factor > 1 else {}),
-    }
-
-
-def _t5_config(config: ModelConfig) -> dict[str, Any]:
-    # transformers 4 and 5 read tie_word_embeddings = false as: do not scale. Only version 4 also unties the head, so
-    # an unscaled model is written with a head of its own. Version 4 can't read a scaled model with one.
-    return {
-        "tie_word_embeddings": config.scale_output,
-        "scale_decoder_outputs": config.scale_output,
-        "is_encoder_decoder": True,
-        "d_model": config.dim,
-        "num_layers": config.n_layers,
-        "num_decoder_layers": config.stacks[1],
-        "num_heads": config.n_heads,
-        "d_kv": config.dim_of_heads,
-        "d_ff": config.dim_of_ffn,
-        "n_positions": config.max_seq_len,
-        "layer_norm_epsilon": config.norm_eps,
-        "dropout_rate": config.dropout,
-        "feed_forward_proj": "gated-gelu" if config.gated else "relu",
-        "relative_attention_num_buckets": 32,
-        "relative_attention_max_distance": 128,
-        "pad_token_id": 0,
-        "decoder_start_token_id": 0,
-    }
+    more = {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_parameters": rope}
+    return common | named | more | ({"rope_scaling": rope} if config.rope_factor > 1 else {})

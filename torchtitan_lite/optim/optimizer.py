@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
+from torchtitan_lite.distributed.sharding import kept_hyperparameters
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded, multiply_gradients
 
@@ -133,15 +134,13 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     A step with zero gradients and a rate of 0 leaves every parameter unchanged, bit for bit. The state's values (such
     as the step count) are wrong and have to be overwritten.
     """
-    given = [dict(group) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0  # SGD's momentum would begin with the decay
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, values in zip(optimizer.param_groups, given, strict=True):
-        group.update(values)
+    with kept_hyperparameters(optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0  # SGD's momentum would begin with the decay
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def squared_norm(model: nn.Module, copies: int) -> Tensor:

@@ -19,7 +19,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Loader, MicroBatch
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.samples import Mixture
-from torchtitan_lite.distributed.parallelize import reshard
+from torchtitan_lite.distributed.parallelize import evaluating
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
 from torchtitan_lite.scoring.likelihood import bytes_per_token, row_nats, row_sizes
@@ -110,14 +110,12 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     """Score the model on the validation set. Collective: every rank gets the same score."""
     nats, sizes = [], []  # of this rank's sequences
     counts = torch.zeros(len(validation.bytes_per_token), dtype=torch.int64)  # how often each token is a target
-    model.eval()
-    for micro in validation.micro_batches():
-        nats.append(row_nats(model, micro, device))
-        sizes.append(row_sizes(micro, validation.bytes_per_token))
-        if validation.unigram is None:
-            counts += micro.targets[micro.targets != IGNORE].bincount(minlength=len(counts))
-    model.train()
-    reshard(model)
+    with evaluating(model, compiled=True):
+        for micro in validation.micro_batches():
+            nats.append(row_nats(model, micro, device))
+            sizes.append(row_sizes(micro, validation.bytes_per_token))
+            if validation.unigram is None:
+                counts += micro.targets[micro.targets != IGNORE].bincount(minlength=len(counts))
     if validation.unigram is None:
         validation.unigram = unigram_bits_per_byte(sum_over_ranks(counts.to(device)).cpu(), validation.bytes_per_token)
 

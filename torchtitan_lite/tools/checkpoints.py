@@ -130,7 +130,7 @@ def convert(folder: Path, out: Path) -> Path:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
         if temporary is not None:
-            storage.abandon(temporary)  # a committed folder has been renamed
+            shutil.rmtree(temporary, ignore_errors=True)  # a committed folder has been renamed
 
 
 def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:

@@ -19,7 +19,7 @@ from torchtitan_lite.monitoring.console import fitted, seen_of_sources, step_lin
 from torchtitan_lite.monitoring.metrics import peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
-from torchtitan_lite.training.session import Callback, Session, StepResult, due, stream
+from torchtitan_lite.training.session import Callback, Session, StepResult, due
 
 
 def build_callbacks(
@@ -34,20 +34,13 @@ def build_callbacks(
         from torchtitan_lite.training.tasks import Tasks
 
         if tasks := Tasks.of(config, data):
-            score = lambda s, _: tasks.score(s, s.state.step)  # noqa: E731
-            callbacks.append(Callback(score, tasks.every, resume=tasks.score_missing, questions=tasks.digests))
+            every, digests = config.eval.tasks_every, tasks.digests
+            callbacks.append(Callback(tasks.score, every, resume=tasks.score_missing, questions=digests))
     callbacks.append(Callback(save, config.checkpoint.every, when_preempted=True))
     if config.sample.every:
         from torchtitan_lite.training.sampling import Prompts, sample
 
-        prompts = Prompts.of(config, data)
-
-        def continue_prompts(s: Session, _: StepResult) -> None:
-            if not s.preemption.agreed:
-                seed = stream(s.config.run.seed, s.state.step, 0, 0)
-                sample(s.model, prompts, s.state.step, seed, s.world, s.log)
-
-        callbacks.append(Callback(continue_prompts, config.sample.every))
+        callbacks.append(Callback(functools.partial(sample, Prompts.of(config, data)), config.sample.every))
     callbacks.append(Callback(lambda s, _: report_save(s, wait=False), every=1, reads_step=False))
     if config.profile.steps:
         from torchtitan_lite.monitoring.profiler import Profile

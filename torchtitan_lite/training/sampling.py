@@ -23,14 +23,12 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.token_files import TokenFiles, document_ends
-from torchtitan_lite.distributed.parallelize import reshard
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.parallelize import evaluating
 from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.generation import Sampler, answers, new_tokens
-from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.scoring.validation import SUBSET_SEED
 from torchtitan_lite.terminal import counted
+from torchtitan_lite.training.session import Session, StepResult, stream
 
 HELD_OUT = 3  # pairs
 SHOWN = 120  # characters of a source on the terminal; samples.jsonl has all of it
@@ -131,40 +129,39 @@ def wrong_prompt(prompt: str, tokenizer: Tokenizer | None, limit: int) -> str:
     return "" if fits else f"{has}model.max_seq_len = {limit}"
 
 
-def sample(model: Transformer, prompts: Prompts, step: int, seed: int, world: World, log: Log) -> None:
-    """Continue every prompt, log the text and write it to samples.jsonl. Collective."""
-    before = time.perf_counter()
-    model.eval()
-    # compiled blocks would be recompiled for each length
-    with torch.compiler.set_stance("force_eager"):
+def sample(prompts: Prompts, s: Session, _: StepResult) -> None:
+    """Continue every prompt, log the text and write it to samples.jsonl, unless the run stops. Collective."""
+    if s.preemption.agreed:
+        return
+    step, before = s.state.step, time.perf_counter()
+    seed = stream(s.config.run.seed, step, 0, 0)
+    with evaluating(s.model):
         for i, ids in enumerate(prompts.ids):
             began = time.perf_counter()
             sampler = Sampler(prompts.config.temperature, seed=seed + i)
 
             def agreed(logits: Tensor, sampler: Sampler = sampler) -> int:
                 """Rank 0's token, so that all ranks stop at the same end."""
-                token = torch.tensor([sampler(logits)], device=world.device)
+                token = torch.tensor([sampler(logits)], device=s.world.device)
                 dist.broadcast(token, src=0)
                 return int(token)
 
-            tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, (prompts.end,)))
+            tokens = list(new_tokens(s.model, ids, prompts.config.max_tokens, agreed, (prompts.end,)))
             prompt = prompts.texts[i]
-            if answers(model) or prompts.references:
+            if answers(s.model) or prompts.references:
                 text = prompts.tokenizer.decode(tokens)
             else:
                 text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompt)
             seconds = time.perf_counter() - began
             reference = {"reference": prompts.references[i]} if prompts.references else {}
             record = {"step": step, "prompt": prompt, "text": text, **reference, "seconds": seconds}
-            log.record(record, "samples.jsonl")
+            s.log.record(record, "samples.jsonl")
             target = f"  (target: {_quoted(reference['reference'])})" if reference else ""
             shown = prompt if not reference or len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
-            log.info(f"sample  step {step}  {_quoted(shown)} -> {_quoted(text)}{target}")
-    model.train()
-    reshard(model)
+            s.log.info(f"sample  step {step}  {_quoted(shown)} -> {_quoted(text)}{target}")
     seconds = time.perf_counter() - before
     if seconds > 10:
-        log.info(f"sample  step {step}  took {seconds:.0f} s; raise sample.every or lower sample.max_tokens")
+        s.log.info(f"sample  step {step}  took {seconds:.0f} s; raise sample.every or lower sample.max_tokens")
 
 
 def _quoted(text: str) -> str:

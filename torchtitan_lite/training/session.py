@@ -4,7 +4,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +24,8 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 from torchtitan_lite.training.preemption import Preemption
 
-
-class SpikeWatch(Protocol):
-    """training/spikes, which is loaded only if [spike] asks for it."""
-
-    @property
-    def rewinding(self) -> bool: ...
-    def suspect(self, s: "Session", step: int, loss: Tensor, grad_norm: Tensor) -> Tensor | None: ...
-    def check(self, s: "Session") -> None: ...
-    def rewind(self, s: "Session") -> int: ...
+if TYPE_CHECKING:
+    from torchtitan_lite.training.spikes.watch import Spikes
 
 
 class StepResult(NamedTuple):
@@ -97,7 +90,7 @@ class Session:
     log: Log
     state: TrainState
     resumed: TrainState | None = None  # the state as it was saved, if the run is resumed
-    spikes: SpikeWatch | None = None
+    spikes: "Spikes | None" = None  # loaded only if [spike] asks for it
     callbacks: list[Callback] = field(default_factory=list)
     meter: Meter = field(init=False)
 

@@ -11,21 +11,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.parallelize import reshard
+from torchtitan_lite.distributed.parallelize import evaluating
 from torchtitan_lite.distributed.process_group import from_rank0
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS, Task
 from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.session import Session, StepResult, due
 
 TOO_LONG_S = 60
 
@@ -34,8 +33,6 @@ TOO_LONG_S = 60
 class Tasks:
     """The tasks of a run, in tokens."""
 
-    every: int
-    steps: int
     encoded: list[Encoded]
     tokenizer: Tokenizer
     end: int
@@ -48,11 +45,10 @@ class Tasks:
         Raises:
             UserError: a task can't be read, does not suit the model, or differs from rank 0's.
         """
-        settings = config.eval
         try:
-            tasks = find(config.tasks, settings.tasks_from, lambda: data, settings.task_questions)
+            tasks = find(config.tasks, config.eval.tasks_from, lambda: data, config.eval.task_questions)
         except DataError:
-            if settings.tasks != ["auto"]:
+            if config.eval.tasks != ["auto"]:
                 raise
             return None
         digests = {task.name: _digest(task) for task in tasks}
@@ -64,30 +60,21 @@ class Tasks:
         inputs = Inputs([data.end_token], [data.end_token], config.input_len)
         encode = text_encoder(tokenizer, (data.end_token,), "a question")
         return cls(
-            every=settings.tasks_every,
-            steps=config.train.steps,
             encoded=[encoded(task, encode, inputs) for task in tasks],
             tokenizer=tokenizer,
             end=data.end_token,
             digests=digests,
         )
 
-    def due(self, step: int) -> bool:
-        """Whether to score them after this step."""
-        return step == self.steps or (self.every > 0 and step % self.every == 0)
-
-    def score(self, s: Session, step: int) -> None:
+    def score(self, s: Session, _: StepResult | None = None) -> None:
         """Score, log and record all tasks, unless the run was asked to stop: see `score_missing`. Collective."""
+        step = s.state.step
         if s.preemption.agreed:
             s.log.info(f"task    step {step}  not scored before the run stops; the same command scores it")
             return
         before = time.perf_counter()
-        s.model.eval()
-        # compiled blocks would be recompiled for each length
-        with torch.compiler.set_stance("force_eager"):
+        with evaluating(s.model):
             scores = [score(s.model, task, self.tokenizer, (self.end,), s.world) for task in self.encoded]
-        s.model.train()
-        reshard(s.model)
         seconds = time.perf_counter() - before
         for task_score in scores:
             s.log.record({"step": step, **record(task_score)})
@@ -98,13 +85,14 @@ class Tasks:
 
     def score_missing(self, s: Session) -> None:
         """Score the step that a run resumes from, if the run was asked to stop there before it was scored."""
-        step = s.state.step
-        if step >= self.steps and s.checkpointer.aside:
+        step, steps = s.state.step, s.config.train.steps
+        if step >= steps and s.checkpointer.aside:
             return  # the run has got further than this step
-        if step and self.due(step) and not from_rank0(s.world.rank == 0 and _is_scored(s.config.folder, step)):
+        scored_at = step == steps or due(step, s.config.eval.tasks_every)
+        if step and scored_at and not from_rank0(s.world.rank == 0 and _is_scored(s.config.folder, step)):
             s.watchdog.step(step)
             with s.watchdog.explained():
-                self.score(s, step)
+                self.score(s)
 
 
 def _is_scored(run: Path, step: int) -> bool:

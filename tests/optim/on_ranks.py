@@ -1,0 +1,253 @@
+"""For `run_distributed`: steps of the optimizers with given gradients on any mesh, and loads of their averages.
+
+The gradients are the same on every mesh.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import train
+from checkpoint import Checkpointer
+from tests.checkpointing.reload_worker import MESHES, MODELS, WAYS
+from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.config.derive import derive, flatten
+from torchtitan_lite.config.schema import (
+    CheckpointConfig,
+    Config,
+    FsdpConfig,
+    GradScalerConfig,
+    ModelConfig,
+    OptimConfig,
+)
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import apply_fsdp
+from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.sharding import local_rows, optimizer_tensors, own_tensors
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.optim.finite_guard import FiniteGuard
+from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.optimizer import build_optimizer, freeze, set_learning_rate
+from torchtitan_lite.tools.allocator import own_bytes
+
+# rows of 30, 10 and 3 divide by neither 2 nor 4, and of 3 one of four ranks has none
+MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=3, n_layers=5, max_seq_len=8)
+SCALE = 2.0  # of the gradients, as with float16
+
+
+def on_mesh(mesh: str, config: ModelConfig, frozen: Sequence[str] = ()) -> Transformer:
+    """The same model on any mesh."""
+    n, copies = MESHES[mesh]
+    device_mesh = init_device_mesh("cpu", (copies, n // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
+    with torch.device("meta"):
+        model = build(config, 517)
+    if frozen:
+        freeze(model, frozen)
+    apply_fsdp(model, device_mesh if copies > 1 else device_mesh["dp_shard"], FsdpConfig())
+    materialise(model, torch.device("cpu"), seed=1)
+    return model
+
+
+def gradient(step: int, number: int, shape: Any) -> Tensor:
+    """The gradient of a parameter, by its number in the model."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + number))
+
+
+def give_gradients(parameters: Iterable[nn.Parameter], step: int, *, nan: bool, scale: float = 1.0) -> None:
+    """Give this rank's rows of their gradients to the parameters; with `nan`, the first row of each is NaN."""
+    for i, p in enumerate(parameters):
+        grad = gradient(step, i, p.shape) * scale
+        if nan:
+            grad[0] = torch.nan
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+
+
+def take_steps(model: Transformer, optimizer: Any, steps: int, withheld: int, scale: float) -> None:
+    """Steps with gradients of a float16's scale; the update of the step `withheld` is."""
+    for step in range(1, steps + 1):
+        give_gradients(model.parameters(), step, nan=step == withheld, scale=scale)
+        optimizer.grad_scale = torch.tensor(SCALE)
+        optimizer.found_inf = torch.tensor(float(step == withheld))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().contiguous().clone()
+
+
+def counted(collective: str) -> list[int]:
+    """A list to which every all_to_all_single or all_reduce adds the bytes of its first tensor from now on."""
+    plain: Any = getattr(dist, collective)
+    calls: list[int] = []
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.nbytes)
+        return plain(tensor, *args, **kwargs)
+
+    setattr(dist, collective, counting)
+    return calls
+
+
+# --- Muon -------------------------------------------------------------------------------------------------------
+
+
+def muon(world: World, mesh: str, withheld: int) -> dict[str, Tensor]:
+    """Whole parameters and momenta after three steps, the number of exchanges, and two figures of this rank."""
+    model = on_mesh(mesh, MODEL)
+    optimizer = build_optimizer(model, OptimConfig(name="muon", weight_decay=0.1))
+    set_learning_rate(optimizer, 0.01)
+    calls = counted("all_to_all_single")
+    take_steps(model, optimizer, 3, withheld, scale=1.0)
+    found = {f"weight.{name}": whole(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if "momentum_buffer" in optimizer.state[p]:
+            found[f"momentum.{name}"] = whole(optimizer.state[p]["momentum_buffer"])
+    state = own_bytes(value for state in optimizer.state.values() for value in state.values())
+    # the first of the two exchanges of a shape brings whole matrices to their owners
+    figures = {"calls": len(calls), "owned": sum(calls[::2]) // 3, "state": state}
+    return found | {key: torch.tensor(value) for key, value in figures.items()}
+
+
+# --- optim.rms_scaling ------------------------------------------------------------------------------------------
+
+GROUPS = [{"match": "layers.1.*", "lr_factor": 0.5, "weight_decay": 0.3}]
+SCALED: dict[str, Any] = {
+    **{"name": "adamw", "rms_scaling": True, "weight_decay": 0.1, "groups": GROUPS, "lr": 0.02, "eps": 1e-6}
+}
+
+
+def rms_scaling(world: World, mesh: str, steps: int, withheld: int) -> dict[str, Tensor]:
+    """Whole tensors before and after the steps, and the number of all-reduces."""
+    model = on_mesh(mesh, MODEL)
+    with torch.no_grad():
+        model.get_parameter("layers.0.attention.wq.weight").zero_()  # it takes the least rate
+    optimizer = build_optimizer(model, OptimConfig.model_validate(SCALED))
+    set_learning_rate(optimizer, SCALED["lr"])
+    found = {f"before.{name}": whole(p) for name, p in model.named_parameters()}
+    calls = counted("all_reduce")
+    take_steps(model, optimizer, steps, withheld, scale=SCALE)
+    found["calls"] = torch.tensor(len(calls))
+    for name, p in model.named_parameters():
+        found |= {f"weight.{name}": whole(p)}
+        found |= {f"{kind}.{name}": whole(value) for kind, value in optimizer.state[p].items()}
+    return found
+
+
+# --- optim.ema_decay --------------------------------------------------------------------------------------------
+
+STEPS, WITHHELD = 4, (3,)  # not the second: until then the average is the weight
+DECAY = 0.8
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adamw, rms_scaling": {"rms_scaling": True},
+    "sgd": {"name": "sgd"},
+    "muon": {"name": "muon"},
+}
+TIED = MODEL.model_copy(update={"tie_embeddings": True, "n_layers": 2})
+FROZEN = "layers.1.*"
+
+
+def after(mean: Tensor, weight: Tensor, step: int) -> Tensor:
+    """The average after a step, from the one before it."""
+    return weight if step == 1 else mean + (weight - mean) * ((1 - DECAY) / (1 - DECAY**step))
+
+
+def follow_averages(world: World, mesh: str) -> dict[str, int]:
+    """Compare this rank's rows with the formula after each step of every optimizer. Returns the bytes of its state.
+
+    The updates of the steps in WITHHELD are withheld, by the guard of a run.
+    """
+    found = {}
+    for label, values in OPTIMIZERS.items():
+        model = on_mesh(mesh, TIED, [FROZEN])
+        config = OptimConfig.model_validate({"freeze": [FROZEN], "ema_decay": DECAY} | values)
+        optimizer = build_optimizer(model, config)
+        set_learning_rate(optimizer, 0.01)
+        guard = FiniteGuard(optimizer, GradScaler(GradScalerConfig(), False, world.device), max_skipped=1)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert 0 < len(parameters) < len(list(model.parameters()))
+        expected: dict[str, Tensor] = {}
+        for step in range(1, STEPS + 1):
+            before = {name: local_rows(p)[0].clone() for name, p in parameters.items()}
+            give_gradients(parameters.values(), step, nan=step in WITHHELD)
+            losses = torch.full((world.world_size,), math.nan if step in WITHHELD else 1.0)
+            guard.update(step, losses, torch.tensor(1.0))
+            guard.check()
+            for name, p in parameters.items():
+                weight, ema = local_rows(p)[0], optimizer.state[p]["ema"]
+                if step in WITHHELD:
+                    assert weight.equal(before[name])
+                else:
+                    assert not weight.numel() or not weight.equal(before[name])
+                    expected[name] = after(expected.get(name, weight), weight, step).clone()
+                assert isinstance(ema, DTensor) == isinstance(p, DTensor)
+                assert ema.shape == p.shape
+                assert local_rows(ema)[0].equal(expected[name]), f"{label}, step {step}, {name}"
+        assert len(optimizer.state) == len(parameters)
+        found[label] = own_bytes(value for state in optimizer.state.values() for value in state.values())
+    return found
+
+
+DECAYS = 0.0, DECAY
+
+
+class Trained:
+    """A model after two steps, and its checkpointer in a way of saving."""
+
+    def __init__(self, folder: Path, decay: float, seed: int, way: tuple[str, str], world: World) -> None:
+        optim = {"ema_decay": decay, "name": "muon"}
+        config = Config.model_validate({"model": MODELS["llama"], "run": {"device": "cpu"}, "optim": optim})
+        self.model = train.sharded_model(config, 517, build_mesh(derive(config, world.world_size), world.device))
+        materialise(self.model, world.device, seed)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.state = TrainState(step=2, config=flatten(config))
+        set_learning_rate(self.optimizer, 0.01)
+        kind, api = way
+        saving = CheckpointConfig.model_validate({"state_dict": kind, "api": api})
+        self.saves = Checkpointer(folder, self.model, self.optimizer, saving, world)
+
+    def train(self) -> None:
+        for _ in range(2):
+            tokens = torch.arange(8).reshape(2, 4)
+            self.model(tokens, tokens).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def rows(self) -> dict[str, Tensor]:
+        """This rank's rows of everything."""
+        content = own_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+        return {name: local_rows(tensor)[0].clone() for name, tensor in content.items()}
+
+
+def load_averages(world: World, folder: Path) -> None:
+    """Load checkpoints with and without averages into optimizers with and without them, in all four ways."""
+    for way in WAYS:
+        for saved in DECAYS:
+            run = folder / f"{way} {saved}"
+            source = Trained(run, saved, 1, way, world)
+            source.train()
+            source.saves.save(source.state)
+            outcome = source.saves.wait()
+            assert outcome is not None
+            assert not outcome.error, outcome.error
+            expected = source.rows()
+            for now in DECAYS:
+                target = Trained(run, now, 2, way, world)
+                assert target.saves.load({}) is not None
+                found = target.rows()
+                wanted = {name: tensor for name, tensor in expected.items() if now or not name.startswith("ema.")}
+                if now and not saved:  # a new average starts from the weights
+                    wanted |= {f"ema.{n}": expected[n] for n, p in target.model.named_parameters()}
+                assert found.keys() == wanted.keys(), f"{way}, saved with {saved}, loaded with {now}"
+                wrong = [name for name, tensor in wanted.items() if not found[name].equal(tensor)]
+                assert not wrong, f"{way}, saved with {saved}, loaded with {now}: {wrong}"
+                target.train()
+                assert any(name.startswith("ema.") for name in target.rows()) == bool(now)
