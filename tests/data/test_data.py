@@ -220,12 +220,6 @@ def test_holding_out_everything_is_an_error(tmp_path: Path) -> None:
         make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
 
 
-def test_dangling_links_are_skipped(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
-    (tmp_path / "here.txt").symlink_to(text / "typing.txt")
-    assert [file.name for file in corpus.find(str(tmp_path)).files] == ["here.txt"]
-
-
 @pytest.mark.extended
 def test_documents_stay_in_their_split_when_others_are_added(tmp_path: Path) -> None:
     lines = "".join(f"{i} some words to make a line of text\n" for i in range(30_000))  # more than 1 MiB
@@ -308,15 +302,6 @@ def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
     tokenizer.add_special_tokens(["<unk>", "</s>"])
     assert bytes_per_token(tokenizer).tolist() == [0, 0, 4, 1, 1, 1, 3]
     assert end_token(tokenizer) == 1
-
-
-def test_a_folder_without_text_and_a_file_of_another_kind_are_errors(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"no text at .*folder; supported: \.txt, \.jsonl"):
-        corpus.find(str(tmp_path / "folder"))
-    (tmp_path / "a.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=r"a\.pdf: only \.txt, \.jsonl and"):
-        corpus.find(str(tmp_path / "*.pdf"))
 
 
 def test_damaged_cache_is_noticed(text: Path, tmp_path: Path) -> None:

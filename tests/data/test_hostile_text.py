@@ -77,22 +77,28 @@ def test_a_csv_with_only_a_header_has_no_documents(tmp_path: Path, capsys: pytes
     assert main([str(tmp_path), *command]) == 0
 
 
-def parquet(path: Path, table: pyarrow.Table) -> Path:
-    pyarrow.parquet.write_table(table, path)
-    return path
+PARQUET: list[tuple[list[object], str]] = [
+    ([TEXTS, TEXTS], 'a.parquet: has 2 columns "text"; which one holds the text is ambiguous'),
+    ([[*TEXTS, None]], 'row 401: "text" is null'),
+    ([[1] * 400], 'column "text" has type int64; it should be string'),
+]
 
 
-def test_a_parquet_with_a_duplicate_column_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = pyarrow.Table.from_arrays([pyarrow.array(TEXTS), pyarrow.array(TEXTS)], names=["text", "text"])
-    file = parquet(tmp_path / "a.parquet", table)
-    assert main([str(file), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
-    assert 'a.parquet: has 2 columns "text"; which one holds the text is ambiguous' in capsys.readouterr().err
+@pytest.mark.parametrize(("columns", "expected"), PARQUET, ids=["two columns", "null", "numbers"])
+def test_bad_columns_of_parquet_are_errors(
+    columns: list[list[object]], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(column) for column in columns], names=["text"] * len(columns))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert main([str(tmp_path / "a.parquet"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_parquet_text_that_is_not_utf8_is_named_by_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     binary = pyarrow.array([b"good\n\n\n", b"line\nline\n\xff"] * 20, pyarrow.binary())
     strings = pyarrow.Array.from_buffers(pyarrow.string(), len(binary), binary.buffers())
-    file = parquet(tmp_path / "a.parquet", pyarrow.table({"text": strings}))
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": strings}), file)
     assert main([str(file), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
     assert "a.parquet: row 2: byte 0xff is not utf-8; correct or remove it" in capsys.readouterr().err
 

@@ -111,16 +111,6 @@ def test_folders_and_globs_are_read_and_reported(tmp_path: Path, capsys: pytest.
     assert "complete and undamaged" in capsys.readouterr().out
 
 
-@pytest.mark.extended
-def test_blocks_of_text_files_are_at_most_64_kib(tmp_path: Path) -> None:
-    text = "".join(f"line {i} of a long text\n" for i in range(100_000))
-    (tmp_path / "a.txt").write_text(text)
-    succeeds(tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bytes")
-    documents = decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "val")
-    assert sum(map(len, documents)) == len(text)
-    assert all(60_000 < len(d) <= 65_536 and d.endswith("\n") for d in documents if not text.endswith(d))
-
-
 def test_shards_hold_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a.jsonl", TEXTS)
     succeeds(source, "--out", tmp_path / "whole", "--tokenizer", "bytes")
@@ -268,15 +258,6 @@ def test_bad_input_is_named_or_skipped_and_listed(
     assert not verify(tmp_path / "out")
 
 
-def test_parquet_nulls_and_numbers_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"text": [*TEXTS, None], "n": [1] * 401}), tmp_path / "a.parquet")
-    command = [str(tmp_path / "a.parquet"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
-    assert main(command) == 2
-    assert 'row 401: "text" is null' in capsys.readouterr().err
-    assert main([*command, "--text-key", "n"]) == 2
-    assert 'column "n" has type int64; it should be string' in capsys.readouterr().err
-
-
 def test_a_cut_off_gzip_still_counts_what_came_before(tmp_path: Path) -> None:
     texts = [f"{random.Random(i).randbytes(500).hex()}\n" for i in range(1000)]
     whole = gzip.compress(as_jsonl(texts))
@@ -345,15 +326,6 @@ def test_a_file_above_the_limit_is_named_with_the_limit(tmp_path: Path, capsys: 
     assert re.search(rf"too large: the limit of this process is 5,000 bytes \(ulimit -f\): '{tmp_path}/\S+'", said), (
         said
     )
-
-
-def test_foreign_folders_are_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial/thesis.txt").write_text("mine")
-    source = write(tmp_path / "a.jsonl", TEXTS)
-    assert main([str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
-    assert "out.partial contains thesis.txt, which is not part of a preparation" in capsys.readouterr().err
-    assert (tmp_path / "out.partial/thesis.txt").read_text() == "mine"
 
 
 def test_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,7 +321,7 @@ def test_verify_does_not_advise_to_delete_what_is_not_ours(
     assert "delete" not in error
 
 
-@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "val.idx"])
+@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "val.idx", "thesis.txt"])
 def test_a_foreign_folder_named_partial_is_not_touched(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

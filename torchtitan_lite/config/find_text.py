@@ -132,18 +132,15 @@ def _step(bases: dict[Path, bool], part: str, below_stars: bool, last: bool) -> 
                     add(folder.path, linked or folder.linked)
                 for name in folder.names if last else []:
                     add(folder.path / name, linked or folder.linked)
-        elif glob.has_magic(part):
-            for name in fnmatch.filter(_names(base), part):
+        elif glob.has_magic(part) and is_folder(base):
+            with reading(base):
+                names = fnmatch.filter(os.listdir(base), part)
+            for name in names:
                 if part.startswith(".") or not name.startswith("."):
                     add(base / name, linked)
         elif os.path.lexists(base / part):
             add(base / part, linked)
     return matches
-
-
-def _names(folder: Path) -> list[str]:
-    with reading(folder):
-        return os.listdir(folder) if is_folder(folder) else []
 
 
 def unfound(entry: str) -> str:

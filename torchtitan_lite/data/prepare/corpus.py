@@ -233,11 +233,10 @@ def with_content(corpus: Corpus, folder: Path) -> Corpus:
     return replace(corpus, content=record)
 
 
-def require_unchanged(corpus: Corpus) -> None:
-    """Raise DataError if the text was changed after `with_content`."""
+def is_unchanged(corpus: Corpus) -> bool:
+    """Whether the text is as it was for `with_content`."""
     content = corpus.content
-    if content and _stamps(corpus) != content.stamps and _hashes(corpus, corpus.files) != content.last:
-        raise DataError(CHANGED)
+    return not content or _stamps(corpus) == content.stamps or _hashes(corpus, corpus.files) == content.last
 
 
 def _updated_record(corpus: Corpus, record: Content | None, stamps: list[list[int]]) -> Content:

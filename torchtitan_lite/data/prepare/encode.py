@@ -69,9 +69,8 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, job: plan_module.Job, out: Path
                 if chunk.last:
                     done += chunk.read_bytes
         writer.commit()
-        if plan_of(corpus, job, options) != plan:
+        if plan_of(corpus, job, options) != plan or not corpora.is_unchanged(corpus):
             raise DataError(corpora.CHANGED)
-        corpora.require_unchanged(corpus)
         if progress.origins:
             write_origins(partial, corpus)
         meta = _finish(partial, job, progress, options, bpe.sha256(tokenizer))
