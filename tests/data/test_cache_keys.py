@@ -13,7 +13,7 @@ import pytest
 
 from tests.data.test_prepare import TEXTS, succeeds, write
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
-from torchtitan_lite.data.dataset import prepare
+from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.packing import pack
 from torchtitan_lite.data.prepare import plan
 from torchtitan_lite.data.prepare.__main__ import main
@@ -69,7 +69,7 @@ def folder_of(values: dict[str, Any], tmp_path: Path) -> Path:
     tokenizer = {"path": "tokenizer", "vocab_size": "vocab_size", "end_token": "end_token"}
     chosen = {name: values.pop(key) for name, key in tokenizer.items() if key in values}
     data = DataConfig.model_validate(values | {"cache_dir": str(tmp_path / "cache")})
-    return prepare(data, TokenizerConfig.model_validate(chosen), lambda _: None)
+    return prepare_all(data, TokenizerConfig.model_validate(chosen), lambda _: None).folder
 
 
 @pytest.mark.parametrize(("base", "change"), CHANGES, ids=lambda values: " ".join(values))
@@ -161,6 +161,16 @@ def test_another_option_is_other_data(
     assert main(["in", "--out", "out", *options]) == 0
     capsys.readouterr()
     assert main(["in", "--out", "out", *options, *change]) == 2
+    assert "out exists, and was made from other text or options" in capsys.readouterr().err
+
+
+def test_the_command_notices_another_text_of_the_same_size_and_time(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(text), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main(command) == 0
+    same_size_and_time(text)
+    assert main(command) == 2
     assert "out exists, and was made from other text or options" in capsys.readouterr().err
 
 

@@ -11,13 +11,13 @@ import torch
 from tokenizers import Tokenizer, models
 
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
-from torchtitan_lite.data.dataset import prepare
+from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.order import sample_index
 from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.prepare.split import documents
-from torchtitan_lite.data.samples import Samples
+from torchtitan_lite.data.samples import Samples, SampleSource
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.data.tokenizer import end_token
 from torchtitan_lite.errors import DataError
@@ -29,7 +29,7 @@ from torchtitan_lite.scoring.validation import unigram_bits_per_byte
 def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: object) -> Path:
     path = path if isinstance(path, list) else str(path)
     data = DataConfig.model_validate({"path": path, "cache_dir": str(cache)} | more)
-    return prepare(data, TokenizerConfig(vocab_size=vocab_size), lambda text: None)
+    return prepare_all(data, TokenizerConfig(vocab_size=vocab_size), lambda text: None).folder
 
 
 def stream_of(folder: Path, split: str) -> list[int]:
@@ -72,6 +72,17 @@ def test_the_order_of_samples_never_changes() -> None:
 # --- batches ----------------------------------------------------------------------------------------------------
 
 
+def batches(
+    samples: SampleSource, first: int, size: int, *, world_size: int, micro_batch_size: int, seed: int
+) -> list[Batch]:
+    """The parts of a global batch, by rank."""
+    loaders = [
+        Loader(samples, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, seed=seed)
+        for rank in range(world_size)
+    ]
+    return [loader.batch(first, size) for loader in loaders]
+
+
 def rows(batch: Batch) -> list[tuple[int, ...]]:
     """The sequences that count, in no order."""
     return [
@@ -89,16 +100,12 @@ def test_every_world_size_consumes_the_same_global_batch(
 ) -> None:
     samples = Samples(prepared, "train", 32)
     reference = Loader(samples, micro_batch_size=12, rank=0, world_size=1, seed=1).batch(24, 12)
-    loaders = [
-        Loader(samples, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, seed=1)
-        for rank in range(world_size)
-    ]
-    batches = [loader.batch(24, 12) for loader in loaders]
-    assert sorted(row for batch in batches for row in rows(batch)) == sorted(rows(reference))
-    assert len({len(batch.micro_batches) for batch in batches}) == 1, "ranks would wait for each other"
-    assert all(micro.tokens.shape == (micro_batch_size, 32) for batch in batches for micro in batch.micro_batches)
-    assert {batch.global_tokens for batch in batches} == {12 * 32}
-    valid = sum(int((micro.targets != IGNORE).sum()) for batch in batches for micro in batch.micro_batches)
+    parts = batches(samples, 24, 12, world_size=world_size, micro_batch_size=micro_batch_size, seed=1)
+    assert sorted(row for batch in parts for row in rows(batch)) == sorted(rows(reference))
+    assert len({len(batch.micro_batches) for batch in parts}) == 1, "ranks would wait for each other"
+    assert all(micro.tokens.shape == (micro_batch_size, 32) for batch in parts for micro in batch.micro_batches)
+    assert {batch.global_tokens for batch in parts} == {12 * 32}
+    valid = sum(int((micro.targets != IGNORE).sum()) for batch in parts for micro in batch.micro_batches)
     assert valid == 12 * 32
 
 
@@ -132,6 +139,10 @@ def test_tokens_decode_to_the_text(prepared: Path, text: Path) -> None:
     assert meta.text_bytes == sum(file.stat().st_size for file in text.iterdir())
     assert meta.documents == len(blocks)
     assert meta.val_tokens > 0
+
+
+def test_a_span_of_no_tokens_is_empty(prepared: Path) -> None:
+    assert len(TokenFiles(prepared, read_meta(prepared), "train").read(1, 1)) == 0
 
 
 def test_bytes_of_tokens_are_the_bytes_of_the_text(prepared: Path) -> None:
@@ -171,13 +182,13 @@ def test_prepared_once_and_again_when_the_text_changes(text: Path, tmp_path: Pat
     copy.write_text((text / "typing.txt").read_text())
     data = DataConfig(path=str(copy), cache_dir=str(tmp_path / "cache"))
     tokenizer = TokenizerConfig(vocab_size=300)
-    folder = prepare(data, tokenizer, said.append)
+    folder = prepare_all(data, tokenizer, said.append).folder
     assert len(said) == 2
-    assert prepare(data, tokenizer, said.append) == folder
+    assert prepare_all(data, tokenizer, said.append).folder == folder
     assert len(said) == 2, "it was made a second time"
     copy.write_text(copy.read_text() + "more\n")
-    assert prepare(data, tokenizer, said.append) != folder
-    assert prepare(data, TokenizerConfig(vocab_size=301), said.append) != folder
+    assert prepare_all(data, tokenizer, said.append).folder != folder
+    assert prepare_all(data, TokenizerConfig(vocab_size=301), said.append).folder != folder
 
 
 def test_preparing_is_deterministic_and_ranks_wait_for_each_other(text: Path, tmp_path: Path) -> None:
@@ -185,7 +196,7 @@ def test_preparing_is_deterministic_and_ranks_wait_for_each_other(text: Path, tm
     data = DataConfig(path=str(text), cache_dir=str(tmp_path / "a"))
     tokenizer = TokenizerConfig(vocab_size=517)
     with ThreadPoolExecutor(4) as pool:
-        folders = set(pool.map(lambda _: prepare(data, tokenizer, said.append), range(4)))
+        folders = set(pool.map(lambda _: prepare_all(data, tokenizer, said.append).folder, range(4)))
     assert len(folders) == 1
     assert len(said) == 2, "it was made more than once"
     again = make(text, tmp_path / "b")
@@ -207,12 +218,6 @@ def test_holding_out_everything_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"a short text, line {i}\n" for i in range(300)))
     with pytest.raises(DataError, match="all of the text was held out"):
         make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
-
-
-def test_dangling_links_are_skipped(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
-    (tmp_path / "here.txt").symlink_to(text / "typing.txt")
-    assert [file.name for file in corpus.find(str(tmp_path)).files] == ["here.txt"]
 
 
 @pytest.mark.extended
@@ -268,19 +273,10 @@ def test_text_shorter_than_one_sequence_is_an_error(prepared: Path) -> None:
         Samples(prepared, "train", 1_000_000)
 
 
-def test_json_lines_are_read(tmp_path: Path) -> None:
-    texts = [f'line {i}: "quoted", \u4e2d\n' for i in range(300)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"id": i, "body": t}) + "\n" for i, t in enumerate(texts)))
-    found = corpus.find(str(tmp_path), "body")
-    assert list(documents(found, Options())) == texts
-    folder = make(tmp_path, tmp_path / "cache", 260, text_key="body")
-    assert read_meta(folder).documents == 300
-
-
 def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -> None:
     data = DataConfig(path=str(text / "typing.txt"), cache_dir=str(tmp_path))
     config = TokenizerConfig(path=str(prepared / "tokenizer.json"))
-    folder = prepare(data, config, lambda said: None)
+    folder = prepare_all(data, config, lambda said: None).folder
     meta = read_meta(folder)
     assert meta.vocab_size == 517
     assert meta.tokenizer_sha256 == read_meta(prepared).tokenizer_sha256
@@ -288,15 +284,15 @@ def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -
     cutting.enable_truncation(16)
     cutting.enable_padding(length=20)
     cutting.save(str(tmp_path / "cutting.json"))
-    same = prepare(data, TokenizerConfig(path=str(tmp_path / "cutting.json")), lambda said: None)
+    same = prepare_all(data, TokenizerConfig(path=str(tmp_path / "cutting.json")), lambda said: None).folder
     assert read_meta(same).tokens_sha256 == meta.tokens_sha256, "a tokenizer cut or padded the text"
     with pytest.raises(
         DataError, match=r"no entry <bye> to end a document with; its special entries are <\|endoftext\|>"
     ):
-        prepare(data, TokenizerConfig(path=config.path, end_token="<bye>"), lambda said: None)
+        prepare_all(data, TokenizerConfig(path=config.path, end_token="<bye>"), lambda said: None)
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"bad\.json can't be read as a tokenizer\.json"):
-        prepare(data, TokenizerConfig(path=str(tmp_path / "bad.json")), lambda said: None)
+        prepare_all(data, TokenizerConfig(path=str(tmp_path / "bad.json")), lambda said: None)
 
 
 def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
@@ -306,15 +302,6 @@ def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
     tokenizer.add_special_tokens(["<unk>", "</s>"])
     assert bytes_per_token(tokenizer).tolist() == [0, 0, 4, 1, 1, 1, 3]
     assert end_token(tokenizer) == 1
-
-
-def test_a_folder_without_text_and_a_file_of_another_kind_are_errors(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"no text at .*folder; supported: \.txt, \.jsonl"):
-        corpus.find(str(tmp_path / "folder"))
-    (tmp_path / "a.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=r"a\.pdf: only \.txt, \.jsonl and"):
-        corpus.find(str(tmp_path / "*.pdf"))
 
 
 def test_damaged_cache_is_noticed(text: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.cache import cache_folder
 from torchtitan_lite.data.prepare.corpus import Corpus
 from torchtitan_lite.data.token_files import read_meta
+from torchtitan_lite.data.tokenizer import load
 from torchtitan_lite.errors import DataError, UserError
 
 BOM = b"\xef\xbb\xbf"
@@ -76,22 +77,28 @@ def test_a_csv_with_only_a_header_has_no_documents(tmp_path: Path, capsys: pytes
     assert main([str(tmp_path), *command]) == 0
 
 
-def parquet(path: Path, table: pyarrow.Table) -> Path:
-    pyarrow.parquet.write_table(table, path)
-    return path
+PARQUET: list[tuple[list[object], str]] = [
+    ([TEXTS, TEXTS], 'a.parquet: has 2 columns "text"; which one holds the text is ambiguous'),
+    ([[*TEXTS, None]], 'row 401: "text" is null'),
+    ([[1] * 400], 'column "text" has type int64; it should be string'),
+]
 
 
-def test_a_parquet_with_a_duplicate_column_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = pyarrow.Table.from_arrays([pyarrow.array(TEXTS), pyarrow.array(TEXTS)], names=["text", "text"])
-    file = parquet(tmp_path / "a.parquet", table)
-    assert main([str(file), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
-    assert 'a.parquet: has 2 columns "text"; which one holds the text is ambiguous' in capsys.readouterr().err
+@pytest.mark.parametrize(("columns", "expected"), PARQUET, ids=["two columns", "null", "numbers"])
+def test_bad_columns_of_parquet_are_errors(
+    columns: list[list[object]], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(column) for column in columns], names=["text"] * len(columns))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert main([str(tmp_path / "a.parquet"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_parquet_text_that_is_not_utf8_is_named_by_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     binary = pyarrow.array([b"good\n\n\n", b"line\nline\n\xff"] * 20, pyarrow.binary())
     strings = pyarrow.Array.from_buffers(pyarrow.string(), len(binary), binary.buffers())
-    file = parquet(tmp_path / "a.parquet", pyarrow.table({"text": strings}))
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": strings}), file)
     assert main([str(file), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 2
     assert "a.parquet: row 2: byte 0xff is not utf-8; correct or remove it" in capsys.readouterr().err
 
@@ -107,6 +114,8 @@ VALUES: list[tuple[list[str], str]] = [
     (["--out", "."], "--out . should name a new folder, e.g. --out prepared"),
     (["--out", "/"], "--out / should name a new folder, e.g. --out /prepared"),
     (["--out", "a/.."], "should name a new folder"),
+    (["--tokenizer", "bytes", "--train-tokenizer", "300"], "leave one of the two out"),
+    (["--tokenizer", "no.json"], "can't be read as a tokenizer.json"),
     (["--tokenizer", "."], "can't be read as a tokenizer.json: it is a folder"),
     (["--tokenizer", "/dev/zero"], "can't be read as a tokenizer.json: it is a device"),
 ]
@@ -205,50 +214,31 @@ def spoiled(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def read_all(file: Path) -> None:
-    """Whatever the reader makes of a file: documents and problems, and no other exception than ours."""
-    with contextlib.suppress(UserError):
-        for chunk in readers.chunks(Corpus((file,)), 1 << 20):
-            readers.texts(chunk, "text")
+ROUNDS = [(60, 0), pytest.param(4000, 1, marks=pytest.mark.slow)]
 
 
-def spoil(name: str, rounds: int, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rounds", "seed"), ROUNDS)
+@pytest.mark.parametrize("name", SEEDS)
+def test_spoiled_files_are_problems_and_no_tracebacks(name: str, rounds: int, seed: int, tmp_path: Path) -> None:
     content, chance = SEEDS[name](tmp_path), random.Random(seed)
     for _ in range(rounds):
         (tmp_path / name).write_bytes(spoiled(content, chance))
-        read_all(tmp_path / name)
+        with contextlib.suppress(UserError):  # documents and problems, and no other exception than ours
+            for chunk in readers.chunks(Corpus((tmp_path / name,)), 1 << 20):
+                list(readers.decode(chunk, ["text"], ""))
 
 
-@pytest.mark.parametrize("name", SEEDS)
-def test_spoiled_files_are_problems_and_no_tracebacks(name: str, tmp_path: Path) -> None:
-    spoil(name, 60, 0, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SEEDS)
-def test_many_spoiled_files_are_problems_and_no_tracebacks(name: str, tmp_path: Path) -> None:
-    spoil(name, 5000, 1, tmp_path)
-
-
-def spoil_folder(rounds: int, seed: int, tmp_path: Path) -> None:
-    from torchtitan_lite.data.tokenizer import load
-
+@pytest.mark.parametrize(("rounds", "seed"), ROUNDS)
+@pytest.mark.parametrize(
+    ("name", "use"), [("meta.json", read_meta), ("tokenizer.json", lambda folder: load(folder / "tokenizer.json"))]
+)
+def test_a_spoiled_meta_or_tokenizer_is_a_message(
+    name: str, use: Callable[[Path], object], rounds: int, seed: int, tmp_path: Path
+) -> None:
     succeeds(write(tmp_path / "a.jsonl", TEXTS[:50]), "--out", tmp_path / "out", "--tokenizer", "bytes")
-    chance = random.Random(seed)
-    for name, use in (("meta.json", read_meta), ("tokenizer.json", lambda folder: load(folder / "tokenizer.json"))):
-        file = tmp_path / "out" / name
-        content = file.read_bytes()
-        for _ in range(rounds):
-            file.write_bytes(spoiled(content, chance))
-            with contextlib.suppress(UserError):
-                use(tmp_path / "out")
-        file.write_bytes(content)
-
-
-def test_a_spoiled_meta_or_tokenizer_is_a_message(tmp_path: Path) -> None:
-    spoil_folder(60, 0, tmp_path)
-
-
-@pytest.mark.slow
-def test_many_spoiled_metas_and_tokenizers_are_messages(tmp_path: Path) -> None:
-    spoil_folder(3000, 1, tmp_path)
+    file, chance = tmp_path / "out" / name, random.Random(seed)
+    content = file.read_bytes()
+    for _ in range(rounds):
+        file.write_bytes(spoiled(content, chance))
+        with contextlib.suppress(UserError):
+            use(tmp_path / "out")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.data.test_data import decoded, make, rows, stream_of
+from tests.data.test_data import batches, decoded, make, rows, stream_of
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite.config.load import ConfigValue, load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
-from torchtitan_lite.data.dataset import prepare, prepare_all
+from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.order import Interleave, sample_index, sample_indices, shares_of
@@ -128,14 +129,10 @@ def test_a_mixture_is_the_same_for_every_world_size(folders: dict[str, Path], wo
     mixture = mixture_of(folders, packing)
     reference = Loader(mixture, micro_batch_size=12, rank=0, world_size=1, seed=1).batch(24, 12)
     for micro_batch_size in (1, 2, 5):
-        loaders = [
-            Loader(mixture, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, seed=1)
-            for rank in range(world_size)
-        ]
-        batches = [loader.batch(24, 12) for loader in loaders]
-        assert sorted(row for batch in batches for row in rows(batch)) == sorted(rows(reference))
-        valid = sum(int((micro.targets != IGNORE).sum()) for batch in batches for micro in batch.micro_batches)
-        assert {batch.global_tokens for batch in batches} == {valid}
+        parts = batches(mixture, 24, 12, world_size=world_size, micro_batch_size=micro_batch_size, seed=1)
+        assert sorted(row for batch in parts for row in rows(batch)) == sorted(rows(reference))
+        valid = sum(int((micro.targets != IGNORE).sum()) for batch in parts for micro in batch.micro_batches)
+        assert {batch.global_tokens for batch in parts} == {valid}
 
 
 def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
@@ -162,7 +159,7 @@ def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_pa
     with pytest.raises(DataError, match=r"tar and .* were prepared with different tokenizers .* --tokenizer .*tar"):
         prepare_all(config, TokenizerConfig(), print)
     with pytest.raises(DataError, match=r"was prepared with another tokenizer .* than tokenizer\.path"):
-        prepare(DataConfig(path=str(other)), TokenizerConfig(path=str(folders["tar"] / "tokenizer.json")), print)
+        prepare_all(DataConfig(path=str(other)), TokenizerConfig(path=str(folders["tar"] / "tokenizer.json")), print)
 
 
 def test_invalid_mixtures_are_errors(folders: dict[str, Path]) -> None:
@@ -339,8 +336,6 @@ def test_an_error_of_the_thread_is_raised_in_the_loop() -> None:
 
 
 def test_a_shard_that_is_cut_while_training_is_an_error(folders: dict[str, Path], tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(folders["tar"], tmp_path / "tar")
     samples = Samples(tmp_path / "tar", "train", 32)
     with (tmp_path / "tar/train-00000.bin").open("r+b") as stream:

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data.test_data import stream_of
+from tests.data.test_data import batches, stream_of
 from tests.helpers import ranks, records, succeeded, tiny
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data import pairs as pairs_module
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import PairSamples
 from torchtitan_lite.data.prepare import corpus
@@ -166,10 +165,7 @@ def test_a_batch_is_the_same_in_every_layout_but_for_padding(prepared: Path) -> 
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
     one = samples.sources[0].draw(np.arange(7, 17), 3)
     for world_size, micro_batch in ((1, 10), (2, 3), (3, 2), (4, 1)):
-        found = [
-            Loader(samples, micro_batch_size=micro_batch, rank=rank, world_size=world_size, seed=3).batch(7, 10)
-            for rank in range(world_size)
-        ]
+        found = batches(samples, 7, 10, world_size=world_size, micro_batch_size=micro_batch, seed=3)
         micros = [micro for parts in zip(*(b.micro_batches for b in found), strict=True) for micro in parts]
         rows = [
             (tokens[tokens != 0].tolist(), targets[targets != IGNORE].tolist())

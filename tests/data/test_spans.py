@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.data.test_data import stream_of
+from tests.data.test_data import batches, stream_of
 from tests.helpers import python
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.load import ConfigValue, load
@@ -20,7 +20,6 @@ from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, T
 from torchtitan_lite.config.section import Machine
 from torchtitan_lite.config.sections.data import span_lengths
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.data.prepare.__main__ import main
@@ -123,10 +122,7 @@ def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Pat
     assert samples.target_len == config.target_len == span_lengths(SEQ_LEN, 0.15, 3.0).targets
     whole = samples.draw(np.arange(5, 15), 3)
     for world_size, micro_batch in ((1, 10), (2, 3), (3, 2), (4, 1)):
-        found = [
-            Loader(samples, micro_batch_size=micro_batch, rank=rank, world_size=world_size, seed=3).batch(5, 10)
-            for rank in range(world_size)
-        ]
+        found = batches(samples, 5, 10, world_size=world_size, micro_batch_size=micro_batch, seed=3)
         micros = [micro for parts in zip(*(b.micro_batches for b in found), strict=True) for micro in parts]
         tokens, targets = (torch.cat([getattr(m, what) for m in micros]) for what in ("tokens", "targets"))
         np.testing.assert_array_equal(tokens[:10], whole.tokens)

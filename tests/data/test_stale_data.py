@@ -14,7 +14,7 @@ from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import packing, token_files
-from torchtitan_lite.data.dataset import prepare
+from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare import corpus, plan, worker, writer
 from torchtitan_lite.data.prepare.__main__ import main
@@ -276,9 +276,9 @@ def test_a_foreign_meta_json_is_not_touched(theirs: bytes, tmp_path: Path) -> No
     (tmp_path / "in/a.txt").write_text("an apple fell from the tree\n" * 400)
     (tmp_path / "in/meta.json").write_bytes(theirs)
     assert not is_prepared(tmp_path / "in")
-    folder = prepare(
+    folder = prepare_all(
         DataConfig(path=str(tmp_path / "in"), cache_dir=str(tmp_path / "cache")), TokenizerConfig(vocab_size=257), print
-    )
+    ).folder
     assert read_meta(folder).text_bytes == 28 * 400
     assert corpus.find(str(tmp_path / "in")).files == (tmp_path / "in/a.txt",)
 
@@ -321,7 +321,7 @@ def test_verify_does_not_advise_to_delete_what_is_not_ours(
     assert "delete" not in error
 
 
-@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "val.idx"])
+@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "val.idx", "thesis.txt"])
 def test_a_foreign_folder_named_partial_is_not_touched(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,24 +44,22 @@ def reading(path: str | Path) -> Iterator[None]:
         raise DataError(f"{path} can't be read: {error.strerror or error}") from None
 
 
-def _mode(path: str | Path) -> int | None:
-    """The mode of a path's target; None if there is none."""
+def _mode(path: str | Path) -> int:
+    """The mode of a path's target; 0 if there is none."""
     with reading(path):
         try:
             return os.stat(path).st_mode
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                return None
+                return 0
             raise
 
 
 def kind_of(path: Path) -> str:
     """The type of a path's target, for messages."""
-    mode = _mode(path)
-    if mode is None:
-        return "a broken link"
-    names = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
-    return next((name for test, name in names.items() if test(mode)), "a folder" if stat.S_ISDIR(mode) else "a file")
+    special = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    names = {0: "a broken link", stat.S_IFDIR: "a folder", **special}
+    return names.get(stat.S_IFMT(_mode(path)), "a file")
 
 
 @dataclass(frozen=True)
@@ -134,18 +132,15 @@ def _step(bases: dict[Path, bool], part: str, below_stars: bool, last: bool) -> 
                     add(folder.path, linked or folder.linked)
                 for name in folder.names if last else []:
                     add(folder.path / name, linked or folder.linked)
-        elif glob.has_magic(part):
-            for name in fnmatch.filter(_names(base), part):
+        elif glob.has_magic(part) and is_folder(base):
+            with reading(base):
+                names = fnmatch.filter(os.listdir(base), part)
+            for name in names:
                 if part.startswith(".") or not name.startswith("."):
                     add(base / name, linked)
         elif os.path.lexists(base / part):
             add(base / part, linked)
     return matches
-
-
-def _names(folder: Path) -> list[str]:
-    with reading(folder):
-        return os.listdir(folder) if is_folder(folder) else []
 
 
 def unfound(entry: str) -> str:
@@ -158,11 +153,9 @@ def unfound(entry: str) -> str:
 
 def is_file(path: Path) -> bool:
     """Whether this is a regular file, or a link to one. Raises DataError if permission is denied."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISREG(mode)
+    return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
     """Whether this is a folder, or a link to one. Raises DataError if permission is denied."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISDIR(mode)
+    return stat.S_ISDIR(_mode(path))

@@ -49,7 +49,6 @@ class DataSet:
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's vocabulary size."""
         return self.sources[0].meta.vocab_size
 
     @property
@@ -59,7 +58,6 @@ class DataSet:
 
     @property
     def tokenizer_sha256(self) -> str:
-        """The tokenizer's hash."""
         return self.sources[0].meta.tokenizer_sha256
 
     def tokens(self, split: str) -> int:
@@ -95,38 +93,22 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[st
     All ranks may call this before the process group exists: one prepares, the others wait for its lock.
 
     Raises:
-        DataError: text is unusable, or prepared data is damaged or has another tokenizer.
+        DataError: text is missing, unusable or too short, or prepared data is damaged or has another tokenizer.
     """
-    if not data.sources:
-        folder = prepare(data, tokenizer, info)
-        name = data.path if isinstance(data.path, str) else ", ".join(data.path)
-        return DataSet.of({name or "the standard library": (1.0, folder)})
-    texts = [name for name in data.sources if not is_prepared(name)]
-    folders = {name: Path(name).expanduser() for name in data.sources if name not in texts}
-    if texts:
+    name = data.path if isinstance(data.path, str) else ", ".join(data.path)
+    weights = data.sources or {name or "the standard library": 1.0}
+    folders = {name: Path(name).expanduser() for name in weights if is_prepared(name)}
+    prepared = next(iter(folders.values()), None)
+    if texts := [name for name in weights if name not in folders]:
         from torchtitan_lite.data.prepare.cache import as_in, prepared_in_cache
 
-        if folders:
-            tokenizer = as_in(next(iter(folders.values())), tokenizer)
-        folders |= dict(zip(texts, prepared_in_cache(texts, data, tokenizer, info), strict=True))
-    data_set = DataSet.of({name: (weight, folders[name]) for name, weight in data.sources.items()})
-    _require_configured_tokenizer(tokenizer, data_set.folder)
+        used = as_in(prepared, tokenizer) if prepared else tokenizer
+        made = prepared_in_cache(texts if data.sources else [data.path], data, used, info)
+        folders |= dict(zip(texts, made, strict=True))
+    data_set = DataSet.of({name: (weight, folders[name]) for name, weight in weights.items()})
+    if prepared:
+        _require_configured_tokenizer(tokenizer, prepared)
     return data_set
-
-
-def prepare(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> Path:
-    """The prepared folder of `[data] path`: the folder itself, or one in the cache, created if needed.
-
-    Raises:
-        DataError: the text is missing, unusable or too short.
-    """
-    if isinstance(data.path, str) and data.path and is_prepared(data.path):
-        folder = Path(data.path).expanduser()
-        _require_configured_tokenizer(tokenizer, folder)
-        return folder
-    from torchtitan_lite.data.prepare.cache import prepared_in_cache
-
-    return prepared_in_cache([data.path], data, tokenizer, info)[0]
 
 
 def _require_configured_tokenizer(config: TokenizerConfig, folder: Path) -> None:

@@ -15,7 +15,6 @@ masked: they do not change the loss, which is divided by the number of valid tar
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,13 +45,6 @@ class Batch:
 
     micro_batches: list[MicroBatch]
     global_tokens: int  # valid targets of all ranks and micro-batches
-
-
-class Batches(Protocol):
-    """A Loader or a PrefetchingLoader."""
-
-    def batch(self, first: int, size: int) -> Batch: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -123,3 +115,6 @@ class PrefetchingLoader:
     def close(self) -> None:
         """End the thread after its current batch."""
         self._thread.shutdown(cancel_futures=True)
+
+
+Batches = Loader | PrefetchingLoader

@@ -13,11 +13,11 @@ A sequence is its documents, each preceded by the previous end token, from which
 
 import bisect
 import contextlib
-import hashlib
 import json
-import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from torchtitan_lite.data.token_files import (
     spots,
 )
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.files import write_durably
+from torchtitan_lite.files import flush_to_disk, write_durably
 
 _WINDOW = 1 << 15  # documents packed together
 Pairs = NDArray[np.int64]
@@ -129,7 +129,7 @@ def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, info
     expected = _hashes_of(index)
     if expected is None:  # written by an older version
         info(f"data    checking the index {index}, which has no hashes yet ...")
-        expected = _make(folder, meta, seq_len, None)
+        expected = _hashes_of_new(folder, meta, seq_len)
         with contextlib.suppress(OSError), FileLock(folder / f"{index.name}.lock"):  # a read-only folder: at each start
             _write_hashes(index, expected)
     for problem in _problems(index, expected):
@@ -141,7 +141,7 @@ def damaged_indices(folder: Path, meta: Meta) -> Iterator[str]:
     """Read every byte of the indices in a prepared folder. A line for each damaged file."""
     for index in sorted(folder.glob(f"packed-*-{meta.tokens_sha256[:12]}")):
         try:
-            expected = _hashes_of(index) or _make(folder, meta, int(index.name.split("-")[1]), None)
+            expected = _hashes_of(index) or _hashes_of_new(folder, meta, int(index.name.split("-")[1]))
             yield from _problems(index, expected, read_all=True)
         except DataError as error:
             yield str(error)
@@ -149,27 +149,22 @@ def damaged_indices(folder: Path, meta: Meta) -> Iterator[str]:
 
 def _problems(index: Path, expected: dict[str, File], *, read_all: bool = False) -> Iterator[str]:
     for name, file in expected.items():
-        if problem := _problem_of(index / name, file, read_all):
+        path, problem = index / name, ""
+        if not path.is_file():
+            problem = "is missing"
+        elif path.stat().st_size != file.bytes:
+            problem = f"has {path.stat().st_size:,} bytes instead of {file.bytes:,}"
+        else:
+            in_full = read_all or file.bytes <= HASHED_BYTES or not file.spots  # older versions wrote no spots
+            now = File.of(path) if in_full else replace(file, spots=spots(path))
+            if now != (file if file.spots else replace(file, spots=now.spots)):
+                problem = "has changed since it was made"
+        if problem:
             yield f"{index}: the index of packed documents is damaged ({name} {problem}); {REMEDY}"
 
 
 def _write_hashes(index: Path, files: dict[str, File]) -> None:
     write_durably(index / HASHES, json.dumps({name: vars(file) for name, file in files.items()}).encode())
-
-
-def _problem_of(path: Path, expected: File, read_all: bool) -> str:
-    if not path.is_file():
-        return "is missing"
-    if path.stat().st_size != expected.bytes:
-        return f"has {path.stat().st_size:,} bytes instead of {expected.bytes:,}"
-    if expected.bytes > HASHED_BYTES and expected.spots and not read_all:
-        same = spots(path) == expected.spots
-    else:
-        with path.open("rb") as stream:
-            same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.sha256
-        if read_all and expected.spots:
-            same = same and spots(path) == expected.spots
-    return "" if same else "has changed since it was made"
 
 
 def _hashes_of(index: Path) -> dict[str, File] | None:
@@ -182,36 +177,18 @@ def _hashes_of(index: Path) -> dict[str, File] | None:
         raise DataError(f"{index / HASHES} is damaged; delete this file, and the index is checked again") from None
 
 
-class _HashingFile:
-    """Hashes what is written, and writes it to a file if there is a path."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._stream = path.open("wb") if path else None
-        self._digest, self._bytes = hashlib.sha256(), 0
-
-    def write(self, data: bytes) -> None:
-        self._digest.update(data)
-        self._bytes += len(data)
-        if self._stream:
-            self._stream.write(data)
-
-    def close(self) -> File:
-        """Sync the file and return its size and hashes."""
-        if self._stream and self._path:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
-        return File(self._bytes, self._digest.hexdigest(), spots(self._path) if self._path else "")
+def _hashes_of_new(folder: Path, meta: Meta, seq_len: int) -> dict[str, File]:
+    """What the hashes of an index should be."""
+    with tempfile.TemporaryDirectory() as index:
+        return _make(folder, meta, seq_len, Path(index))
 
 
-def _make(folder: Path, meta: Meta, seq_len: int, index: Path | None) -> dict[str, File]:
-    """Build the index files in a folder; without a folder, only hash them.
+def _make(folder: Path, meta: Meta, seq_len: int, index: Path) -> dict[str, File]:
+    """Write the index files to the folder `index`.
 
     Raises:
         DataError: the .idx file has changed since it was prepared.
     """
-    made: dict[str, File] = {}
     for split in SPLITS:
         ends_file = folder / f"{split}.idx"
         ends = document_ends(folder, meta, split)
@@ -219,21 +196,18 @@ def _make(folder: Path, meta: Meta, seq_len: int, index: Path | None) -> dict[st
             raise DataError(
                 f"{ends_file} has changed since it was made: the prepared data is damaged; {remedy(folder)}"
             )
-        pieces, rows = (_HashingFile(index / f"{split}.{what}" if index else None) for what in ("pieces", "rows"))
-        _write(pieces, rows, ends, seq_len)
-        made |= {f"{split}.pieces": pieces.close(), f"{split}.rows": rows.close()}
-    return made
-
-
-def _write(pieces: _HashingFile, rows: _HashingFile, ends: Pairs, seq_len: int) -> None:
-    before = np.zeros(2, np.int64)  # pieces, tokens
-    rows.write(before.tobytes())
-    for first in range(0, len(ends), _WINDOW):
-        begin = int(ends[first - 1]) if first else 1
-        for row in _rows(_pieces(begin, np.asarray(ends[first : first + _WINDOW]), seq_len), seq_len):
-            before += (len(row), row[:, 1].sum())
-            pieces.write(row.tobytes())
+        with (index / f"{split}.pieces").open("wb") as pieces, (index / f"{split}.rows").open("wb") as rows:
+            before = np.zeros(2, np.int64)  # pieces, tokens
             rows.write(before.tobytes())
+            for first in range(0, len(ends), _WINDOW):
+                begin = int(ends[first - 1]) if first else 1
+                for row in _rows(_pieces(begin, np.asarray(ends[first : first + _WINDOW]), seq_len), seq_len):
+                    before += (len(row), row[:, 1].sum())
+                    pieces.write(row.tobytes())
+                    rows.write(before.tobytes())
+            flush_to_disk(pieces)
+            flush_to_disk(rows)
+    return {name: File.of(index / name) for name in NAMES}
 
 
 def _pieces(begin: int, ends: Pairs, seq_len: int) -> Pairs:

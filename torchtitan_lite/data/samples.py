@@ -86,7 +86,6 @@ class Samples:
         return run_samples if seed is None else sample_indices(run_samples, self.n_samples, seed)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """These samples of a run; without a seed, in file order."""
         rows = Rows.empty(len(run_samples), self.seq_len)
         for row, index in enumerate(self.indices(run_samples, seed).tolist()):
             first = index * self.seq_len
@@ -96,7 +95,6 @@ class Samples:
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """The number of their valid targets."""
         return len(run_samples) * self.seq_len
 
     def trimmed(self, rows: Rows) -> Rows:
@@ -124,7 +122,6 @@ class Mixture:
         return self.sources[0].trimmed(rows)
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """The number of their valid targets."""
         which, numbers = self.interleave.locate(run_samples)
         return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
 

@@ -100,8 +100,7 @@ def sentinels(folder: Path, n: int) -> Array:
     Raises:
         DataError: the tokenizer has no pad with id 0, or fewer sentinels.
     """
-    require_pad(folder)
-    tokenizer = _tokenizer(folder)
+    tokenizer = require_pad(folder)
     ids = [tokenizer.token_to_id(bpe.sentinel(i)) for i in range(n)]
     if None in ids:
         raise DataError(
@@ -112,14 +111,12 @@ def sentinels(folder: Path, n: int) -> Array:
     return np.array(ids, np.int64)
 
 
-def require_pad(folder: Path) -> None:
-    """Raise DataError if the tokenizer of a folder or file has no pad with id 0, which encoder-decoders mask."""
-    if _tokenizer(folder).token_to_id(bpe.PAD) != 0:
+def require_pad(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder or file. Raises DataError if it has no pad with id 0, which encoder-decoders mask."""
+    tokenizer = bpe.load(folder / "tokenizer.json" if folder.is_dir() else folder)
+    if tokenizer.token_to_id(bpe.PAD) != 0:
         raise DataError(f"{folder}: the tokenizer has no {bpe.PAD} with id 0, {bpe.NO_SENTINELS}")
-
-
-def _tokenizer(folder: Path) -> Tokenizer:
-    return bpe.load(folder / "tokenizer.json" if folder.is_dir() else folder)
+    return tokenizer
 
 
 def wrong_tokenizer(config: Config) -> dict[str, str]:

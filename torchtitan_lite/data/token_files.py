@@ -64,7 +64,6 @@ class File:
 
     @classmethod
     def of(cls, path: Path) -> "File":
-        """Hash a file."""
         with path.open("rb") as stream:
             return cls(path.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest(), spots(path))
 
@@ -101,12 +100,10 @@ class Meta:
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
-    """The dtype of a token file."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 def shard_name(split: str, number: int) -> str:
-    """The name of a token file."""
     return f"{split}-{number:05d}.bin"
 
 

@@ -161,10 +161,11 @@ def _make(arguments: argparse.Namespace) -> int:
     try:
         with FileLock(work / "lock", blocking=False):
             corpus = corpora.with_content(corpus, record_folder(work))
-            plan = plan_for([corpus], config, arguments.val_fraction, work, options, print, sentinels=sentinels)
-            job = plan.jobs[0]
+            tokenizer, (job,) = plan_for(
+                [corpus], config, arguments.val_fraction, work, options, print, sentinels=sentinels
+            )
             if not out.exists():
-                encode(corpus, plan.tokenizer, job, out, options)
+                encode(corpus, tokenizer, job, out, options)
             elif not is_prepared(out) or read_meta(out).made_from != plan_of(corpus, job, options):
                 raise DataError(f"{out} exists, and was made from other text or options; choose another --out")
             else:
@@ -172,7 +173,7 @@ def _make(arguments: argparse.Namespace) -> int:
     except Timeout:
         raise DataError(f"{out} is being prepared by another process") from None
     shutil.rmtree(work)
-    print(report(out, plan.tokenizer))
+    print(report(out, tokenizer))
     return 0
 
 

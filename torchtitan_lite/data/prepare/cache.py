@@ -65,16 +65,16 @@ def prepared_in_cache(
             texts = [corpora.functions(cache)]
         texts = [corpora.with_content(corpus, cache) for corpus in texts]
         sentinels = data.objective != "causal"
-        plan = plan_for(texts, config, data.val_fraction, cache, Options(), info, sentinels=sentinels)
+        trained, jobs = plan_for(texts, config, data.val_fraction, cache, Options(), info, sentinels=sentinels)
         folders = []
-        for corpus, job in zip(texts, plan.jobs, strict=True):
+        for corpus, job in zip(texts, jobs, strict=True):
             folder = cache / plan_of(corpus, job, Options())[:16]
             folders.append(folder)
             if folder.is_dir():
                 continue
             with FileLock(cache / f"{folder.name}.lock"):
                 if not folder.is_dir():
-                    meta = encode(corpus, plan.tokenizer, job, folder, Options())
+                    meta = encode(corpus, trained, job, folder, Options())
                     info(f"data    {summary(meta)}")
         return folders
     except OSError as error:

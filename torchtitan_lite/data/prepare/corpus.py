@@ -46,11 +46,11 @@ _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 
 @dataclass(frozen=True)
 class Content:
-    """The stamps and hashes of the files, from `with_content`."""
+    """The hashes of the files, as recorded in the cache."""
 
-    stamps: list[list[int]]  # inode and ctime of each
-    hashes: list[str]
-    is_other: bool  # differs from the text first prepared with these names, sizes and times
+    first: list[str]  # when the text was first prepared
+    last: list[str]  # at the last check
+    stamps: list[list[int]]  # inode and ctime of each file at the last check
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,16 @@ class Corpus:
         """Path, size and mtime (ns) of each file; also its hash, if other text had the same ones before."""
         stats = [(file, stat_of(file)) for file in self.files]
         identity: list[list[str | int]] = [[str(file.resolve()), i.st_size, i.st_mtime_ns] for file, i in stats]
-        if self.content and self.content.is_other:
-            return [[*entry, digest] for entry, digest in zip(identity, self.content.hashes, strict=True)]
+        if self.content and self.content.last != self.content.first:
+            return [[*entry, digest] for entry, digest in zip(identity, self.content.last, strict=True)]
         return identity
 
+    @property
+    def keys(self) -> list[str]:
+        """The key or column of the text, or those of a source and its target."""
+        return [key for key in (self.text_key, self.target_key) if key]
+
     def size(self) -> int:
-        """Bytes on disk."""
         return sum(stat_of(file).st_size for file in self.files)
 
     def block(self) -> int:
@@ -210,15 +214,6 @@ def listed(ignored: list[Path]) -> str:
 # --- changed text -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Record:
-    """The cached hashes of a text's files."""
-
-    first: list[str]  # when it was first prepared
-    last: list[str]  # at the last check
-    stamps: list[list[int]]  # inode and ctime at the last check
-
-
 def with_content(corpus: Corpus, folder: Path) -> Corpus:
     """The corpus with its content, compared with the record in this folder, which is updated.
 
@@ -235,23 +230,22 @@ def with_content(corpus: Corpus, folder: Path) -> Corpus:
             record = _updated_record(corpus, _read_record(file, len(stamps)), stamps)
             with contextlib.suppress(OSError):
                 write_durably(file, json.dumps(vars(record)).encode())
-    return replace(corpus, content=Content(stamps, record.last, record.last != record.first))
+    return replace(corpus, content=record)
 
 
-def require_unchanged(corpus: Corpus) -> None:
-    """Raise DataError if the text was changed after `with_content`."""
+def is_unchanged(corpus: Corpus) -> bool:
+    """Whether the text is as it was for `with_content`."""
     content = corpus.content
-    if content and _stamps(corpus) != content.stamps and _hashes(corpus, corpus.files) != content.hashes:
-        raise DataError(CHANGED)
+    return not content or _stamps(corpus) == content.stamps or _hashes(corpus, corpus.files) == content.last
 
 
-def _updated_record(corpus: Corpus, record: _Record | None, stamps: list[list[int]]) -> _Record:
+def _updated_record(corpus: Corpus, record: Content | None, stamps: list[list[int]]) -> Content:
     if record is None:
         hashes = _hashes(corpus, corpus.files)
-        return _Record(hashes, hashes, stamps)
+        return Content(hashes, hashes, stamps)
     changed = [i for i, stamp in enumerate(stamps) if stamp != record.stamps[i]]
     new = dict(zip(changed, _hashes(corpus, tuple(corpus.files[i] for i in changed)), strict=True))
-    return _Record(record.first, [new.get(i, old) for i, old in enumerate(record.last)], stamps)
+    return Content(record.first, [new.get(i, old) for i, old in enumerate(record.last)], stamps)
 
 
 def _stamps(corpus: Corpus) -> list[list[int]]:
@@ -273,10 +267,10 @@ def _hashes(corpus: Corpus, files: tuple[Path, ...]) -> list[str]:
         return list(pool.map(of, files))
 
 
-def _read_record(file: Path, n_files: int) -> _Record | None:
+def _read_record(file: Path, n_files: int) -> Content | None:
     """The record; None if it is missing or damaged."""
     try:
-        record = _Record(**json.loads(file.read_bytes()))
+        record = Content(**json.loads(file.read_bytes()))
         return record if {n_files} == {len(record.first), len(record.last), len(record.stamps)} else None
     except (OSError, ValueError, TypeError, RecursionError):
         return None

@@ -12,7 +12,6 @@ import contextlib
 import json
 import queue
 import shutil
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -61,14 +60,7 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, job: plan_module.Job, out: Path
     writer = Writer(partial, job, options.shard_tokens, progress)
     try:
         done = sum(stat_of(file).st_size for file in corpus.files[: progress.file])  # bytes of complete files
-        with tqdm(
-            total=corpus.size(),
-            initial=done,
-            unit="B",
-            unit_scale=True,
-            disable=not sys.stderr.isatty(),
-            leave=False,
-        ) as bar:
+        with tqdm(total=corpus.size(), initial=done, unit="B", unit_scale=True, disable=None, leave=False) as bar:
             for chunk, result in _results(corpus, job, options, progress):
                 if result.problems and options.on_error == "stop":
                     raise refusal(corpus.files[chunk.file], result.problems[0])
@@ -77,9 +69,8 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, job: plan_module.Job, out: Path
                 if chunk.last:
                     done += chunk.read_bytes
         writer.commit()
-        if plan_of(corpus, job, options) != plan:
+        if plan_of(corpus, job, options) != plan or not corpora.is_unchanged(corpus):
             raise DataError(corpora.CHANGED)
-        corpora.require_unchanged(corpus)
         if progress.origins:
             write_origins(partial, corpus)
         meta = _finish(partial, job, progress, options, bpe.sha256(tokenizer))

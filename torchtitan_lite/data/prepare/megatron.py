@@ -12,7 +12,6 @@ import hashlib
 import json
 import shutil
 import struct
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -236,7 +235,7 @@ def _write_splits(indices: list[Index], settings: Settings, partial: Path, below
     partial.mkdir()
     splits = [_Split(partial, name) for name in metas.SPLITS]
     lowest, total = plan.HASH_RANGE, sum(index.bin.stat().st_size for index in indices)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         for number, index in enumerate(indices):
             remaining = documents(index, settings)
             while batch := list(islice(remaining, _TOGETHER)):

@@ -68,16 +68,16 @@ def refusal(file: Path, problem: Problem) -> DataError:
     )
 
 
+def unit_of(file: Path) -> str:
+    """What the place of a document in this file is."""
+    return "row" if kind(file) == ".parquet" else "line"
+
+
 def chunks(corpus: Corpus, max_document_bytes: int, first: int = 0) -> Iterator[Chunk]:
     """All chunks, starting at file number `first`. The last chunk of a file may be empty."""
     limit = corpus.block()
     for number in range(first, len(corpus.files)):
         yield from _chunks_of(corpus, number, limit, max_document_bytes)
-
-
-def unit_of(file: Path) -> str:
-    """What the place of a document in this file is."""
-    return "row" if kind(file) == ".parquet" else "line"
 
 
 def _chunks_of(corpus: Corpus, number: int, limit: int, longest: int) -> Iterator[Chunk]:
@@ -109,26 +109,32 @@ class _CutError(Exception):
 def _items(corpus: Corpus, file: Path, suffix: str, limit: int, longest: int, raw: list[BinaryIO]) -> Iterator[Item]:
     """The documents of a file with their places. The open file is appended to `raw`, to report progress."""
     place = 0
+    columns = corpus.keys
     try:
         if file.stat().st_size == 0:
             yield Problem("", "an empty file", "is empty")
             return
         if suffix == ".parquet":
-            yield from _parquet(file, _columns(corpus), longest)
+            yield from _parquet(file, columns, longest)
             return
         if suffix == ".txt" and corpus.target_key:
             yield Problem("", "a file without pairs", "has no columns; pairs are read from .jsonl, .csv and .parquet")
             return
         with file.open("rb") as opened:
             raw.append(opened)
-            stream = _decompressed(opened, file.suffix.lower())
+            stream: BinaryIO = opened
             if corpus.python_source:
-                stream = io.BufferedReader(io.BytesIO(_declared(file)))
+                with tokenize.open(file) as declared:
+                    stream = io.BytesIO(file.read_bytes().decode(declared.encoding).encode())
+            elif file.suffix.lower() == ".gz":
+                stream = io.BufferedReader(gzip.GzipFile(fileobj=opened), _READ)
+            elif file.suffix.lower() == ".zst":
+                stream = io.BufferedReader(_Zstandard(opened), _READ)
             if suffix == ".txt":
                 items = _blocks(stream, limit, longest)
             else:
                 lines = _lines(stream, longest)
-                items = _rows(lines, _columns(corpus), longest) if suffix == ".csv" else lines
+                items = _rows(lines, columns, longest) if suffix == ".csv" else lines
             for item in items:
                 if not isinstance(item, Problem):
                     place = item[0]
@@ -141,12 +147,6 @@ def _items(corpus: Corpus, file: Path, suffix: str, limit: int, longest: int, ra
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------
-
-
-def _decompressed(stream: BinaryIO, suffix: str) -> BinaryIO:
-    if suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=stream), _READ)
-    return io.BufferedReader(_Zstandard(stream), _READ) if suffix == ".zst" else stream
 
 
 class _Zstandard(io.RawIOBase):
@@ -187,13 +187,6 @@ def _need(package: str, suffix: str) -> Any:
             f"{suffix} files need the package {package}, which is not installed: pip install 'torchtitan_lite[data]' "
             f"(in a clone: pip install -e '.[data]')"
         ) from None
-
-
-def _declared(file: Path) -> bytes:
-    """A Python source file, converted to UTF-8."""
-    with tokenize.open(file) as stream:
-        encoding = stream.encoding
-    return file.read_bytes().decode(encoding).encode()
 
 
 # --- documents --------------------------------------------------------------------------------------------------
@@ -253,10 +246,6 @@ def _character_boundary(data: bytes) -> int:
     return start
 
 
-def _columns(corpus: Corpus) -> list[str]:
-    return [key for key in (corpus.text_key, corpus.target_key) if key]
-
-
 def _document(columns: list[str], values: list[str]) -> bytes:
     """A row's text; of a pair, a line as in .jsonl."""
     return values[0].encode() if len(columns) == 1 else json.dumps(dict(zip(columns, values, strict=True))).encode()
@@ -282,11 +271,7 @@ def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[I
         if not row:  # an empty line
             continue
         if not at:
-            if missing := [column for column in columns if column not in row]:
-                raise _CutError(_no_column(missing[0], row, columns))
-            if twice := [column for column in columns if row.count(column) > 1]:
-                raise _CutError(_ambiguous(twice[0], row.count(twice[0])))
-            at, width = [row.index(column) for column in columns], len(row)
+            at, width = _positions(columns, row), len(row)
         elif len(row) > width:  # an unquoted comma cuts a text, or makes a piece of it the next column
             yield Problem(f"line {place}", "a row that is too long", f"has {len(row)} columns, its header has {width}")
         elif absent := [column for column, i in zip(columns, at, strict=True) if i >= len(row)]:
@@ -305,8 +290,20 @@ def _delimiter(header: str, columns: list[str]) -> str:
     return next(iter(complete), max(rows, key=lambda delimiter: len(rows[delimiter])) if "," in rows else ",")
 
 
-def _no_column(column: str, names: list[str], columns: list[str]) -> str:
-    return f'no column "{column}": its columns are {", ".join(names)[:200]}; {_how(columns, "column")}'
+def _positions(columns: list[str], names: list[str]) -> list[int]:
+    """Where the columns are among all of a table.
+
+    Raises:
+        _CutError: one of them is missing, or there are several of its name.
+    """
+    for column in columns:
+        if column not in names:
+            raise _CutError(
+                f'no column "{column}": its columns are {", ".join(names)[:200]}; {_how(columns, "column")}'
+            )
+        if (n := names.count(column)) > 1:
+            raise _CutError(f'has {n} columns "{column}"; which one holds the text is ambiguous')
+    return [names.index(column) for column in columns]
 
 
 def _how(keys: list[str], noun: str) -> str:
@@ -314,10 +311,6 @@ def _how(keys: list[str], noun: str) -> str:
     if len(keys) == 2:
         return f"--source-key and --target-key (or data.source_key and data.target_key) name the {noun}s"
     return f"data.text_key names the {noun} (or --text-key)"
-
-
-def _ambiguous(column: str, n: int) -> str:
-    return f'has {n} columns "{column}"; which one holds the text is ambiguous'
 
 
 def _decoded(lines: Iterable[Item]) -> Iterator[str]:
@@ -338,13 +331,8 @@ def _parquet(file: Path, columns: list[str], longest: int) -> Iterator[Item]:
     row = 0
     try:
         with parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            for column in columns:
-                if column not in names:
-                    raise _CutError(_no_column(column, names, columns))
-                if names.count(column) > 1:
-                    raise _CutError(_ambiguous(column, names.count(column)))
-                dtype = table.schema_arrow.field(column).type
+            for column, at in zip(columns, _positions(columns, table.schema_arrow.names), strict=True):
+                dtype = table.schema_arrow.types[at]
                 if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
                     raise _CutError(f'column "{column}" has type {dtype}; it should be string')
             for batch in table.iter_batches(batch_size=256, columns=columns, use_threads=False):
@@ -372,13 +360,6 @@ def _parquet_row(row: int, columns: list[str], texts: list[Any], longest: int) -
 
 
 # --- texts ------------------------------------------------------------------------------------------------------
-
-
-def texts(chunk: Chunk, key: str, target_key: str = "", prefix: str = "") -> tuple[list[Texts], list[Problem]]:
-    """The texts of the valid documents of a chunk, and the problems of the others."""
-    decoded = [text for _, text in decode(chunk, [key, target_key] if target_key else [key], prefix)]
-    problems = [problem for problem in decoded if isinstance(problem, Problem)]
-    return [text for text in decoded if isinstance(text, tuple)], chunk.problems + problems
 
 
 def decode(chunk: Chunk, keys: list[str], prefix: str) -> Iterator[tuple[int, Texts | Problem]]:

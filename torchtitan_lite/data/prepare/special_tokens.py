@@ -118,10 +118,7 @@ def _without(definition: str, strings: frozenset[str]) -> Tokenizer:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
         prefix = model.get("continuing_subword_prefix") or ""
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        model["merges"] = [
-            [a, b] for a, b in pairs if not {a, b, a + b.removeprefix(prefix)} & names.keys()
-        ]  # fmt: skip
+        model["merges"] = [[a, b] for a, b in model["merges"] if not {a, b, a + b.removeprefix(prefix)} & names.keys()]
     for entry in content["added_tokens"]:
         entry["content"] = names.get(entry["content"], entry["content"])
     content["post_processor"] = None

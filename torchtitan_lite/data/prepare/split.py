@@ -9,7 +9,6 @@ import json
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,6 @@ _LONG_WORD = re.compile(r"(\S{1000})")  # the trainer's time is quadratic in the
 TRAINED_ON_BYTES = 128 << 20  # approximate; a tokenizer learns little from more text
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The tokenizer, and the job of each corpus."""
-
-    tokenizer: Tokenizer
-    jobs: list[plan.Job]
-
-
 def plan_for(
     texts: list[Corpus],
     config: TokenizerConfig,
@@ -52,10 +43,10 @@ def plan_for(
     info: Info,
     *,
     sentinels: bool = False,
-) -> Plan:
+) -> tuple[Tokenizer, list[plan.Job]]:
     """Train the tokenizer, unless one is given, and choose the validation documents.
 
-    The result is stored in `folder`, in a file named by a hash of its inputs, and reused.
+    Both are stored in `folder`, in a file named by a hash of their inputs, and reused.
 
     Args:
         sentinels: a tokenizer that is trained gets pad and sentinels.
@@ -83,7 +74,11 @@ def plan_for(
         with FileLock(folder / f"{key}.lock"):
             stored = _stored_plan(file, len(texts))  # another process may have made it
             if stored is None:
-                _log_preparation(texts, info)
+                name = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
+                files = counted(sum(len(corpus.files) for corpus in texts), "file")
+                info(f"data    preparing {name}: {files}, once for all runs ...")
+                for note in corpora.not_read(texts, "data.text_suffixes"):
+                    info(f"data    {note}")
                 below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
                 chosen = loaded or train(training_texts(texts, below, options), config.vocab_size, sentinels=sentinels)
                 end = bpe.end_token(chosen, config.end_token)
@@ -104,7 +99,7 @@ def plan_for(
         )
         for corpus, below in zip(texts, stored["below"], strict=True)
     ]
-    return Plan(tokenizer, jobs)
+    return tokenizer, jobs
 
 
 def _stored_plan(file: Path, n_texts: int) -> dict[str, Any] | None:
@@ -114,14 +109,6 @@ def _stored_plan(file: Path, n_texts: int) -> dict[str, Any] | None:
         return stored if len(stored["below"]) == n_texts and {"end", "tokenizer"} <= stored.keys() else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _log_preparation(texts: list[Corpus], info: Info) -> None:
-    name = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
-    files = counted(sum(len(corpus.files) for corpus in texts), "file")
-    info(f"data    preparing {name}: {files}, once for all runs ...")
-    for note in corpora.not_read(texts, "data.text_suffixes"):
-        info(f"data    {note}")
 
 
 # --- the validation documents -----------------------------------------------------------------------------------
@@ -135,10 +122,11 @@ def documents(corpus: Corpus, options: Options) -> Iterator[str]:
 
 def _texts(corpus: Corpus, options: Options) -> Iterator[readers.Texts]:
     for chunk in readers.chunks(corpus, options.max_document_bytes):
-        texts, problems = readers.texts(chunk, corpus.text_key, corpus.target_key, corpus.source_prefix)
+        decoded = [text for _, text in readers.decode(chunk, corpus.keys, corpus.source_prefix)]
+        problems = chunk.problems + [problem for problem in decoded if isinstance(problem, readers.Problem)]
         if problems and options.on_error == "stop":
             raise readers.refusal(corpus.files[chunk.file], problems[0])
-        yield from texts
+        yield from (text for text in decoded if isinstance(text, tuple))
 
 
 def held_out_below(corpus: Corpus, fraction: float, options: Options) -> int:

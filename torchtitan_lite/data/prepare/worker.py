@@ -51,16 +51,14 @@ class Result:
 
 
 def load(job: Job) -> LiteralEncoder:
-    """The encoder of a job."""
     return LiteralEncoder(special_tokens.literal(job.tokenizer), job.tokenizer, job.end_token, job.unknown)
 
 
 def encode(chunk: Chunk, job: Job, encoder: LiteralEncoder) -> Result:
     """The tokens of all documents, by split."""
-    keys = [job.text_key, job.target_key] if job.target_key else [job.text_key]
     problems = list(chunk.problems)
     documents: list[tuple[int, tuple[str, ...]]] = []  # place, and one text or the two of a pair
-    for place, text in decode(chunk, keys, job.source_prefix):
+    for place, text in decode(chunk, [key for key in (job.text_key, job.target_key) if key], job.source_prefix):
         if isinstance(text, Problem):
             problems.append(text)
         else:
