@@ -10,8 +10,8 @@ import train
 from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import MODELS, WAYS
 from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.derive import derive, flatten
-from torchtitan_lite.config.schema import CheckpointConfig, Config
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import CheckpointConfig, Config, flatten
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, process_group
 from torchtitan_lite.distributed.sharding import local_rows, optimizer_tensors, own_tensors
