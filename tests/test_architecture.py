@@ -173,7 +173,7 @@ NOT_LOADED = (
     *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.notify"),
     "torchtitan_lite.monitoring.profiler",
     "torchtitan_lite.optim.average",
-    *("torchtitan_lite.training.spikes", "torchtitan_lite.monitoring.sources"),
+    "torchtitan_lite.training.spikes",
     *("plotly", "pyarrow", "rouge_score", "tensorboard", "wandb", "transformers"),
 )
 _RUN = """

@@ -74,7 +74,12 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         ),
         (["--model.vocab_size=100"], "model.vocab_size = 100 is smaller than tokenizer.vocab_size = 4096"),
         (["--tokenizer.path=no.json"], "tokenizer.path: nothing at no.json"),
-        (["--optim.name=adafactor"], "should be 'adamw', 'sgd' or 'muon'"),
+        (
+            ["--optim.name=adafactor"],
+            "should be 'adamw', 'sgd' or 'muon'; docs/extending.md adds one of your own; e.g. ",
+        ),
+        (["--model.family=mamba"], "should be 'gpt', 'llama' or 't5'; docs/own_model.md adds one of your own; e.g. "),
+        (["--optim.name=3"], "should be 'adamw', 'sgd' or 'muon'; docs/extending.md"),
         (["--optim.groups=[{lr_factor = 2.0}]"], "0.match field required"),
         (["--optim.groups=[{match = '*', rate = 2.0}]"], "0.rate extra inputs are not permitted"),
         (["--checkpoint.api=pickle"], "should be 'dtensor' or 'dcp'"),

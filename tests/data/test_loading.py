@@ -27,7 +27,7 @@ from torchtitan_lite.data.samples import Mixture, Samples
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.monitoring import sources
+from torchtitan_lite.monitoring.console import seen_of_sources
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
@@ -152,7 +152,7 @@ def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
         in_file_order = list(range(source.n_samples))
         assert all(sorted(epoch) == in_file_order for epoch in epochs[:-1])
         assert len({tuple(epoch) for epoch in [in_file_order, *epochs]}) == len(epochs) + 1, "an order is repeated"
-    seen = sources.seen(mixture, n)
+    seen = seen_of_sources(mixture, n)
     assert [s["tokens"] for s in seen.values()] == [count * 32 for count in consumed]
 
 

@@ -13,10 +13,9 @@ import torch
 from tests.helpers import ranks
 from tests.monitoring.blocked_worker import TIMEOUT_MINUTES
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.checkpointing.progress import Place
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import StuckError
-from torchtitan_lite.monitoring.hang import StepTimer
+from torchtitan_lite.monitoring.hang import Place, StepTimer
 from torchtitan_lite.monitoring.watchdog import explained
 
 

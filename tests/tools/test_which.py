@@ -30,7 +30,7 @@ from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tools.incidents.record import read_record
+from torchtitan_lite.tools.incidents.record import abandoned, changes_of, jumps_of, read_record
 from torchtitan_lite.tools.incidents.which import main as which
 
 MARKER = "MARKER-OF-A-POISONED-DOCUMENT"
@@ -496,3 +496,40 @@ def test_a_folder_without_origins_is_read_and_says_that_it_does_not_know(
     assert [row["stream"] for row in content["documents"]] == [row["stream"] for row in same["documents"]]
     said = capsys.readouterr().out
     assert f"{old} does not tell where its documents came from: an older version prepared it" in said
+
+
+def test_damaged_records_of_resumes_and_rewinds_are_skipped(tmp_path: Path) -> None:
+    """Kills and full disks cut lines; the records before and after them count."""
+    odd = [b'{"step": 3, "re', b"[]", b'{"step": "3"}', b"\xff"]
+
+    def write(name: str, *records: dict[str, Any]) -> None:
+        lines = [json.dumps(record).encode() for record in records]
+        (tmp_path / name).write_bytes(b"\n".join([lines[0], *odd, *lines[1:]]) + b"\n")
+
+    assert (jumps_of(tmp_path), changes_of(tmp_path), abandoned(tmp_path, 5)) == ([], [], [])
+    write(
+        "metrics.jsonl",
+        {"step": 5, "rewind": 1, "rewound_samples": [24, 36]},
+        {"step": 5, "rewind": 1, "rewound_samples": [24]},
+        {"step": 5, "rewind": 1, "rewound_samples": None},
+        {"step": 9, "rewind": 2, "rewound_samples": [60, 72]},
+    )
+    assert jumps_of(tmp_path) == [[4, 24, 36], [8, 60, 72]]
+    write(
+        "changes.jsonl",
+        {"step": 8, "changed": {"optim.lr": [1, 2]}, "setting": {"threads": [1, 2]}},
+        {"step": 7, "changed": None},
+        {"step": 6},
+        {"step": 4, "changed": {"optim.lr": [0, 1]}},
+    )
+    assert changes_of(tmp_path) == [(4, {"optim.lr": [0, 1]}), (8, {"optim.lr": [1, 2], "threads": [1, 2]})]
+    write(
+        "spikes.jsonl",
+        {"rewind": 1, "step": 7, "back_to": 4},
+        {"rewind": 1, "file": "metrics.jsonl", "step": 5, "loss": 1.0},
+        {"rewind": 2, "step": 9, "back_to": None},
+        {"rewind": 2, "step": 9, "back_to": 6},
+    )
+    notes = {step: [note.split(",")[0] for note in abandoned(tmp_path, step)] for step in (4, 5, 7, 8, 9, 10)}
+    first, second = ["rewind 1"], ["rewind 2"]
+    assert notes == {4: [], 5: first, 7: [*first, *second], 8: second, 9: second, 10: []}

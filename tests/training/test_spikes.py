@@ -19,9 +19,8 @@ from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors
 from tests.monitoring.test_trackers import scalars_of
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import DataConfig, LogConfig
+from torchtitan_lite.config.schema import DataConfig
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.monitoring import trackers
 from torchtitan_lite.tools.incidents import which
 from torchtitan_lite.tools.incidents.record import read_record
 from torchtitan_lite.tools.report.figures import marks
@@ -380,65 +379,6 @@ def test_a_damaged_checkpoint_is_passed_over(text: Path, tmp_path: Path) -> None
     assert (tmp_path / "run/checkpoints/.old-step-00000012").is_dir()
     assert lines(tmp_path / "run")[0]["skipped"] == [36, 102]
     assert [record["step"] for record in records(tmp_path / "run") if "loss" in record] == list(range(1, 25))
-
-
-def test_wandb_gets_each_step_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing that a rewind may abandon is sent to it: a step can't be taken back."""
-    sent: list[int] = []
-
-    def start(*_: Any) -> Any:
-        return (lambda scalars, at: sent.append(at)), lambda: sent.append(-1)
-
-    monkeypatch.setattr(trackers, "_wandb", start)
-    config = {"spike.action": "rewind", "spike.rewind_steps": 2, "train.steps": 5}
-    found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(config=config))
-    for step in (1, 2, 3):
-        found.record({"step": step, "loss": 1.0})
-    assert sent == []
-    found.record({"step": 3, "save_s": 1.0})
-    found.record({"step": 4, "loss": 1.0})
-    assert sent == []  # step 5 may go back to a checkpoint before step 3
-    found.record({"step": 5, "loss": 1.0})
-    assert sent == [1, 2, 3, 3]
-    found.rewound(3)
-    for step in (4, 5):
-        found.record({"step": step, "loss": 2.0})
-    found.close()
-    assert sent == [1, 2, 3, 3, 4, 5, -1], "the run is complete: nothing can be abandoned"
-
-
-def test_wandb_gets_what_a_stopped_run_had_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sent: list[int] = []
-    start: Any = lambda *_: ((lambda scalars, at: sent.append(at)), lambda: None)  # noqa: E731
-    monkeypatch.setattr(trackers, "_wandb", start)
-    config = {"spike.action": "rewind", "spike.rewind_steps": 0, "train.steps": 9}
-    found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(config=config))
-    made = [{"step": step, "loss": 1.0, **({"save_s": 1.0} if step in (2, 6) else {})} for step in range(1, 8)]
-    for record in made[:5]:
-        found.record(record)
-    found.close()
-    assert sent == [1, 2], "the next attempt may abandon the others"
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made[:6]))
-    found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(step=6, config=config))
-    found.record(made[6])
-    assert sent == [1, 2, 3, 4, 5, 6]
-
-
-def test_wandb_gets_what_was_made_before_anything_was_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sent: list[int] = []
-    start: Any = lambda *_: ((lambda scalars, at: sent.append(at)), lambda: None)  # noqa: E731
-    monkeypatch.setattr(trackers, "_wandb", start)
-    config = {"spike.action": "rewind", "spike.rewind_steps": 2, "train.steps": 9}
-    made = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0, "save_s": 1.0}]
-    found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(config=config))
-    for record in made:
-        found.record(record)
-    found.close()
-    assert sent == []
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made))
-    found = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState(step=2, config=config))
-    found.record({"step": 4, "loss": 1.0})
-    assert sent == [1, 2]
 
 
 @extended

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 from torchtitan_lite.distributed.agreement import outcome_on_rank0
 from torchtitan_lite.distributed.process_group import World
@@ -28,17 +28,6 @@ class Progress:
     moved: int = 0  # bytes so far, and 1 for each start or end of an operation
     doing: list[str] = field(default_factory=list)  # the operation of each thread that has one
     working: list[str] = field(default_factory=list)  # of those, the threads that do not only wait for other ranks
-
-
-class Place(NamedTuple):
-    """Where the main thread is."""
-
-    step: int = 0
-    phase: int = 0  # 0: fetching its batch, 1: computing
-    passes: int = 0  # forward passes in this phase
-
-    def __str__(self) -> str:
-        return f"step {self.step}, {('fetching its batch', 'computing')[self.phase]}" if self.step else "starting"
 
 
 _lock = threading.Lock()

@@ -46,6 +46,10 @@ class ConfigValue:
 ConfigValues = dict[str, ConfigValue]  # by "section.key"
 Check = Callable[[Config], dict[str, str]]  # returns the broken rules of a config, as `conflicts` does
 _DEFAULT = -(10**6)  # a level below any file
+_OWN = {  # where a registry takes entries of the user
+    "model.family": "docs/own_model.md adds one of your own; ",
+    "optim.name": "docs/extending.md adds one of your own; ",
+}
 _LONGEST = 16 << 20  # bytes of a config file; /dev/zero is endless
 
 
@@ -163,7 +167,9 @@ def build(
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"][:2])
             if key not in refused:
-                problems.append(_describe(key, layers[key], f"{_sentence(item)}; {example(key, layers[key].origin)}"))
+                page = _OWN.get(key, "") if item["type"] == "literal_error" else ""
+                message = f"{_sentence(item)}; {page}{example(key, layers[key].origin)}"
+                problems.append(_describe(key, layers[key], message))
             refused.add(key)
         config = _validate(layers, refused)
     for key in _unused(config, layers, refused, problems, notes):

@@ -114,20 +114,38 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
         epochs = config.train.samples / samples.n_samples
         amount = f"{data.tokens('train'):,} tokens to train on"
         return [f"data    {amount}, {epochs:.2f} epochs in {counted(config.train.steps, 'step')}; {held_out}", *notes]
-    from torchtitan_lite.monitoring.sources import planned_lines
+    lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
+    for source, planned in zip(data.sources, seen_of_sources(samples, config.train.samples).values(), strict=True):
+        share = source.weight / sum(s.weight for s in data.sources)
+        lines.append(
+            f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, "
+            f"{planned['epochs']:.2f} epochs in {counted(config.train.steps, 'step')}"
+        )
+    return [*lines, *notes]
 
-    line = f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"
-    return [line, *planned_lines(config, data, samples), *notes]
+
+def seen_of_sources(samples: Mixture, n: int, jumps: Sequence[Sequence[int]] = ()) -> dict[str, dict[str, float]]:
+    """Tokens and epochs of each source in a run's first n samples (best_fit: by a sequence's mean tokens).
+
+    Args:
+        jumps: of TrainState: samples that were skipped.
+    """
+    counts = samples.consumed(n)
+    for _, first, end in jumps:
+        skipped = zip(samples.consumed(min(end, n)), samples.consumed(min(first, n)), strict=True)
+        counts = [count - (upto - before) for count, (upto, before) in zip(counts, skipped, strict=True)]
+    return {
+        name: {"tokens": round(count * source.mean_tokens), "epochs": round(count / source.n_samples, 4)}
+        for name, source, count in zip(samples.names, samples.sources, counts, strict=True)
+    }
 
 
 def source_lines(samples: Mixture, state: TrainState) -> list[str]:
     """The tokens of each source of a mixture that a run has seen, one line each."""
     if len(samples.sources) < 2:
         return []
-    from torchtitan_lite.monitoring.sources import seen
-
-    found = seen(samples, state.samples_consumed, state.jumps).items()
-    return [f"data    {name}: {of['tokens']:,} tokens seen, {of['epochs']:.2f} epochs" for name, of in found]
+    sources = seen_of_sources(samples, state.samples_consumed, state.jumps).items()
+    return [f"data    {name}: {seen['tokens']:,} tokens seen, {seen['epochs']:.2f} epochs" for name, seen in sources]
 
 
 def fsdp_line(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Hanging steps: which ranks the others wait for. Loaded for several ranks only.
+"""Hanging steps: which ranks the others wait for.
 
 gloo raises an error when a collective takes longer than the timeout, and `explain` names the ranks that are behind.
 NCCL raises none: its watchdog aborts the process (SIGABRT) as soon as a collective was issued longer ago than the
@@ -16,14 +16,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.checkpointing.progress import Place
 from torchtitan_lite.distributed.process_group import World
 
 _AT = "torchtitan_lite/at/{}"
@@ -102,6 +101,17 @@ def _shortened(error: RuntimeError) -> str:
     return f"({first.partition('. This is typically caused')[0]})"
 
 
+class Place(NamedTuple):
+    """Where the main thread is."""
+
+    step: int = 0
+    phase: int = 0  # 0: fetching its batch, 1: computing
+    passes: int = 0  # forward passes in this phase
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {('fetching its batch', 'computing')[self.phase]}" if self.step else "starting"
+
+
 class StepTimer:
     """Measures how long this rank has been at one place, and compares it with the others.
 
@@ -131,13 +141,13 @@ class StepTimer:
         places = self._places()
         if not is_gone(error):
             what = f"waited for the other ranks for run.timeout_minutes = {self._timeout_s / 60:g}"
-            absent = re.search(r"at a barrier in shared memory: rank ([\d, ]+)$", str(error))
-            late = [int(rank) for rank in absent[1].split(", ")] if absent else []
+            named = re.search(r"at a barrier in shared memory: rank ([\d, ]+)$", str(error))
+            late = [int(rank) for rank in named[1].split(", ")] if named else []
             return f"{self._message(what, at, places, silent, late)} {_shortened(error)}"
         who = "a process died"
         if ended:
-            seen = (f"rank {rank}" + (f" (last seen: {places[rank]})" if rank in places else "") for rank in ended)
-            who = f"a process died: {', '.join(seen)}"
+            each = (f"rank {rank}" + (f" (last seen: {places[rank]})" if rank in places else "") for rank in ended)
+            who = f"a process died: {', '.join(each)}"
         elif self._world.local_world_size < self._world.world_size:
             who = "a process on another machine died, or the network to it failed"
         return _reset(f"rank {self._world.rank}, step {at.step}", who, error)
@@ -165,14 +175,14 @@ class StepTimer:
         self, what: str, at: Place, places: dict[int, Place], silent: Mapping[int, float], late: Sequence[int] = ()
     ) -> str:
         """`late`: ranks that are not where this one waits, though they may be in the same pass."""
-        found = [silence(rank, silent[rank], places.get(rank, "unknown")) for rank in sorted(silent)]
+        absent = [silence(rank, silent[rank], places.get(rank, "unknown")) for rank in sorted(silent)]
         behind = []
         for rank, other in sorted(places.items()):
             if (other < at or rank in late) and rank not in silent:
                 passes = f", forward pass {other.passes}" if other[:2] == at[:2] else ""
                 behind.append(f"rank {rank} ({other}{passes})")
         if behind:
-            found.append(f"behind: {', '.join(behind)}")
+            absent.append(f"behind: {', '.join(behind)}")
         all_known = len(places) == self._world.world_size - 1
         nobody = (
             "all ranks had reached it" if all_known else "where the others are is unknown: the store does not answer"
@@ -181,28 +191,24 @@ class StepTimer:
             f"Stacks of processes that took too long are in {self._stacks}; a process that is stopped or was killed "
             "writes none."
         )
-        return f"rank {self._world.rank}, step {at.step}: {what}; {'; '.join(found) or nobody}. {stacks}"
+        return f"rank {self._world.rank}, step {at.step}: {what}; {'; '.join(absent) or nobody}. {stacks}"
 
     def _places(self) -> dict[int, Place]:
         """Where the other ranks are; those that the store names within five seconds, because its host may be gone."""
-        found: dict[int, Place] = {}
+        places: dict[int, Place] = {}
 
         def read() -> None:
-            for rank in range(self._world.world_size):
-                if rank != self._world.rank:
-                    key = _AT.format(rank)
-                    text = self._store.get(key).decode() if self._store.check([key]) else "0 0 0"
-                    found[rank] = Place(*map(int, text.split()))
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                for rank in range(self._world.world_size):
+                    if rank != self._world.rank:
+                        key = _AT.format(rank)
+                        text = self._store.get(key).decode() if self._store.check([key]) else "0 0 0"
+                        places[rank] = Place(*map(int, text.split()))
 
-        reading = threading.Thread(target=_quietly, args=(read,), daemon=True)
+        reading = threading.Thread(target=read, daemon=True)
         reading.start()
         reading.join(timeout=5)
-        return dict(found)
-
-
-def _quietly(action: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the store is gone
-        action()
+        return dict(places)
 
 
 def _compiles() -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +18,11 @@ from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import LogConfig
 from torchtitan_lite.terminal import encodable, print_error
 
+if TYPE_CHECKING:  # loaded only if the config asks for them
+    from torchtitan_lite.monitoring.notify import Notifier
+    from torchtitan_lite.monitoring.trackers import Trackers
+
 GIB = 2**30
-
-
-class Tracker(Protocol):
-    """Receives each record of metrics.jsonl (trackers.py)."""
-
-    def record(self, values: dict[str, Any]) -> None: ...
-    def rewound(self, step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class Lap(NamedTuple):
@@ -109,8 +105,8 @@ class Log:
         self._bar: tqdm[Any] | None = None
         self._torn: set[Path] = set()  # files whose last line may be incomplete
         self._failed: set[str] = set()
-        self._trackers: Tracker | None = None
-        self._notifier: Any = None  # notify.Notifier
+        self._trackers: Trackers | None = None
+        self._notifier: Notifier | None = None
 
     def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
         """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
@@ -137,10 +133,10 @@ class Log:
             self._trackers = None
             trackers.close()
 
-    def rewound(self, step: int) -> None:
-        """The run has gone back to this step."""
+    def reopen_trackers(self, state: TrainState) -> None:
+        """Call this after a rewind to this state."""
         if self._trackers is not None:
-            self._trackers.rewound(step)
+            self._trackers.reopen(state)
 
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append a line to a file of records."""

@@ -12,13 +12,14 @@ from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.monitoring.records import parse
 from torchtitan_lite.terminal import counted
 
 # names of other keys, of the folder, and what is for one start only
 _NOT_RECORDED = "model.size", "model.init_from", "run.name", "run.out_dir", "checkpoint.resume"
 
 
-def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> dict[str, bytes]:
+def recorded_changes(file: Path, saved: TrainState | None, current: TrainState) -> dict[str, bytes]:
     """The new content of a run's changes.jsonl, by its name: records of earlier steps, and what changes now.
 
     A record is {"step": the step after which values changed, "changed": {"section.key": [before, now]}}, with "setting"
@@ -30,64 +31,33 @@ def recorded_changes(file: Path, saved: TrainState | None, here: TrainState) -> 
     Returns:
         {} if there is no such file, and nothing to record.
     """
-    lines = []
+    lines = list[bytes]()
     for line in file.read_bytes().splitlines() if file.is_file() else []:
-        try:
-            if json.loads(line)["step"] < here.step:  # no step is left that an earlier resume from here has made
-                lines.append(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    changes = {**_changes(saved, here), **_changed_tasks(saved, here)} if saved else {}
+        record = parse(line)
+        if record and record["step"] < current.step:  # none that an earlier resume from here has made
+            lines.append(line)
+    changes = {**_changes(saved, current), **_changed_tasks(saved, current)} if saved else {}
     changes = {key: pair for key, pair in changes.items() if key not in _NOT_RECORDED}
     before = dict(saved.bitwise_setting) if saved else {}
-    setting = {key: [before[key], now] for key, now in here.bitwise_setting.items() if before.get(key, now) != now}
+    setting = {key: [before[key], now] for key, now in current.bitwise_setting.items() if before.get(key, now) != now}
     if changes or setting:
-        record = {"step": here.step, "changed": changes} | ({"setting": setting} if setting else {})
+        record = {"step": current.step, "changed": changes} | ({"setting": setting} if setting else {})
         lines.append(json.dumps(record | {"time": round(time.time(), 3)}).encode())
     return {file.name: b"".join(line + b"\n" for line in lines)} if lines or file.exists() else {}
 
 
-# the files with records, and the key that tells when one was written
-_RECORDS = {"metrics.jsonl": "step", "samples.jsonl": "step", "rouge.jsonl": "step", "spikes.jsonl": "rewind"}
-
-
-def without_later(folder: Path, step: int) -> dict[str, bytes]:
-    """New contents for files with records of later steps, which a resume will repeat; what rewinds abandoned stays."""
-    changed = {}
-    for name, key in _RECORDS.items():
-        content, kept, _ = split_records(folder / name, key, float("inf") if step and key == "rewind" else step)
-        if kept != content:
-            changed[name] = kept
-    return changed
-
-
-def split_records(file: Path, key: str, last: float) -> tuple[bytes, bytes, list[dict[str, Any]]]:
-    """A file's content, its part up to a value of `key`, and the later records. Damaged lines are in neither."""
-    content = file.read_bytes() if file.is_file() else b""
-    kept, later = [], []
-    for line in content.splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-            if line.endswith(b"\n"):
-                kept += [line] if float(record[key]) <= last else []
-                later += [record] if float(record[key]) > last else []
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue  # as a killed process leaves it
-    return content, b"".join(kept), later
-
-
-def require_same_learning(config: Config, saved: TrainState, here: TrainState) -> None:
+def require_same_learning(config: Config, saved: TrainState, current: TrainState) -> None:
     """Check that a resume would learn with the values of the run so far.
 
     Raises:
         ConfigError: it would not; the message names each value, and `--resume-with-changes`.
     """
-    before, now = (list(state.config.get("data.sources") or ()) for state in (saved, here))
+    before, now = (list(state.config.get("data.sources") or ()) for state in (saved, current))
     if before != now and sorted(before) == sorted(now):
         raise ConfigError(
             f"data.sources: the order decides which sample comes when, and this run has {before}, not {now}"
         )
-    changes = {key: pair for key, pair in _changes(saved, here).items() if is_learned_with(key)}
+    changes = {key: pair for key, pair in _changes(saved, current).items() if is_learned_with(key)}
     learned = {key: pair for key, pair in changes.items() if pair[1] or key != "model.init_from"}
     if not learned:
         return
@@ -102,53 +72,50 @@ def require_same_learning(config: Config, saved: TrainState, here: TrainState) -
     raise ConfigError("\n  ".join(lines))
 
 
-def _changes(saved: TrainState, here: TrainState) -> dict[str, tuple[Any, Any]]:
+def _changes(saved: TrainState, current: TrainState) -> dict[str, tuple[Any, Any]]:
     """The values before and now of each changed key. A key that is newer than the checkpoint had its default."""
     known = known_keys()
     before = saved.config
     if before.get("optim.name") == "muon":  # version 0.2 had it, without this factor
         before = {"optim.muon_embedding_lr_factor": 1.0, **before}
-    pairs = {key: (before.get(key, default_of(key)), now) for key, now in here.config.items() if key in known}
+    pairs = {key: (before.get(key, default_of(key)), now) for key, now in current.config.items() if key in known}
     plain = {key: tuple(json.loads(json.dumps(value)) for value in pair) for key, pair in pairs.items()}
     return {key: (before, now) for key, (before, now) in plain.items() if saved.config and before != now}
 
 
-def _changed_tasks(saved: TrainState, here: TrainState) -> dict[str, tuple[Any, Any]]:
+def _changed_tasks(saved: TrainState, current: TrainState) -> dict[str, tuple[Any, Any]]:
     """The hashes before and now of each task with other questions. Older checkpoints do not record them."""
-    pairs = {name: (saved.tasks.get(name, now)[:12], now[:12]) for name, now in here.tasks.items()}
+    pairs = {name: (saved.tasks.get(name, now)[:12], now[:12]) for name, now in current.tasks.items()}
     return {f"eval.tasks {name}": (before, now) for name, (before, now) in pairs.items() if before != now}
 
 
-def resume_lines(config: Config, saved: TrainState, here: TrainState) -> list[str]:
+def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list[str]:
     """Changed keys, why the resume is not bit for bit, and changes of the validation text and of tasks."""
     lines = []
-    if values := changed(saved, here):
+    if values := changed(saved, current):
         lines.append(f"run     changed since then: {values}")
-    older = {
-        "fast_paths": 1,
-        "shared_memory_copies": False,
-        "blocks_per_group": 1,
-    }  # of checkpoints that do not record them
-    if values := differences(older | dict(saved.bitwise_setting), here.bitwise_setting):
+    # checkpoints of older versions do not record these
+    older = {"fast_paths": 1, "shared_memory_copies": False, "blocks_per_group": 1}
+    if values := differences(older | dict(saved.bitwise_setting), current.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
-    if config.eval.every and (values := validation_change(saved, here)):
+    if config.eval.every and (values := validation_change(saved, current)):
         lines.append(f"run     validation covers {values}: do not compare its loss with that of earlier steps")
-    for key in _changed_tasks(saved, here):
+    for key in _changed_tasks(saved, current):
         lines.append(f"run     {key} has other questions: do not compare its scores with those of earlier steps")
     return lines
 
 
-def changed(saved: TrainState, here: TrainState) -> str:
+def changed(saved: TrainState, current: TrainState) -> str:
     """The changed config keys, as `differences` shows them, without those only read at step 0."""
-    return differences(saved.config, {key: v for key, v in here.config.items() if key != "model.init_from"})
+    return differences(saved.config, {key: v for key, v in current.config.items() if key != "model.init_from"})
 
 
-def validation_change(saved: TrainState, here: TrainState) -> str:
+def validation_change(saved: TrainState, current: TrainState) -> str:
     """The sequences that validation covers now and covered before the resume; empty if they are the same.
 
     Older checkpoints do not record them: they validated on the first sequences of the text.
     """
-    now, before, how = here.validation, saved.validation, ""
+    now, before, how = current.validation, saved.validation, ""
     if not before:
         before = {"samples": min(saved.config.get("eval.samples", 0), now["of"]), "of": now["of"]}
         how = "the first "
@@ -157,8 +124,8 @@ def validation_change(saved: TrainState, here: TrainState) -> str:
     return f"{now['samples']} of {now['of']} sequences, drawn at random, and covered {how}{before['samples']} before"
 
 
-def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """The changed values, as "threads 1 -> 2, ..."; empty if there are none."""
     return ", ".join(
-        f"{key} {saved.get(key)} -> {value}" for key, value in here.items() if saved.get(key, value) != value
+        f"{key} {saved.get(key)} -> {value}" for key, value in current.items() if saved.get(key, value) != value
     )

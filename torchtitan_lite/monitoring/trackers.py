@@ -1,118 +1,121 @@
-"""TensorBoard and Weights & Biases, in addition to metrics.jsonl. Each is an extra to install."""
+"""TensorBoard and Weights & Biases, in addition to metrics.jsonl. Each is an extra to install.
+
+Trackers know nothing of rewinds: after one, they are closed and opened again, as on a resume.
+"""
 
 import contextlib
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import LogConfig
+from torchtitan_lite.monitoring.records import parse
 from torchtitan_lite.terminal import print_error
 
-Scalars = Mapping[str, float]
-_SENT = "wandb-sent.txt"  # the last step that was sent with a delay
+
+class Tracker(NamedTuple):
+    """An open tracker."""
+
+    write: Callable[[Mapping[str, Any]], None]  # called with each record of metrics.jsonl, after it is in the file
+    close: Callable[[], None]
 
 
 class Trackers:
     """Passes records on. A failing tracker is reported once, then dropped.
 
     Args:
-        state: where the run starts; TensorBoard drops later records of an earlier attempt.
+        state: where the run starts, resumes, or has gone back to.
     """
 
     def __init__(self, config: LogConfig, folder: Path, state: TrainState) -> None:
-        self._open: dict[str, tuple[Callable[[Scalars, int], None], Callable[[], None]]] = {}
-        self._start = config, folder, state
-        # Weights & Biases takes no step twice: what a rewind may still abandon waits for the next checkpoint
-        self._delayed = {"wandb"} if state.config.get("spike.action") == "rewind" else set[str]()
-        self._back = int(state.config.get("spike.rewind_steps", 0))
-        self._waiting: list[tuple[str, int, Mapping[str, Any]]] = []
-        self._saved: list[int] = []
-        self._open_all(config.trackers)
-        if self._delayed & {*self._open}:
-            self._wait_again()
+        self._config, self._folder = config, folder
+        self._open: dict[str, Tracker] = {}
+        self._open_all(config.trackers, state)
 
-    def _open_all(self, names: Iterable[str]) -> None:
-        config, folder, state = self._start
+    def _open_all(self, names: Iterable[str], state: TrainState) -> None:
         for name in names:
-            start = {"tensorboard": _tensorboard, "wandb": _wandb}[name]
-            self._try(name, lambda: self._open.update({name: start(config, folder, state)}))  # noqa: B023  # called now
+            with self._reported(name):
+                self._open[name] = TRACKERS[name](self._config, self._folder, state)
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Log the numbers of a record of metrics.jsonl."""
-        step = int(values["step"])
-        for name in list(self._open):
-            if name in self._delayed:
-                self._waiting.append((name, step, values))
-            else:
-                self._write(name, step, values)
-        self._saved += [step] if "save_s" in values else []
-        newest = max([step, *(at for _, at, _ in self._waiting)])
-        # a step after `newest` goes back to a checkpoint that is at least rewind_steps older
-        self._send(max((saved for saved in self._saved if saved + self._back <= newest), default=-1))
+        for name, tracker in list(self._open.items()):
+            with self._reported(name):
+                tracker.write(values)
 
-    def _wait_again(self) -> None:
-        """Take what an earlier attempt had not sent from metrics.jsonl."""
-        _, folder, state = self._start
-        file, sent = folder / "metrics.jsonl", folder / _SENT
-        try:
-            if state.step == 0:  # a stop before anything is sent loses nothing
-                sent.write_text("0\n", encoding="utf-8")
-            after = int(sent.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return  # none was sent with a delay
-        for line in file.read_bytes().splitlines() if file.is_file() else []:
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                values = json.loads(line)
-                if after < int(values["step"]) <= state.step:
-                    self.record(values)
-
-    def _write(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        if name in self._open:
-            self._try(name, lambda: self._open[name][0](_scalars(values), step))
-
-    def _send(self, last: float) -> None:
-        """Log what waits, up to a step."""
-        due = [item for item in self._waiting if item[1] <= last]
-        for name, step, values in due:
-            self._write(name, step, values)
-        self._waiting = [item for item in self._waiting if item[1] > last]
-        if due:
-            with contextlib.suppress(OSError):  # the next attempt would send less or more
-                (self._start[1] / _SENT).write_text(f"{due[-1][1]}\n", encoding="utf-8")
-
-    def rewound(self, step: int) -> None:
-        """Later steps will be repeated: a new TensorBoard file marks that at its start, as on a resume."""
-        config, folder, state = self._start
-        self._start = config, folder, replace(state, step=step)
-        if "tensorboard" in self._open:
-            self._try("tensorboard", self._open["tensorboard"][1])
-            self._open.pop("tensorboard", None)
-            self._open_all(["tensorboard"])
-        self._waiting = [item for item in self._waiting if item[1] <= step]
-        self._saved = [saved for saved in self._saved if saved <= step]
+    def reopen(self, state: TrainState) -> None:
+        """The run has gone back to this state, and metrics.jsonl has no later records."""
+        self.close()
+        self._open_all(list(self._open), state)
 
     def close(self) -> None:
-        newest, steps = max((at for _, at, _ in self._waiting), default=0), self._start[2].config.get("train.steps", 0)
-        if newest >= int(steps):  # a run that stopped earlier may go back when it resumes
-            self._send(math.inf)
-        for name, (_, close) in list(self._open.items()):
-            self._try(name, close)
+        for name, tracker in list(self._open.items()):
+            with self._reported(name):
+                tracker.close()
 
-    def _try(self, name: str, action: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _reported(self, name: str) -> Iterator[None]:
         try:
-            action()
+            yield
         except (Exception, SystemExit) as error:  # any error: a tracker must not end a run
             self._open.pop(name, None)
             print_error(f"log.trackers: {name} failed: {error}; training continues without it")
 
 
-def _scalars(values: Mapping[str, Any]) -> Scalars:
-    # a record from metrics.jsonl has the time of writing
+def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record, without its step and the time at which it was written."""
     return {key: float(v) for key, v in values.items() if key not in ("step", "time") and type(v) in (int, float)}
+
+
+def _tensorboard(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
+    """A new file, which drops the records of later steps that an earlier attempt or a rewind has left."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=state.step + 1)
+    if state.step == 0:
+        writer.add_text("config", "\n".join(f"    {key} = {value}" for key, value in state.config.items()))
+
+    def write(values: Mapping[str, Any]) -> None:
+        for key, value in _scalars(values).items():
+            writer.add_scalar(key, value, values["step"])
+
+    return Tracker(write, writer.close)
+
+
+def _wandb(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
+    """The same W&B run in each attempt, with the names that it began with."""
+    import wandb
+
+    file = folder / "wandb-id.txt"
+    run_id, *names = (file.read_text(encoding="utf-8").split() if file.is_file() else []) or (None, "grouped")
+    run = wandb.init(
+        project=config.wandb_project,
+        name=folder.name,
+        id=run_id,
+        resume="allow",
+        dir=str(folder),
+        config=dict(state.config),
+    )
+    file.write_text("\n".join([run.id, *names, ""]), encoding="utf-8")
+
+    def write(values: Mapping[str, Any]) -> None:
+        run.log({grouped(key) if names else key: v for key, v in _scalars(values).items()}, step=int(values["step"]))
+
+    sender = OnceSender(folder, "wandb", state, write)
+
+    def close() -> None:
+        sender.close()
+        run.finish()
+
+    return Tracker(sender.record, close)
+
+
+TRACKERS: Mapping[str, Callable[[LogConfig, Path, TrainState], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}
 
 
 def grouped(key: str) -> str:
@@ -127,36 +130,81 @@ def grouped(key: str) -> str:
     return key.replace("task_", "task/", 1) if key.startswith("task_") else f"train/{key}"
 
 
-def _tensorboard(
-    config: LogConfig, folder: Path, state: TrainState
-) -> tuple[Callable[[Scalars, int], None], Callable[[], None]]:
-    from torch.utils.tensorboard import SummaryWriter
+class OnceSender:
+    """For a tracker that takes no step back: sends a record when no rewind can abandon it any more.
 
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=state.step + 1)
-    if state.step == 0:
-        writer.add_text("config", "\n".join(f"    {key} = {value}" for key, value in state.config.items()))
+    A rewind goes back to a checkpoint that is at least spike.rewind_steps older than its spike. So the steps up to a
+    checkpoint are final when the run is spike.rewind_steps further, and all are when the run is complete. They are
+    read from metrics.jsonl, also those that a stopped attempt had not sent. Without rewinds, records are sent at once.
+    """
 
-    def write(scalars: Scalars, at: int) -> None:
-        for key, value in scalars.items():
-            writer.add_scalar(key, value, at)
+    def __init__(self, folder: Path, name: str, state: TrainState, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self._records, self._memory, self._send = folder / "metrics.jsonl", folder / f"{name}-sent.txt", send
+        self._rewinds = state.config.get("spike.action") == "rewind"
+        self._rewind_steps = int(state.config.get("spike.rewind_steps", 0))
+        self._steps = int(state.config.get("train.steps", 0))
+        self._position = 0  # in metrics.jsonl; the records before it were sent
+        self._newest, self._saved = state.step, list[int]()  # the checkpoints after the last step that was sent
+        self._sent = state.step  # unless an earlier attempt has waited
+        with contextlib.suppress(OSError, ValueError):
+            self._sent = int(self._memory.read_text(encoding="utf-8")) if state.step else 0
+        if self._rewinds:
+            self._remember()
+            for record in self._unsent():
+                self._note(record)
+            self._send_final()
+        elif self._memory.exists():
+            self._send_up_to(math.inf)
+            with contextlib.suppress(OSError):
+                self._memory.unlink()
 
-    return write, writer.close
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Call this with each record, after it is in metrics.jsonl."""
+        if not self._rewinds:
+            self._send(values)
+            return
+        self._note(values)
+        self._send_final()
 
+    def close(self) -> None:
+        """Send the rest if the run is complete. One that stopped earlier may rewind when it resumes."""
+        if self._rewinds and any(record["step"] >= self._steps for record in self._unsent()):
+            self._send_up_to(math.inf)
 
-def _wandb(
-    config: LogConfig, folder: Path, state: TrainState
-) -> tuple[Callable[[Scalars, int], None], Callable[[], None]]:
-    import wandb
+    def _note(self, record: Mapping[str, Any]) -> None:
+        self._newest = max(self._newest, record["step"])
+        if "save_s" in record:
+            self._saved.append(record["step"])
 
-    kept = folder / "wandb-id.txt"  # a resume continues the same W&B run, with the names that it began with
-    known, *names = (kept.read_text(encoding="utf-8").split() if kept.is_file() else []) or (None, "grouped")
-    about = dict(state.config)
-    run = wandb.init(
-        project=config.wandb_project, name=folder.name, id=known, resume="allow", dir=str(folder), config=about
-    )
-    kept.write_text("\n".join([run.id, *names, ""]), encoding="utf-8")
+    def _send_final(self) -> None:
+        final = max((step for step in self._saved if step + self._rewind_steps <= self._newest), default=0)
+        if final > self._sent:
+            self._send_up_to(final)
+            self._saved = [step for step in self._saved if step > final]
 
-    def write(scalars: Scalars, at: int) -> None:
-        run.log({grouped(key) if names else key: value for key, value in scalars.items()}, step=at)
+    def _unsent(self) -> list[dict[str, Any]]:
+        return [record for line in self._lines() if (record := parse(line))]
 
-    return write, run.finish
+    def _lines(self) -> list[bytes]:
+        """The lines of metrics.jsonl from `_position` on."""
+        with contextlib.suppress(OSError), self._records.open("rb") as file:  # they may be readable later
+            file.seek(self._position)
+            return file.readlines()
+        return []
+
+    def _send_up_to(self, last: float) -> None:
+        position, sent, waiting = self._position, self._sent, list[int]()
+        for line in self._lines():
+            record = parse(line)
+            if record and record["step"] > last:
+                waiting.append(position)
+            elif record and record["step"] > sent:
+                self._send(record)
+                self._sent = max(self._sent, record["step"])
+            position += len(line)
+        self._position = waiting[0] if waiting else position
+        self._remember()
+
+    def _remember(self) -> None:
+        with contextlib.suppress(OSError):  # the next attempt may send less, or some steps again
+            self._memory.write_text(f"{self._sent}\n", encoding="utf-8")

@@ -29,10 +29,10 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.checkpointing.progress import Place
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
 from torchtitan_lite.errors import ConfigError, StuckError, tell_launcher
 from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring.hang import Place, StepTimer, explain_start, is_gone, is_lost, silence
 from torchtitan_lite.process import env_int, print_once
 
 _BEAT, _SUM, _DECISION = "torchtitan_lite/beat/{}", "torchtitan_lite/sum", "torchtitan_lite/decision"
@@ -58,12 +58,10 @@ def explained(world: World, explain: Callable[[RuntimeError], str] | None = None
     except RuntimeError as error:
         if world.world_size == 1:
             raise
-        from torchtitan_lite.monitoring import hang
-
-        if not hang.is_lost(error):
+        if not is_lost(error):
             raise
-        stuck = StuckError(explain(error) if explain else hang.explain_start(error, world.rank))
-        stuck.follows = hang.is_gone(error)
+        stuck = StuckError(explain(error) if explain else explain_start(error, world.rank))
+        stuck.follows = is_gone(error)
         raise stuck from error
 
 
@@ -77,7 +75,9 @@ class Watchdog:
         self._store = dist.distributed_c10d._get_default_store()  # the only way to the store that torchrun made
         self._run = folder
         # called with the reason before the process ends
-        self.on_abort: Callable[[str], Any] = lambda why: run_folder.write_status(self._run, world, "failed", None, why)
+        self.on_abort: Callable[[str], Any] = lambda reason: run_folder.write_status(
+            self._run, world, "failed", None, reason
+        )
         folder = folder / "stacks"
         self._path = folder / f"rank-{world.rank}.txt"
         try:
@@ -102,16 +102,12 @@ class Watchdog:
         self._silent_s = max(self._timeout_s / 4, 3 * self._interval_s)  # a rank without beats for so long is silent
         self._closed = threading.Event()
         self._beats: dict[int, Beat] = {}  # on rank 0: the newest of each rank
-        self._quiet_ranks: dict[int, float] = {}  # on rank 0: when each rank's beats stopped
+        self._last_beat_at: dict[int, float] = {}  # on rank 0: when each rank's newest beat came
         self._sum, self._decision = 0, ""  # as rank 0 has published them
-        self._silent: dict[int, float] = {}  # the same: the seconds of ranks whose beats have stopped
-        self._heard, self._heard_at = 0, time.monotonic()  # on others: the number of rank 0's newest beat
+        self._silent: dict[int, float] = {}  # the same: the seconds since the newest beat of each silent rank
+        self._rank0_beat, self._rank0_beat_at = 0, time.monotonic()  # on others: the number of rank 0's newest beat
         self._own_store = self._store.clone() if hasattr(self._store, "clone") else self._store
-        self._steps: Any = None
-        if world.world_size > 1:
-            from torchtitan_lite.monitoring.hang import StepTimer
-
-            self._steps = StepTimer(world, self._own_store, self._timeout_s, self._interval_s, folder)
+        self._steps = StepTimer(world, self._own_store, self._timeout_s, self._interval_s, folder)
         for target in (self._exchange, self._check):
             threading.Thread(target=target, name=f"watchdog {target.__name__}", daemon=True).start()
 
@@ -133,7 +129,7 @@ class Watchdog:
 
     def _reach(self, at: Place) -> None:
         self._at = at
-        if self._steps:
+        if self._world.world_size > 1:
             self._steps.publish(self._store, at)
 
     def close(self) -> None:
@@ -154,15 +150,13 @@ class Watchdog:
         return explained(self._world, self._explain)
 
     def _explain(self, error: RuntimeError) -> str:
-        from torchtitan_lite.monitoring.hang import is_gone
-
         ended = self._ended() if is_gone(error) else ()
-        why: str = self._steps.explain(error, self._at, self._all_silent(), ended)
+        message = self._steps.explain(error, self._at, self._all_silent(), ended)
         if self._world.rank:
-            run_folder.stand_in(self._run, self._at.step, why)
+            run_folder.stand_in(self._run, self._at.step, message)
         with contextlib.suppress(OSError):  # for `_has_ended` of others; `close` keeps the file
             self._file.write(_FOLLOWS)
-        return why
+        return message
 
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
@@ -190,18 +184,19 @@ class Watchdog:
                     continue
                 self._own_store.set(_BEAT.format(self._world.rank), json.dumps(asdict(beat)))
                 if self._own_store.check([_SUM]):
-                    heard, self._sum, silent = json.loads(self._own_store.get(_SUM))
+                    newest, self._sum, silent = json.loads(self._own_store.get(_SUM))
                     self._silent = {rank: seconds for rank, seconds in silent if rank != self._world.rank}
-                    if heard != self._heard:
-                        self._heard, self._heard_at = heard, time.monotonic()
+                    if newest != self._rank0_beat:
+                        self._rank0_beat, self._rank0_beat_at = newest, time.monotonic()
 
     def _beat(self, number: int = 0) -> Beat:
-        return Beat(number, str(self._at), **asdict(progress.current()))
+        now = progress.current()
+        return Beat(number, str(self._at), moved=now.moved, doing=now.doing, working=now.working)
 
-    def _collect(self, mine: Beat) -> None:
+    def _collect(self, own: Beat) -> None:
         """Read all beats, and sum their bytes."""
         now = time.monotonic()
-        beats = {0: mine}
+        beats = {0: own}
         others = [
             rank
             for rank in range(1, self._world.world_size)
@@ -211,18 +206,18 @@ class Watchdog:
         beats |= {rank: Beat(**json.loads(text)) for rank, text in zip(others, texts, strict=True)}
         for rank, beat in beats.items():
             if rank not in self._beats or self._beats[rank].number != beat.number:
-                self._quiet_ranks[rank] = now
+                self._last_beat_at[rank] = now
         self._beats = beats
         self._sum = sum(beat.moved for beat in beats.values())
-        silent = {rank: now - since for rank, since in self._quiet_ranks.items()}
-        self._silent = {rank: seconds for rank, seconds in silent.items() if seconds >= self._silent_s}
+        quiet = {rank: now - beat_at for rank, beat_at in self._last_beat_at.items()}
+        self._silent = {rank: seconds for rank, seconds in quiet.items() if seconds >= self._silent_s}
 
     def _all_silent(self) -> dict[int, float]:
-        """The seconds since each silent rank was heard."""
+        """The seconds since the newest beat of each silent rank."""
         if self._world.rank == 0:
             return self._silent
-        of_rank0 = time.monotonic() - self._heard_at
-        return ({0: of_rank0} if of_rank0 >= self._silent_s else {}) | self._silent
+        seconds = time.monotonic() - self._rank0_beat_at
+        return ({0: seconds} if seconds >= self._silent_s else {}) | self._silent
 
     def _ended(self) -> list[int]:
         """The ranks of this machine whose processes have ended, as soon as there is one; [] after two seconds.
@@ -234,8 +229,8 @@ class Watchdog:
         first, end = self._world.rank - env_int("LOCAL_RANK", 0), time.monotonic() + 2
         others = [r for r in range(first, first + self._world.local_world_size) if r != self._world.rank]
         while others and time.monotonic() < end:  # a killed process closes its connections and files in any order
-            if found := [rank for rank in others if self._has_ended(rank)]:
-                return found
+            if ended := [rank for rank in others if self._has_ended(rank)]:
+                return ended
             time.sleep(0.05)
         return []
 
@@ -252,62 +247,61 @@ class Watchdog:
 
     def _check(self) -> None:
         """End the process when no rank makes progress, or when another one has decided so."""
-        quiet_s, last, before = 0.0, (-1, -1), time.monotonic()
-        first = self._world.rank == 0
+        quiet_s, last_moved, before = 0.0, (-1, -1), time.monotonic()
         # NCCL aborts the process at the timeout, see hang.py
         patience_s = (0.9 if self._world.device.type == "cuda" else 1) * self._timeout_s
-        limit_s = patience_s * (1 if first else 1.25)
+        limit_s = patience_s * (1.25 if self._world.rank else 1)
         while not self._closed.wait(self._interval_s):
-            now, mine = time.monotonic(), self._beat()
+            now, own = time.monotonic(), self._beat()
             # the time in which this process was stopped does not count
             quiet_s, before = quiet_s + min(now - before, 2 * self._interval_s), now
-            active = mine.doing or any(beat.doing for beat in self._beats.values())
-            if not active or (mine.moved, self._sum) != last:
-                quiet_s, last = 0.0, (mine.moved, self._sum)
+            active = own.doing or any(beat.doing for beat in self._beats.values())
+            if not active or (own.moved, self._sum) != last_moved:
+                quiet_s, last_moved = 0.0, (own.moved, self._sum)
             if self._decision:
-                self._abort(self._decision, mine=False)
-            elif why := self._steps.problem(self._at, self._all_silent()) if self._steps else "":
-                self._abort(why)
+                self._abort(self._decision, decided_here=False)
+            elif self._world.world_size > 1 and (problem := self._steps.problem(self._at, self._all_silent())):
+                self._abort(problem)
             elif quiet_s >= limit_s:
-                what = next((text for beat in (*self._beats.values(), mine) for text in beat.doing), "").split(":")[0]
+                operation = next((text for beat in (*self._beats.values(), own) for text in beat.doing), "").split(":")[
+                    0
+                ]
                 self._abort(
-                    f"{what}: nothing was written, hashed or read on any rank for {patience_s / 60:g} minutes "
+                    f"{operation}: nothing was written, hashed or read on any rank for {patience_s / 60:g} minutes "
                     f"(run.timeout_minutes). Waited for: {self._waited_for()}. "
                     f"Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
                 )
 
     def _waited_for(self) -> str:
         """The ranks that others wait for: silent, working, or not taking part. Other ranks only know about rank 0."""
-        from torchtitan_lite.monitoring.hang import silence
-
         if self._world.rank:
-            return silence(0, time.monotonic() - self._heard_at, "unknown")
-        found = []
+            return silence(0, time.monotonic() - self._rank0_beat_at, "unknown")
+        ranks = []
         for rank in range(self._world.world_size):
             beat = self._beats.get(rank)
             if beat is None:
-                found.append(f"rank {rank} (not started)")
+                ranks.append(f"rank {rank} (not started)")
             elif rank in self._silent:
-                found.append(silence(rank, self._silent[rank], "; ".join(beat.doing) or beat.place))
+                ranks.append(silence(rank, self._silent[rank], "; ".join(beat.doing) or beat.place))
             elif beat.working or not beat.doing:
-                found.append(f"rank {rank} ({'; '.join(beat.working) or beat.place})")
-        return ", ".join(found) or "all ranks wait for each other"
+                ranks.append(f"rank {rank} ({'; '.join(beat.working) or beat.place})")
+        return ", ".join(ranks) or "all ranks wait for each other"
 
-    def _abort(self, message: str, *, mine: bool = True) -> None:
+    def _abort(self, message: str, *, decided_here: bool = True) -> None:
         """Write stacks, status and message, and end this process, whatever its other threads wait for."""
-        self._decision = message  # published if it is mine, and the store may end with rank 0
+        self._decision = message  # published if it was made here, and the store may end with rank 0
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
-        reporting = threading.Thread(target=self._report, args=(message, mine), daemon=True)
+        reporting = threading.Thread(target=self._report, args=(message, decided_here), daemon=True)
         reporting.start()
         reporting.join(timeout=5)  # the file system may hang
-        if mine or self._world.rank == 0:
+        if decided_here or self._world.rank == 0:
             time.sleep(3 * self._interval_s)  # until the others have read it
         tell_launcher(f"train.py: {message}")
         print_once(f"train.py: {message}", env_int("LOCAL_RANK", 0))
         os._exit(StuckError.exit_code)
 
-    def _report(self, message: str, mine: bool) -> None:
+    def _report(self, message: str, decided_here: bool) -> None:
         self.on_abort(message)
-        if mine and self._world.rank:
+        if decided_here and self._world.rank:
             run_folder.stand_in(self._run, self._at.step, message)

@@ -15,7 +15,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.monitoring.console import fitted, step_line
+from torchtitan_lite.monitoring.console import fitted, seen_of_sources, step_line
 from torchtitan_lite.monitoring.metrics import peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
@@ -93,9 +93,7 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
     if s.scaler.enabled:
         record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
     if len(s.samples.sources) > 1:
-        from torchtitan_lite.monitoring.sources import seen
-
-        record["sources"] = seen(s.samples, state.samples_consumed, state.jumps)
+        record["sources"] = seen_of_sources(s.samples, state.samples_consumed, state.jumps)
     if peak:
         record["mfu"] = record["tokens_per_second"] / peak
     s.log.record(record)

@@ -142,7 +142,8 @@ def _records(config: Config, s: Session) -> tuple[dict[str, bytes], dict[str, by
     """New contents of files without records of later steps, and of changes.jsonl, by name."""
     if not s.resumed and not any(config.folder.glob("*.jsonl")):
         return {}, {}
-    from torchtitan_lite.monitoring.resumed import recorded_changes, without_later
+    from torchtitan_lite.monitoring.records import without_later
+    from torchtitan_lite.monitoring.resumed import recorded_changes
 
     later = without_later(config.folder, s.state.step)
     return later, recorded_changes(config.folder / "changes.jsonl", s.resumed, s.state)

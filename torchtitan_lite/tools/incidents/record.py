@@ -1,10 +1,9 @@
-"""What a run folder says about its steps: the config, the changes of resumes, and the samples of each step."""
+"""Reads from a run folder how its steps were made: config, changes by resumes, rewinds, samples of each step."""
 
 import bisect
 import contextlib
 import itertools
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torchtitan_lite.config.schema import Config, TrainConfig, default_of, known
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.errors import CheckpointError, ConfigError
+from torchtitan_lite.monitoring import records
 from torchtitan_lite.tools.load_model import require_same_data
 from torchtitan_lite.training.start import prepared
 
@@ -115,49 +115,40 @@ def config_of(folder: Path) -> Config:
 
 def _states(folder: Path) -> list[TrainState]:
     """The states of the checkpoints, oldest first. Unreadable ones are left out."""
-    found = []
+    states = []
     for checkpoint in storage.checkpoints_of(folder / "checkpoints"):
-        try:
-            found.append(storage.read_state(checkpoint))
-        except CheckpointError:
-            continue
-    return found
+        with contextlib.suppress(CheckpointError):
+            states.append(storage.read_state(checkpoint))
+    return states
 
 
 def jumps_of(folder: Path) -> list[list[int]]:
     """Where the run has skipped samples: [step, first, end], after that step, ascending."""
     newest = next(reversed(_states(folder)), TrainState())
-    found = list(newest.jumps)
-    file = folder / "metrics.jsonl"
-    for line in file.read_bytes().splitlines() if file.is_file() else []:
-        if b'"rewound_samples"' not in line:
-            continue
-        try:  # a rewind that no checkpoint knows of yet
-            record = json.loads(line)
-            jump = [int(record["step"]) - 1, *map(int, record["rewound_samples"])]
-            found += [jump] if jump[0] >= newest.step else []
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return found
+    jumps = list(newest.jumps)
+    for record in records.read(folder / "metrics.jsonl"):
+        if "rewound_samples" in record and record["step"] > newest.step:  # a rewind that no checkpoint knows of yet
+            with contextlib.suppress(ValueError, TypeError):  # damaged
+                first, end = map(int, record["rewound_samples"])
+                jumps.append([record["step"] - 1, first, end])
+    return jumps
 
 
-def abandoned(file: Path, n: int) -> Iterator[str]:
+def abandoned(folder: Path, n: int) -> list[str]:
     """Notes about rewinds that abandoned a step of this number."""
-    for line in file.read_bytes().splitlines() if file.is_file() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            record = json.loads(line)
-            if "back_to" in record and int(record["back_to"]) < n <= int(record["step"]):
-                yield (
-                    f"rewind {record['rewind']}, from step {record['step']} to {record['back_to']}, abandoned a step "
-                    f"{n}. The step that is replayed is the one after the rewind"
-                )
+    return [
+        f"rewind {record.get('rewind')}, from step {record['step']} to {record['back_to']}, abandoned a step {n}. The "
+        "step that is replayed is the one after the rewind"
+        for record in records.read(folder / "spikes.jsonl")
+        if type(record.get("back_to")) is int and record["back_to"] < n <= record["step"]
+    ]
 
 
 def checkpoint_before(run: Path, step: int) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint before a step, if any, and the problems of newer ones."""
     checkpoints, notes = run / "checkpoints", list[str]()
-    for found in reversed([s for s in storage.find_steps(checkpoints) if s < step]):
-        folder = storage.step_folder(checkpoints, found)
+    for saved in reversed([saved for saved in storage.find_steps(checkpoints) if saved < step]):
+        folder = storage.step_folder(checkpoints, saved)
         problems = storage.verify(folder)
         if not problems:
             return folder, notes
@@ -170,15 +161,11 @@ def changes_of(folder: Path) -> list[tuple[int, dict[str, Any]]]:
 
     A key with a dot is of the config, another one of the bitwise setting.
     """
-    found: list[tuple[int, dict[str, Any]]] = []
-    file = folder / "changes.jsonl"
-    for line in file.read_bytes().splitlines() if file.is_file() else []:
-        try:
-            entry = json.loads(line)
-            found.append((int(entry["step"]), {**entry["changed"], **entry.get("setting", {})}))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return sorted(found, key=lambda change: change[0])
+    changes: list[tuple[int, dict[str, Any]]] = []
+    for record in records.read(folder / "changes.jsonl"):
+        with contextlib.suppress(KeyError, TypeError):  # damaged
+            changes.append((record["step"], {**record["changed"], **record.get("setting", {})}))
+    return sorted(changes, key=lambda change: change[0])
 
 
 def _segments(
@@ -202,8 +189,9 @@ def _segments(
     schedules = (after for one in trains for after, _ in one.batch_schedule)
     ends = {n_steps, *known, *(after for after, *_ in jumps), *afters, *schedules}
     made = max([*known, *(after for after, *_ in jumps)])
-    found: list[Segment] = []
-    since, position = 0, 0  # the first segment after the last known position; the position after the last step
+    segments: list[Segment] = []
+    position = 0  # after the last step of `segments`
+    since_known = 0  # the number of segments before the last known position
     for done, end in itertools.pairwise(sorted(after for after in ends if after <= n_steps)):
         size = trains[bisect.bisect_right(afters, done) - 1].batch_size(done + 1)
         start = position + sum(stop - first for after, first, stop in jumps if after == done)
@@ -212,15 +200,17 @@ def _segments(
             if done >= made:
                 start = config.data.position(start, size)
                 last = done + _steps_to_a_skip(config.data.skip_samples, start, size, end - done)
-            found.append(Segment(done + 1, last, position, start, size))
+            segments.append(Segment(done + 1, last, position, start, size))
             start = position = start + (last - done) * size
             done = last
         if end in known:
             if position != known[end]:
-                alone = found[since].first == end  # its position follows from that after it
-                found[since:] = [replace(s, start=known[end] - size if alone else -1) for s in found[since:]]
-            since, position = len(found), known[end]
-    return found
+                alone = segments[since_known].first == end  # its position follows from that after it
+                segments[since_known:] = [
+                    replace(s, start=known[end] - size if alone else -1) for s in segments[since_known:]
+                ]
+            since_known, position = len(segments), known[end]
+    return segments
 
 
 def _steps_to_a_skip(to_skip: Sequence[Sequence[int]], start: int, size: int, most: int) -> int:

@@ -29,7 +29,7 @@ from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.agreement import from_rank0, outcome_on_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.errors import ConfigError, NonFiniteError, UserError
-from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring import records, run_folder
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.terminal import counted, print_line
@@ -87,18 +87,18 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
         require_agreement(config, world)
         require_same_data(config, data, world)
         errors = UserError, OSError
-        found, wrong = outcome_on_rank0(world.rank, lambda: asdict(read(config, n)), world.untimed, errors)
-        if found is None:
-            raise ConfigError(wrong)
-        recorded = Recorded(**found)
-        if wrong := from_rank0(not_the_same(recorded, config, bitwise_setting(config, world))):
-            raise ConfigError(wrong)
-        with _elsewhere(config, recorded) as there:
-            log = Log(there.folder, speaks=world.rank == 0)
+        fields, error = outcome_on_rank0(world.rank, lambda: asdict(read(config, n)), world.untimed, errors)
+        if fields is None:
+            raise ConfigError(error)
+        recorded = Recorded(**fields)
+        if reasons := from_rank0(not_the_same(recorded, config, bitwise_setting(config, world))):
+            raise ConfigError(reasons)
+        with _elsewhere(config, recorded) as replayed:
+            log = Log(replayed.folder, speaks=world.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for line in (*recorded.notes, f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}"):
                 log.info(line)
-            s = build(there, data, world, log)
+            s = build(replayed, data, world, log)
             with contextlib.closing(s), s.watchdog.explained(), out_of_memory.explained(config):
                 try:
                     result = compute(s, step, recorded, config.folder)
@@ -131,9 +131,9 @@ def _elsewhere(config: Config, recorded: Recorded) -> Iterator[Config]:
         "profile": config.profile.model_copy(update={"steps": []}),
     }
     try:
-        there = config.model_copy(update=parts)
-        run_folder.make(there.folder)
-        yield there
+        replayed = config.model_copy(update=parts)
+        run_folder.make(replayed.folder)
+        yield replayed
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -164,10 +164,23 @@ def read(config: Config, n: int) -> Recorded:
     between = {step: record for step, record in steps.items() if start < step <= last}
     if not between and not stopped:
         raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
-    setting, values, unsure = _setting(config, status, checkpoint, range(start + 1, last + 1), between, n)
+    values, unsure = _values(config, status, checkpoint, range(start + 1, last + 1), between, n)
+    setting = {key: value for key, value in values.items() if "." not in key}
+    keys = {key: value for key, value in values.items() if "." in key}
     jumps = [jump for jump in jumps_of(folder) if jump[0] >= start]
-    notes = tuple(f"note    {note}" for note in (*damaged, *abandoned(folder / "spikes.jsonl", n)))
-    return Recorded(start, last, str(checkpoint or ""), between, stopped, setting, values, jumps, notes, unsure)
+    notes = tuple(f"note    {note}" for note in (*damaged, *abandoned(folder, n)))
+    return Recorded(
+        start=start,
+        last=last,
+        checkpoint=str(checkpoint or ""),
+        steps=between,
+        stopped=stopped,
+        setting=setting,
+        config=keys,
+        jumps=jumps,
+        notes=notes,
+        unsure=unsure,
+    )
 
 
 def has_changed(config: Config, n: int, recorded: Recorded) -> bool:
@@ -179,15 +192,15 @@ def has_changed(config: Config, n: int, recorded: Recorded) -> bool:
     return any(now.steps.get(step) != record for step, record in recorded.steps.items())
 
 
-def _setting(
+def _values(
     config: Config,
     status: Mapping[str, Any],
     checkpoint: Path | None,
     made: range,
     between: Mapping[int, Mapping[str, Any]],
     n: int,
-) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """What these steps were made with: the bitwise setting, the config, and Recorded.unsure.
+) -> tuple[dict[str, Any], str]:
+    """The values that these steps were made with, and Recorded.unsure. Keys with a dot are of the config.
 
     A checkpoint has the values of the attempt that saved it. changes.jsonl has what resumes have changed in between.
 
@@ -198,47 +211,54 @@ def _setting(
     Raises:
         ConfigError: a resume changed a value in between, so no command repeats them all.
     """
-    checkpoints = config.folder.absolute() / "checkpoints"
-    changes, start, last = changes_of(checkpoints.parent), made.start - 1, made.stop - 1
+    folder, start, last = config.folder.absolute(), made.start - 1, made.stop - 1
+    changes = changes_of(folder)
     for step, changed in changes:
         pairs = {key: pair for key, pair in changed.items() if "." not in key or _matters(key)}
         if config.optim.schedule == "constant":
             pairs.pop("train.steps", None)
         if start < step < last and pairs:
             raise _mixed(n, made, f"after step {step}: {_shown(pairs)}")
-    later = next((step for step in storage.find_steps(checkpoints) if step >= n), None)
-    first = storage.read_state(checkpoint) if checkpoint else None
-    values: dict[str, Any] = {} if first is None else {**first.config, **first.bitwise_setting}
-    for step, changed in changes:
-        if first is not None and start <= step < (later or last):
+
+    # 1. The checkpoint before, and what resumes have changed since.
+    earlier = storage.read_state(checkpoint) if checkpoint else None
+    next_saved = next((step for step in storage.find_steps(folder / "checkpoints") if step >= n), None)
+    values: dict[str, Any] = {**earlier.config, **earlier.bitwise_setting} if earlier else {}
+    for step, changed in changes if earlier else ():
+        if start <= step < (next_saved or last):
             values |= {key: now for key, (_, now) in changed.items()}
+
+    # 2. The checkpoint after, or else run.json, without what resumes have changed after these steps.
     unsure = ""
-    if later is not None:
-        state = storage.read_state(storage.step_folder(checkpoints, later))
-        before, values = values, {**state.config, **state.bitwise_setting}
+    if next_saved is not None:
+        later = storage.read_state(storage.step_folder(folder / "checkpoints", next_saved))
+        before, values = values, {**later.config, **later.bitwise_setting}
         # an older version did not record when the setting changed
         unknown = {k: [before[k], now] for k, now in values.items() if "." not in k and before.get(k, now) != now}
         if unknown:
             unsure = (
-                f"Between step {start} and {later} a resume has changed {_shown(unknown)}, and the run does not "
+                f"Between step {start} and {next_saved} a resume has changed {_shown(unknown)}, and the run does not "
                 "record after which step, so this may be the cause. "
             )
     else:
         facts = {"world_size": status.get("world_size"), "torch": (status.get("versions") or {}).get("torch")}
         values |= status.get("setting") or {key: value for key, value in facts.items() if value is not None}
     for step, changed in reversed(changes):
-        if last <= step < (later or float("inf")):
+        if last <= step < (next_saved or float("inf")):
             values |= {key: before for key, (before, _) in changed.items()}
+
+    # 3. The world size, which an older version did not record, is the number of losses in a record.
     sizes = {step: len(record["rank_losses"]) for step, record in between.items() if record.get("rank_losses")}
-    if len({*sizes.values()}) > 1:
-        change = next(step for step in sizes if sizes[step] != sizes[min(sizes)])
-        raise _mixed(n, made, f"before step {change}: {_shown({'world_size': [sizes[min(sizes)], sizes[change]]})}")
-    if sizes and values.get("world_size", sizes[min(sizes)]) != sizes[min(sizes)]:  # the change was not recorded
-        earlier = {} if first is None else dict(first.bitwise_setting)
-        known = earlier if earlier.get("world_size") == sizes[min(sizes)] else {"world_size": sizes[min(sizes)]}
-        values = {key: value for key, value in values.items() if "." in key} | known
-    setting = {key: value for key, value in values.items() if "." not in key}
-    return setting, {key: value for key, value in values.items() if "." in key}, unsure
+    if not sizes:
+        return values, unsure
+    size = sizes[min(sizes)]
+    if change := next((step for step in sizes if sizes[step] != size), None):
+        raise _mixed(n, made, f"before step {change}: {_shown({'world_size': [size, sizes[change]]})}")
+    if values.get("world_size", size) != size:
+        same = earlier is not None and earlier.bitwise_setting.get("world_size") == size
+        setting = dict(earlier.bitwise_setting) if earlier and same else {"world_size": size}
+        values = {key: value for key, value in values.items() if "." in key} | setting
+    return values, unsure
 
 
 def _mixed(n: int, made: range, change: str) -> ConfigError:
@@ -267,22 +287,21 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _logged(file: Path) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    for line in file.read_bytes().splitlines() if file.is_file() else []:
-        try:
-            record = json.loads(line)
-            spike = record.get("spike")
-            if "loss" in record and _is_sound(record):
-                found[int(record["step"])] = record
-            elif spike and _is_sound(spike):  # the last step of a run that it stopped
-                found.setdefault(int(record["step"]), {"step": int(record["step"]), **spike})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
-    return found
+    """The records of steps, by step."""
+    steps: dict[int, dict[str, Any]] = {}
+    for record in records.read(file):
+        if _is_of_step(record):
+            steps[record["step"]] = record
+        elif _is_of_step(record.get("spike")):  # the last step of a run that it stopped
+            steps.setdefault(record["step"], {"step": record["step"], **record["spike"]})
+    return steps
 
 
-def _is_sound(record: Mapping[str, Any]) -> bool:
-    numbers = [record["loss"], record.get("grad_norm"), *record.get("rank_losses", ())]
+def _is_of_step(record: Any) -> bool:
+    """Whether a record has the loss of a step, and all that is compared is numbers."""
+    if not isinstance(record, dict) or "loss" not in record or not isinstance(record.get("rank_losses", []), list):
+        return False
+    numbers = [record["loss"], record.get("grad_norm"), *record.get("rank_losses", [])]
     return all(number is None or type(number) in (int, float) for number in numbers)
 
 
@@ -418,16 +437,16 @@ def _compare_tensors(s: Session, checkpoint: Path, equal: int, unsure: str) -> i
             saved = _saved(checkpoint, parts)
     if not from_rank0(bool(saved)):
         return 0
-    wrong = []
+    different = []
     for name, value in sharding.by_name(parts).items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if s.world.rank == 0 and not _same_bits(whole.cpu(), saved[name]()):
-            wrong.append(name)
+            different.append(name)
     n = len(sharding.by_name(parts))
-    if wrong := from_rank0(wrong):
+    if different := from_rank0(different):
         raise DifferentError(
-            f"after step {equal} {len(wrong):,} of {n:,} tensors differ from {checkpoint}, first {wrong[0]}: the "
-            f"update differed, or the checkpoint was changed. {unsure}{_unsure(s)}{_NEXT}"
+            f"after step {equal} {len(different):,} of {n:,} tensors differ from {checkpoint}, first {different[0]}: "
+            f"the update differed, or the checkpoint was changed. {unsure}{_unsure(s)}{_NEXT}"
         )
     return n
 

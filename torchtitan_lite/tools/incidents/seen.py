@@ -125,7 +125,7 @@ class Documents:
 
     def holding(self, text: str) -> NDArray[np.int64]:
         """The documents whose decoded text holds `text`, ascending."""
-        found, first = [], 0
+        documents, first = list[int](), 0
         while first < len(self.ends):
             begin = self.span(first)[0]
             last = max(int(np.searchsorted(self.ends, begin + _TOGETHER, side="right")), first + 1)
@@ -133,9 +133,9 @@ class Documents:
             spans = [self.span(document) for document in range(first, last)]
             ids = [tokens[a - begin : b - begin - 1].tolist() for a, b in spans]
             texts = self._tokenizer.decode_batch(ids, skip_special_tokens=False)
-            found += [first + i for i, one in enumerate(texts) if text in one]
+            documents += [first + i for i, document in enumerate(texts) if text in document]
             first = last
-        return np.array(found, np.int64)
+        return np.array(documents, np.int64)
 
 
 class Seen:
@@ -175,26 +175,26 @@ class Seen:
         _, documents, ranges = self.draw(sample)
         return [part for read in ranges for part in documents.parts(read)]
 
-    def samples_with(self, wanted: dict[int, NDArray[np.int64]], samples: range) -> NDArray[np.int64]:
-        """Those of these samples that hold a wanted document.
+    def samples_with(self, documents: dict[int, NDArray[np.int64]], samples: range) -> NDArray[np.int64]:
+        """Those of these samples that hold one of these documents.
 
         Args:
-            wanted: documents by number of their source.
+            documents: by number of their source.
         """
-        sequences = {source: self._sequences_with(source, documents) for source, documents in wanted.items()}
-        found = [np.empty(0, np.int64)]
+        sequences = {source: self._sequences_with(source, numbers) for source, numbers in documents.items()}
+        samples_found = [np.empty(0, np.int64)]
         for first in range(samples.start, samples.stop, _SEQUENCES):
-            some = np.arange(first, min(first + _SEQUENCES, samples.stop))
-            which, numbers = self.mixture.interleave.locate(some)
+            chunk = np.arange(first, min(first + _SEQUENCES, samples.stop))
+            which, numbers = self.mixture.interleave.locate(chunk)
             for source, holding in sequences.items():
                 mine = which == source
                 indices = self.mixture.sources[source].indices(numbers[mine], self._seed)
-                found.append(some[mine][np.isin(indices, holding)])
-        return np.sort(np.concatenate(found))
+                samples_found.append(chunk[mine][np.isin(indices, holding)])
+        return np.sort(np.concatenate(samples_found))
 
     def _sequences_with(self, source: int, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sequences of a source, in the order of its files, that hold one of these documents."""
-        samples, mine, found = self.mixture.sources[source], self.documents[source], []
+        samples, own_documents, sequences = self.mixture.sources[source], self.documents[source], list[int]()
         if not len(documents):
             return documents
         reads = Reads(None, blank=True)
@@ -203,9 +203,9 @@ class Seen:
             for sequence in range(samples.n_samples):
                 reads.ranges.clear()
                 samples.draw(np.array([sequence]), None)
-                near = [mine.of(read) for read in reads.ranges]
-                if any(np.searchsorted(documents, r.start) < np.searchsorted(documents, r.stop) for r in near):
-                    found.append(sequence)
+                ranges = [own_documents.of(read) for read in reads.ranges]
+                if any(np.searchsorted(documents, r.start) < np.searchsorted(documents, r.stop) for r in ranges):
+                    sequences.append(sequence)
         finally:
             samples._stream = self.reads[source]  # type: ignore[assignment]
-        return np.array(found, np.int64)
+        return np.array(sequences, np.int64)

@@ -9,23 +9,28 @@ import argparse
 import bisect
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import paths
+from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.scoring.likelihood import row_nats
 from torchtitan_lite.terminal import counted, prepare_streams, print_line
-from torchtitan_lite.tools.incidents.losses import losses_of
 from torchtitan_lite.tools.incidents.record import Record, checkpoint_before, read_record
-from torchtitan_lite.tools.incidents.seen import Documents, Part, Seen
+from torchtitan_lite.tools.incidents.seen import Documents, Part, Range, Seen
 from torchtitan_lite.tools.load_model import open_model
 
 _LINES = 200  # of documents on the terminal, if TEXT is in many
+_ROWS = 8  # computed together
 _SHOWN = 60  # characters of a text on the terminal
 _MOST_LISTED, _MOST_SEARCHED = 10**6, 10**9  # samples: a minute's work
 
@@ -68,12 +73,6 @@ def _plain(text: str) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def _rows(record: Record, seen: Seen, steps: range) -> Iterator[Row]:
-    for step in steps:
-        for sample in record.samples(step):
-            yield from (Row(step, sample, part) for part in seen.parts(sample))
-
-
 def _ranked(record: Record, seen: Seen, steps: range, device: torch.device, notes: list[str]) -> list[Row]:
     """The rows with their losses, the highest first."""
     folder, damaged = checkpoint_before(record.folder, steps.start)
@@ -86,38 +85,69 @@ def _ranked(record: Record, seen: Seen, steps: range, device: torch.device, note
     rows = []
     for step in steps:
         for sample in record.samples(step):
-            parts, losses = seen.parts(sample), losses_of(opened.model, seen, sample, device)
+            parts, losses = seen.parts(sample), _losses_of(opened.model, seen, sample, device)
             rows += [Row(step, sample, part, loss) for part, loss in zip(parts, losses, strict=True)]
     return sorted(rows, key=lambda row: -math.inf if math.isnan(row.loss or 0.0) else row.loss or 0.0, reverse=True)
 
 
-def _found(record: Record, seen: Seen, steps: range, text: str, notes: list[str]) -> list[Row]:
+@torch.no_grad()
+def _losses_of(model: Transformer, seen: Seen, sample: int, device: torch.device) -> list[float]:
+    """The mean loss of each of `Seen.parts` of a sample; NaN where nothing of it is predicted.
+
+    In a causal sample each part has its own loss, in the context that it had in training. A sample of span corruption
+    or pairs has one loss, which all of its parts share.
+    """
+    row, documents, ranges = seen.draw(sample)
+    parts = [part for read in ranges for part in documents.parts(read)]
+    targets = torch.cat([_targets_of(part, row, ranges) for part in parts]) if seen.causal else row.targets
+    nats = []
+    for chunk in targets.split(_ROWS):
+        tokens, positions = (None if t is None else t.expand(len(chunk), -1) for t in (row.tokens, row.positions))
+        assert tokens is not None
+        nats += row_nats(model, MicroBatch(tokens, chunk, positions), device).tolist()
+    counts = (targets != IGNORE).sum(dim=1).tolist()
+    losses = [total / n if n else math.nan for total, n in zip(nats, counts, strict=True)]
+    return losses if seen.causal else losses * len(parts)
+
+
+def _targets_of(part: Part, row: MicroBatch, ranges: list[Range]) -> Tensor:
+    """The targets of a causal row, (1, T), with those that are not of this part masked."""
+    keep, column = np.zeros(row.targets.shape[1], np.bool_), 0
+    for first, end in ranges:  # a read of n tokens gives n - 1 inputs and their targets
+        low, high = max(part.begin, first + 1), min(part.stop, end)
+        if first <= part.begin < end and low < high:
+            keep[column + low - first - 1 : column + high - first - 1] = True
+        column += end - first - 1
+    return torch.where(torch.from_numpy(keep), row.targets, IGNORE)
+
+
+def _rows_with_text(record: Record, seen: Seen, steps: range, text: str, notes: list[str]) -> list[Row]:
     """The rows of documents that hold a text."""
     segments = record.within(steps)
     starts = [record.samples(max(segment.first, steps.start)).start for segment in segments]
     samples = range(starts[0], record.samples(steps.stop - 1).stop)
-    wanted = {number: documents.holding(text) for number, documents in enumerate(seen.documents)}
+    documents = {number: source.holding(text) for number, source in enumerate(seen.documents)}
     held_out = sum(len(Documents(source, "val").holding(text)) for source in record.data.sources)
     notes.append(
-        f"{counted(sum(map(len, wanted.values())), 'document')} for training with {text!r}, and {held_out:,} that "
+        f"{counted(sum(map(len, documents.values())), 'document')} for training with {text!r}, and {held_out:,} that "
         "no step sees, for validation"
     )
     rows = []
-    for sample in seen.samples_with(wanted, samples).tolist():
+    for sample in seen.samples_with(documents, samples).tolist():
         segment = segments[bisect.bisect_right(starts, sample) - 1]
         step = segment.first + (sample - segment.start) // segment.size
         if step > segment.last:
             continue  # skipped
         source = int(seen.mixture.interleave.locate(np.array([sample]))[0][0])
-        rows += [Row(step, sample, part) for part in seen.parts(sample) if part.document in wanted[source]]
+        rows += [Row(step, sample, part) for part in seen.parts(sample) if part.document in documents[source]]
     return rows
 
 
-def _steps(given: argparse.Namespace, record: Record) -> range:
+def _steps(options: argparse.Namespace, record: Record) -> range:
     last = record.n_steps
-    first = given.step or 1
-    end = given.to or (given.step or last)
-    for name, step in (("step", given.step), ("to", given.to)):
+    first = options.step or 1
+    end = options.to or (options.step or last)
+    for name, step in (("step", options.step), ("to", options.to)):
         if step is not None and not 1 <= step <= last:
             raise ConfigError(f"--{name}={step}: the run has the steps 1 to {last} (train.steps)")
     if end < first:
@@ -125,52 +155,52 @@ def _steps(given: argparse.Namespace, record: Record) -> range:
     return range(first, end + 1)
 
 
-def _require_few(n_samples: int, given: argparse.Namespace) -> None:
+def _require_few(n_samples: int, options: argparse.Namespace) -> None:
     """Raise ConfigError if there are too many samples to look at."""
-    most, what = (_MOST_LISTED, "to list") if given.find is None else (_MOST_SEARCHED, "to search")
+    most, what = (_MOST_LISTED, "to list") if options.find is None else (_MOST_SEARCHED, "to search")
     if n_samples > most:
-        fewer = "--samples" if given.samples else "--step and --to"
+        fewer = "--samples" if options.samples else "--step and --to"
         raise ConfigError(
             f"{n_samples:,} samples are too many {what} at once; {fewer} of at most {most:,} samples work"
         )
 
 
-def _run(given: argparse.Namespace) -> int:
-    if given.step is None and given.find is None and given.samples is None:
+def _run(options: argparse.Namespace) -> int:
+    if options.step is None and options.find is None and options.samples is None:
         raise ConfigError("needs --step N or --find TEXT, e.g. which runs/default --step 120")
-    if given.to is not None and given.step is None:
-        raise ConfigError(f"--to={given.to} needs --step, where the steps begin")
-    if given.rank_by_loss and (given.step is None or given.find is not None):
+    if options.to is not None and options.step is None:
+        raise ConfigError(f"--to={options.to} needs --step, where the steps begin")
+    if options.rank_by_loss and (options.step is None or options.find is not None):
         raise ConfigError("--rank-by-loss is for the documents of --step, without --find")
-    if given.find is not None and not given.find:
+    if options.find is not None and not options.find:
         raise ConfigError("--find needs a text, e.g. --find 'def main'")
-    if given.json and not paths.expand(given.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json={given.json}: {paths.expand(given.json).absolute().parent} is not a folder")
-    first, end = given.samples or (0, 1)
-    if given.samples and (given.step is not None or given.find is not None or not 0 <= first < end):
+    if options.json and not paths.expand(options.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json={options.json}: {paths.expand(options.json).absolute().parent} is not a folder")
+    first, end = options.samples or (0, 1)
+    if options.samples and (options.step is not None or options.find is not None or not 0 <= first < end):
         raise ConfigError("--samples needs the first sample and the one after the last, without --step and --find")
-    record = read_record(given.run)
-    steps = range(0) if given.samples else _steps(given, record)
-    _require_few(end - first if given.samples else record.n_samples(steps), given)
+    record = read_record(options.run)
+    steps = range(0) if options.samples else _steps(options, record)
+    _require_few(end - first if options.samples else record.n_samples(steps), options)
     seen = Seen(record.data, record.config)
     notes = [_unknown(documents) for documents in seen.documents if not documents.known]
     notes += [
         f"the samples {gap.start} to {gap.stop - 1} were skipped before step {step}"
-        for step in (steps if given.find is None else ())
+        for step in (steps if options.find is None else ())
         if (gap := record.skipped(step))
     ]
-    if given.samples:
+    if options.samples:
         rows = [Row(0, sample, part) for sample in range(first, end) for part in seen.parts(sample)]
-    elif given.find is not None:
-        rows = _found(record, seen, steps, given.find, notes)
-    elif given.rank_by_loss:
-        cuda = given.device != "cpu" and torch.cuda.is_available()
+    elif options.find is not None:
+        rows = _rows_with_text(record, seen, steps, options.find, notes)
+    elif options.rank_by_loss:
+        cuda = options.device != "cpu" and torch.cuda.is_available()
         rows = _ranked(record, seen, steps, torch.device("cuda" if cuda else "cpu"), notes)
     else:
-        rows = list(_rows(record, seen, steps))
-    _print(given, record, steps, rows, notes)
-    if given.json:
-        _write(given, record, steps, rows, notes)
+        rows = [Row(n, sample, part) for n in steps for sample in record.samples(n) for part in seen.parts(sample)]
+    _print(options, record, steps, rows, notes)
+    if options.json:
+        _write(options, record, steps, rows, notes)
     return 0
 
 
@@ -181,12 +211,14 @@ def _unknown(documents: Documents) -> str:
     )
 
 
-def _print(given: argparse.Namespace, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
+def _print(options: argparse.Namespace, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
     for note in notes:
         print_line(f"note    {note}")
-    if given.samples:
-        print_line(f"samples {given.samples[0]} to {given.samples[1] - 1}: {counted(len(rows), 'part')} of documents")
-    elif given.find is None:
+    if options.samples:
+        print_line(
+            f"samples {options.samples[0]} to {options.samples[1] - 1}: {counted(len(rows), 'part')} of documents"
+        )
+    elif options.find is None:
         first, end = record.samples(steps.start).start, record.samples(steps.stop - 1).stop
         which = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps.stop - 1}"
         print_line(f"{which}: samples {first} to {end - 1}, {counted(len(rows), 'part')} of documents")
@@ -194,27 +226,27 @@ def _print(given: argparse.Namespace, record: Record, steps: range, rows: list[R
         at = sorted({row.step for row in rows})
         listed = ", ".join(map(str, at[:100])) + (f", and {len(at) - 100:,} more" if len(at) > 100 else "")
         print_line(f"seen at {counted(len(at), 'step')} of {len(steps):,}: {listed or '-'}")
-    shown = rows if given.find is None else rows[:_LINES]
+    shown = rows if options.find is None else rows[:_LINES]
     for row in shown:
         print_line(row.line())
     if len(shown) < len(rows):
         print_line(f"and {len(rows) - len(shown):,} more; --json FILE has all")
 
 
-def _write(given: argparse.Namespace, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
-    listed: Iterable[int] = steps if given.find is None else sorted({row.step for row in rows})
+def _write(options: argparse.Namespace, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
+    listed: Iterable[int] = steps if options.find is None else sorted({row.step for row in rows})
     content = {
-        "run": str(given.run),
+        "run": str(options.run),
         "notes": notes,
         "steps": [[step, record.samples(step).start, record.samples(step).stop] for step in listed],
         "documents": [row.as_json() for row in rows],
     }
     try:
-        paths.expand(given.json).write_text(
+        paths.expand(options.json).write_text(
             json.dumps(content, indent=1) + "\n", encoding="utf-8", errors="backslashreplace"
         )
     except OSError as error:
-        raise OutputError(f"--json={given.json}: {error.strerror or error}") from None
+        raise OutputError(f"--json={options.json}: {error.strerror or error}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -238,6 +270,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code."""
-    given = _parser().parse_args(argv)
+    options = _parser().parse_args(argv)
     prepare_streams()
-    return run_cli("which", lambda: _run(given))
+    return run_cli("which", lambda: _run(options))

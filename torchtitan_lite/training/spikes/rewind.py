@@ -21,9 +21,9 @@ from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.checkpointing.storage import TrainState, find_steps
 from torchtitan_lite.errors import CheckpointError, UnreadableError
-from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring import records, run_folder
 from torchtitan_lite.monitoring.metrics import Meter
-from torchtitan_lite.monitoring.resumed import recorded_changes, split_records
+from torchtitan_lite.monitoring.resumed import recorded_changes
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.training.callbacks import report_save
@@ -38,9 +38,9 @@ def checkpoints_before(s: Session, step: int) -> list[int]:
     If nothing was saved since the last rewind, its checkpoint is the newest, however near it is.
     """
     report_save(s, wait=True)
-    found = on_rank0(s.world, lambda: find_steps(s.checkpointer.folder))
-    last = s.state.jumps[-1][0] if s.state.jumps and found[-1:] == [s.state.jumps[-1][0]] else -1
-    return [number for number in found if number < step or number <= last]
+    saved = on_rank0(s.world, lambda: find_steps(s.checkpointer.folder))
+    last = s.state.jumps[-1][0] if s.state.jumps and saved[-1:] == [s.state.jumps[-1][0]] else -1
+    return [number for number in saved if number < step or number <= last]
 
 
 def skipped_samples(s: Session) -> str:
@@ -79,7 +79,7 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
     s.scaler = GradScaler(c.grad_scaler, c.fsdp.uses_float16, s.world.device, saved.grad_scaler)
     s.guard = FiniteGuard(s.optimizer, s.scaler, s.guard.max_skipped, saved.skipped)
     s.meter = Meter(s.state, s.world.device)
-    s.log.rewound(saved.step)
+    s.log.reopen_trackers(s.state)
     s.log.start_bar(saved.step, c.train.steps)
     s.log.record({"step": saved.step + 1, "rewind": number, "rewound_from": before.step, "rewound_samples": jump[1:]})
     s.log.info(
@@ -90,12 +90,12 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
 
 def _load(s: Session, steps: list[int]) -> TrainState:
     """Load the newest of these checkpoints that is complete."""
-    saves, given, problems = s.checkpointer, s.checkpointer.config, list[str]()
+    checkpointer, config, problems = s.checkpointer, s.checkpointer.config, list[str]()
     try:
         for step in reversed(steps):
-            saves.config = given.model_copy(update={"resume": f"step-{step}"})
+            checkpointer.config = config.model_copy(update={"resume": f"step-{step}"})
             try:
-                if loaded := saves.load(s.state.identity):
+                if loaded := checkpointer.load(s.state.identity):
                     return loaded
             except UnreadableError:
                 raise
@@ -103,7 +103,7 @@ def _load(s: Session, steps: list[int]) -> TrainState:
                 problems.append(str(error))
                 s.log.info(f"note    damaged: {error}")
     finally:
-        saves.config = given
+        checkpointer.config = config
     raise CheckpointError("\n  ".join(["no checkpoint is complete that the run could go back to:", *problems]))
 
 
@@ -113,7 +113,7 @@ def _change_files(s: Session, loaded: TrainState, number: int, record: dict[str,
     file = folder / "spikes.jsonl"
     lines, cut = [record | {"time": round(time.time(), 3)}], recorded_changes(folder / "changes.jsonl", loaded, s.state)
     for name in _OF_STEPS:
-        whole, kept, later = split_records(folder / name, "step", step)
+        whole, kept, later = records.split(folder / name, step)
         lines += [{"rewind": number, "file": name, **values} for values in later]
         if kept != whole:
             cut[name] = kept
@@ -127,11 +127,10 @@ def _without_the_same(file: Path, record: dict[str, Any]) -> bytes:
     """The content of spikes.jsonl without an earlier attempt of this rewind, which a kill made the run repeat."""
     kept, same = [], False
     for line in file.read_bytes().splitlines(keepends=True) if file.is_file() else []:
-        try:
-            found = json.loads(line)
-            if "back_to" in found:  # the first line of a rewind; those of its steps follow
-                same = all(found.get(key) == record[key] for key in ("rewind", "step", "back_to", "skipped"))
-        except (ValueError, TypeError, RecursionError):
+        earlier = records.parse(line)
+        if earlier is None:
             continue
+        if "back_to" in earlier:  # the first line of a rewind; those of its steps follow
+            same = all(earlier.get(key) == record[key] for key in ("rewind", "step", "back_to", "skipped"))
         kept += [] if same else [line]
     return b"".join(kept)

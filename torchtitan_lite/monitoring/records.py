@@ -1,0 +1,59 @@
+"""The files of records in a run's folder, such as metrics.jsonl: a JSON object with a step on each line.
+
+`metrics.Log` writes them. A kill or a full disk can leave half a line; readers skip it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# the files that a resume cuts, and the key that tells when a record was written
+_CUT = {"metrics.jsonl": "step", "samples.jsonl": "step", "rouge.jsonl": "step", "spikes.jsonl": "rewind"}
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None if it is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    # 2**53: larger numbers are not those of a step, and are not exact in JSON
+    return record if isinstance(record, dict) and type(record.get("step")) is int and record["step"] < 2**53 else None
+
+
+def read(file: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, if it exists.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        if record := parse(line):
+            yield record
+
+
+def split(file: Path, last: float, key: str = "step") -> tuple[bytes, bytes, list[dict[str, Any]]]:
+    """A file's content, its part up to a value of `key`, and the later records. Damaged lines are in neither."""
+    content = file.read_bytes() if file.is_file() else b""
+    kept, later = [], []
+    for line in content.splitlines(keepends=True):
+        record = parse(line) if line.endswith(b"\n") else None
+        if record is None or not isinstance(record.get(key), int):
+            continue
+        if record[key] <= last:
+            kept.append(line)
+        else:
+            later.append(record)
+    return content, b"".join(kept), later
+
+
+def without_later(folder: Path, step: int) -> dict[str, bytes]:
+    """New contents for files with records of later steps, which a resume will repeat; what rewinds abandoned stays."""
+    changed = {}
+    for name, key in _CUT.items():
+        last = float("inf") if step and key == "rewind" else step
+        content, kept, _ = split(folder / name, last, key)
+        if kept != content:
+            changed[name] = kept
+    return changed
