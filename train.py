@@ -29,15 +29,7 @@ from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import (
-    World,
-    build_mesh,
-    env_int,
-    exit_process,
-    local_rank,
-    print_once,
-    process_group,
-)
+from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.metrics import Log
@@ -45,6 +37,7 @@ from torchtitan_lite.monitoring.watchdog import Watchdog, explained
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.process import env_int, local_rank, print_once
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory, start

@@ -1,4 +1,4 @@
-"""The effect of `distributed.process.keep_freed_memory`: `python -m benchmarks.freed_memory`.
+"""The effect of `process.keep_freed_memory`: `python -m benchmarks.freed_memory`.
 
 Runs the default experiment's first 40 steps on two processes with and without it, in turn. Prints tokens per second and
 their ratio, and checks that the losses are bitwise equal.
@@ -21,7 +21,8 @@ def worker() -> None:
     """train.py, with or without the function."""
     sys.path.insert(0, str(ROOT))
     import train
-    from torchtitan_lite.distributed import process, process_group
+    from torchtitan_lite import process
+    from torchtitan_lite.distributed import process_group
 
     if os.environ["KEEP"] == "0":
         process.keep_freed_memory = lambda: None

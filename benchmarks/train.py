@@ -28,8 +28,8 @@ import torch
 
 from benchmarks.contenders import CONTENDERS, EXTRA, GROWTH, PRODUCTS, SHAPES, STAND_INS, WIDENED, Shape, missing
 from benchmarks.machine import cpu
-from torchtitan_lite.config.derive import usable_cores
 from torchtitan_lite.cpu.widened import slow_dtypes
+from torchtitan_lite.process import usable_cores
 
 ROOT = Path(__file__).parent.parent
 OURS = "torchtitan_lite"

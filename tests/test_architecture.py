@@ -17,7 +17,7 @@ PACKAGE = ROOT / "torchtitan_lite"
 ROOMS = [
     ["terminal", "files"],
     ["errors"],
-    ["hints"],
+    ["hints", "process"],
     ["config"],
     ["models"],
     ["data", "distributed"],
@@ -255,9 +255,9 @@ def test_families_are_named_in_one_place() -> None:
 # what does one thing, and the only file that may name it
 ONE_PLACE = {
     "fnmatch.fnmatchcase": "config/patterns.py",  # patterns of parameters
-    "dist.broadcast_object_list": "",  # it unpickles: use process_group.from_rank0
+    "dist.broadcast_object_list": "",  # it unpickles: use agreement.from_rank0
     "dist.all_gather_object": "",  # the same: from_all_ranks
-    "sched_getaffinity": "config/derive.py",  # usable cores
+    "sched_getaffinity": "process.py",  # usable cores
     "it was renamed": "checkpointing/storage.py",
     "sequences x": "monitoring/console.py",  # the lines about model and batch
 }

@@ -301,10 +301,8 @@ def load_model(
     if not dtype.is_floating_point:
         raise ConfigError(f"dtype={dtype} should be a floating-point type, e.g. torch.bfloat16")
     file = None if tokenizer is None else paths.expand(os.fspath(tokenizer))
-    try:
+    with _naming_arguments():
         scored = scoring.open_one(Path(path), _device(device), dtype, file)
-    except DataError as error:
-        raise DataError(_as_arguments(str(error))) from None
     opened = scored.opened
     for note in opened.notes:
         warnings.warn(note, stacklevel=3)
@@ -429,10 +427,8 @@ def generate(
     if beams > 1 and not answers(model):
         raise ConfigError(f"beams={beams} is for encoder-decoders, and this is a decoder: beams=1 works")
     opened = _opened(model, tokenizer)
-    try:
+    with _naming_arguments():
         ids = generating.encode(opened, prompt)
-    except ConfigError as error:
-        raise ConfigError(_as_arguments(str(error))) from None
     with _evaluating(model):
         tokens = generating.tokens_of(opened, ids, options)
         return "".join(pieces(tokenizer.tokenizer, [] if answers(model) else ids, tokens))
@@ -497,12 +493,8 @@ def evaluate(
     config = data.config if isinstance(data, Data) else tokenizer.config
     scored = scoring.Model("the model", _opened(model, tokenizer), config)
     world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
-    try:
-        with _evaluating(model):
-            found = dict(scoring.scores_of(scored, options, world, _warn))
-    except ConfigError as error:
-        raise ConfigError(_as_arguments(str(error))) from None
-    scores = tables.with_total(found, {})
+    with _naming_arguments(), _evaluating(model):
+        scores = tables.with_total(dict(scoring.scores_of(scored, options, world, _warn)), {})
     return {names.get(text, text): tables.figures(part) for text, part in scores.items()}
 
 
@@ -525,6 +517,15 @@ def _evaluating(model: Transformer) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+
+
+@contextlib.contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Errors about options of a command become errors about arguments."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(_as_arguments(str(error))) from None
 
 
 def _as_arguments(message: str) -> str:

@@ -10,6 +10,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from torchtitan_lite.terminal import print_error
+
 
 class UserError(Exception):
     """The message names the wrong value and the fix. The process exits with `exit_code`."""
@@ -95,7 +97,7 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
         main: returns the exit code.
         info: prints a message; default: on stderr.
     """
-    info = info or _to_stderr
+    info = info or print_error
     try:
         code = main()
         sys.stdout.flush()  # while a full disk or a closed pipe can still be reported
@@ -206,11 +208,6 @@ def shortened(value: object, longest: int = 200) -> str:
     """A value for a message, truncated to `longest` characters."""
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
-
-
-def _to_stderr(message: str) -> None:
-    with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
 
 
 def _discard_stdout() -> None:

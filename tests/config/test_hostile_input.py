@@ -26,7 +26,7 @@ from torchtitan_lite import models, plan
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
-from torchtitan_lite.config import cli, derive, schema, toml
+from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.data.prepare import __main__, corpus, split
 from torchtitan_lite.data.prepare import split as split_module
 from torchtitan_lite.data.prepare.plan import Options
@@ -164,7 +164,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     }
     identity = {f"model.{key}": value for key, value in config.model.resolved().items()}
-    state = TrainState(step=1, identity=identity, config=derive.flatten(config))
+    state = TrainState(step=1, identity=identity, config=schema.flatten(config))
     full = storage.commit(folder, state, "full", 1, records)
     checkpoints.convert(full, run.parent / "sharded")
     split_module.byte_level().save(str(run / "tokenizer.json"))

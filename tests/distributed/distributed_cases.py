@@ -37,16 +37,10 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
+from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
-from torchtitan_lite.distributed.process_group import (
-    World,
-    exit_process,
-    from_all_ranks,
-    from_rank0,
-    process_group,
-    sum_over_ranks,
-)
+from torchtitan_lite.distributed.process_group import World, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.distributed.sharding import local_rows, optimizer_tensors
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, tiny
-from torchtitan_lite.config.derive import quota_of_cores, usable_cores
-from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed import process
-from torchtitan_lite.distributed.process_group import cpu_threads
+from torchtitan_lite import process
+from torchtitan_lite.process import cpu_threads, quota_of_cores, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--uts", "--pid", "--fork", "--mount-proc"]
@@ -27,7 +25,7 @@ if os.fork():
     os.close(1)  # so that whoever reads it sees the end if the worker dies
     sys.stdin.read()
 os.environ["RANK"] = "0"
-from torchtitan_lite.distributed.process import die_with_launcher
+from torchtitan_lite.process import die_with_launcher
 die_with_launcher()
 print(os.getpid(), flush=True)
 sys.stdin.read()
@@ -106,7 +104,7 @@ def test_the_number_of_threads_has_a_source(
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert cpu_threads(RunConfig(threads=threads)) == expected
+    assert cpu_threads(threads) == expected
 
 
 V1, V2 = "4:memory:/elsewhere\n2:cpu,cpuacct:/docker/1\n0::/\n", "0::/pod/container\n"

@@ -12,7 +12,8 @@ from typing import Any
 import train
 from tests.training import spike_worker
 from torchtitan_lite.data.loader import Loader
-from torchtitan_lite.distributed.process_group import env_int, exit_process
+from torchtitan_lite.distributed.process_group import exit_process
+from torchtitan_lite.process import env_int
 
 
 class Recorded:

@@ -37,10 +37,11 @@ import train
 from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing import safetensors_file, select, storage
 from torchtitan_lite.data.loader import PrefetchingLoader
-from torchtitan_lite.distributed.process_group import env_int, exit_process
+from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.process import env_int
 from torchtitan_lite.training import sampling, tasks
 
 # where a fault can be: the function that is about to be called

@@ -18,7 +18,7 @@ import train
 from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import MESHES, MODELS, WAYS
 from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.derive import derive, flatten
+from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
     Config,
@@ -26,6 +26,7 @@ from torchtitan_lite.config.schema import (
     GradScalerConfig,
     ModelConfig,
     OptimConfig,
+    flatten,
 )
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp

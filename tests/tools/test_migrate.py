@@ -319,6 +319,8 @@ def test_any_content_gives_toml_with_known_keys_or_a_message(content: dict[Any, 
         },
         [],
         found,
+        [],
+        set(),
     )
     assert not found, "each value is one that its key takes"
 

@@ -12,8 +12,7 @@ from tests.helpers import checkpoint, losses, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import compatibility
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config import schema
-from torchtitan_lite.config.derive import flatten
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import resumed
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.storage import Manifest, TrainState
-from torchtitan_lite.config.derive import derive, flatten
+from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import Config, bitwise_keys, default_of, known_keys, resume_rule
+from torchtitan_lite.config.schema import Config, bitwise_keys, default_of, flatten, known_keys, resume_rule
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed import sharding

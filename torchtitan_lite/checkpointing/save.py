@@ -25,8 +25,8 @@ from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.storage import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed import sharding
-from torchtitan_lite.distributed.agreement import outcome_on_rank0
-from torchtitan_lite.distributed.process_group import World, from_all_ranks, sum_over_ranks, untimed_group
+from torchtitan_lite.distributed.agreement import from_all_ranks, outcome_on_rank0
+from torchtitan_lite.distributed.process_group import World, sum_over_ranks, untimed_group
 from torchtitan_lite.distributed.sharding import Tensors, local_rows
 from torchtitan_lite.errors import DivergedError, NonFiniteError
 from torchtitan_lite.models import Transformer

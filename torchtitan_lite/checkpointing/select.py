@@ -19,7 +19,8 @@ from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.process_group import World, from_all_ranks
+from torchtitan_lite.distributed.agreement import from_all_ranks
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import CheckpointError, UnreadableError
 
 

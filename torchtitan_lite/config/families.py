@@ -4,7 +4,7 @@ A new family is one file in models/ and one entry of FAMILIES. A size name below
 only; embeddings depend on the vocabulary. The parameter counts of the larger sizes are tested.
 """
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,7 @@ class Family:
 
     def load(self) -> Any:
         """Import the model class."""
-        module, name = self.model.split(":")
-        return getattr(importlib.import_module(module), name)
+        return pkgutil.resolve_name(self.model)
 
 
 GPT: dict[str, dict[str, Any]] = {

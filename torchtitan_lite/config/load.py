@@ -94,15 +94,13 @@ def read_file(path: Path, problems: list[str], files: list[str], chain: tuple[Pa
         beside = Path(base) if base[0] == "~" else path.parent / base
         chosen = beside if beside.exists() or not Path(base).is_file() else Path(base)
         inherited = read_file(chosen, problems, files, (*chain, where))
-    return inherited | {key: ConfigValue(value, str(path), level=-len(chain)) for key, value in _leaves(tree)}
-
-
-def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    values: dict[str, Any] = {}
     for section, table in tree.items():
         if isinstance(table, dict):
-            yield from ((f"{section}.{key}", value) for key, value in table.items())
+            values |= {f"{section}.{key}": value for key, value in table.items()}
         else:
-            yield section, table
+            values[section] = table
+    return inherited | {key: ConfigValue(value, str(path), level=-len(chain)) for key, value in values.items()}
 
 
 def parse_value(key: str, text: str) -> Any:
@@ -139,8 +137,8 @@ def build(
     values: ConfigValues,
     checks: Sequence[Check],
     problems: list[str],
-    notes: list[str] | None = None,
-    left_out: set[str] | None = None,
+    notes: list[str],
+    left_out: set[str],
 ) -> Config:
     """Build the config.
 
@@ -157,7 +155,6 @@ def build(
         the config, valid only if `problems` is still empty.
     """
     refused: set[str] = set()
-    notes = [] if notes is None else notes
     known = known_keys()
     for key, value in values.items():
         if key not in known:
@@ -177,8 +174,7 @@ def build(
         config = _validate(layers, refused)
     for key in _unused(config, layers, refused, problems, notes):
         refused.add(key)
-        if left_out is not None:
-            left_out.add(key)
+        left_out.add(key)
     config = _validate(layers, refused)
     for check in checks:
         broken = _accepted(check(config), layers, refused)

@@ -133,6 +133,12 @@ def known_keys() -> dict[str, FieldInfo]:
     }
 
 
+def flatten(config: Config) -> dict[str, Any]:
+    """Every value by "section.key", as JSON types."""
+    tree = config.model_dump(mode="json")
+    return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
+
+
 def type_name(key: str) -> str:
     """The metavar of "section.key" in `--help`."""
     annotation = known_keys()[key].annotation

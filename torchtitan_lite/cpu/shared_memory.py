@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.cpu import barrier
-from torchtitan_lite.distributed.process_group import env_int, from_all_ranks, from_rank0
+from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0
+from torchtitan_lite.process import env_int
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
 SMALL = 16 << 10  # bytes of a tensor up to which each rank computes all of an all-reduce

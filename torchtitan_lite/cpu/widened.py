@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.cpu import loss
-from torchtitan_lite.distributed.process_group import World, from_rank0
+from torchtitan_lite.distributed.agreement import from_rank0
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
 
 Attend = Callable[..., Tensor]

@@ -1,20 +1,74 @@
-"""Agreement between ranks: equal configs and versions, and the outcome of an action on rank 0."""
+"""Python values that ranks exchange, the outcome of an action on rank 0, and equal configs and versions."""
 
+import json
 import platform
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_lite import __version__
-from torchtitan_lite.config.derive import flatten
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.process_group import World, from_all_ranks, from_rank0
+from torchtitan_lite.config.schema import Config, flatten
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def from_rank0(value: T | None, group: dist.ProcessGroup | None = None) -> T:
+    """The Python value of the group's first rank, on every rank. The other ranks' argument is ignored."""
+    is_source, source = dist.get_rank(group) == 0, dist.get_global_rank(group, 0) if group else 0
+    mine = _to_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+    size = torch.tensor([len(mine)], device="cpu")
+    dist.broadcast(size, source, group)
+    data = mine if is_source else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    dist.broadcast(data, source, group)
+    return _from_bytes(data)
+
+
+def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The Python value of each rank of the group, on every rank."""
+    mine = _to_bytes(value)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device="cpu"), group)
+    longest = max(int(size) for size in sizes)
+    data = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in sizes]
+    dist.all_gather(data, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group)
+    return [_from_bytes(each[: int(size)]) for each, size in zip(data, sizes, strict=True)]
+
+
+# torch's own collectives of objects unpickle what arrives, which can run code; JSON can't. All of its objects are tags,
+# {"tuple": [...]}, so that each value keeps its type.
+_TAGGED: dict[str, Any] = {"tuple": tuple, "dict": dict, "path": Path}
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(_tagged(value)).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    def untagged(content: dict[str, Any]) -> Any:
+        ((tag, value),) = content.items()
+        return _TAGGED[tag](value)
+
+    return json.loads(data.numpy().tobytes(), object_hook=untagged)
+
+
+def _tagged(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {"dict": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [_tagged(item) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"{type(value).__name__} can't be sent between ranks")
 
 
 def outcome_on_rank0(

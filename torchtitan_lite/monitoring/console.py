@@ -18,9 +18,10 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.samples import Mixture
-from torchtitan_lite.distributed.process_group import World, cpu_threads
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.process import cpu_threads
 from torchtitan_lite.terminal import counted, duration
 
 
@@ -40,7 +41,7 @@ def start_lines(
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
         f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {counted(world.threads, 'thread')} per rank "
-        f"({cpu_threads(config.run)[1]})",
+        f"({cpu_threads(config.run.threads)[1]})",
         model_line(
             config,
             f"{n_parameters:,} parameters, {mine:,} on rank 0",

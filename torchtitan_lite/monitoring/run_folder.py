@@ -19,9 +19,11 @@ from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
 from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.distributed.process_group import World, env_int, from_all_ranks, from_rank0
+from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
+from torchtitan_lite.process import env_int
 
 
 def make(folder: Path) -> None:

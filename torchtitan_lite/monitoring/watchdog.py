@@ -29,10 +29,11 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.distributed.process_group import World, env_int, limit_group_timeouts, print_once
+from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
 from torchtitan_lite.errors import ConfigError, StuckError, tell_launcher
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.hang import Place, StepTimer, explain_start, is_gone, is_lost, silence
+from torchtitan_lite.process import env_int, print_once
 
 _BEAT, _SUM, _DECISION = "torchtitan_lite/beat/{}", "torchtitan_lite/sum", "torchtitan_lite/decision"
 _FOLLOWS = b"--- this process ends because another one did\n"

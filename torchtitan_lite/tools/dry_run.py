@@ -21,11 +21,12 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.agreement import require_agreement
-from torchtitan_lite.distributed.process_group import env_int, process_group
+from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring import mfu, run_folder
 from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.process import env_int
 from torchtitan_lite.terminal import duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.columns import columns

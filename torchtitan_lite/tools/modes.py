@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torchtitan_lite.config.cli import Command
 from torchtitan_lite.config.toml import to_toml_with_origins
-from torchtitan_lite.distributed.process_group import local_rank
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.process import local_rank
 from torchtitan_lite.terminal import print_line
 from torchtitan_lite.tools import dry_run, inspect
 from torchtitan_lite.tools.incidents import replay

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan_lite.distributed.process import die_with_launcher
 from torchtitan_lite.optim.finite_guard import HostCopy
+from torchtitan_lite.process import die_with_launcher
 from torchtitan_lite.terminal import prepare_streams
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

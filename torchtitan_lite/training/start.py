@@ -18,8 +18,8 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
-from torchtitan_lite.distributed.agreement import require_agreement
-from torchtitan_lite.distributed.process_group import World, from_rank0
+from torchtitan_lite.distributed.agreement import from_rank0, require_agreement
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, is_stall
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.console import source_lines, start_lines, what_next

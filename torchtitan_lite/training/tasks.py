@@ -17,8 +17,8 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.agreement import from_rank0
 from torchtitan_lite.distributed.parallelize import evaluating
-from torchtitan_lite.distributed.process_group import from_rank0
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS, Task

@@ -3,7 +3,7 @@
 A new optimizer is one file in optim/ and one entry of OPTIMIZERS. Its keys are fields of OptimConfig.
 """
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -34,8 +34,8 @@ class Optimizer:
 
     def load(self) -> Callable[[list[dict[str, Any]], "OptimConfig"], Any]:
         """Import the function."""
-        module, name = self.build.split(":")
-        return getattr(importlib.import_module(module), name)
+        build: Callable[[list[dict[str, Any]], OptimConfig], Any] = pkgutil.resolve_name(self.build)
+        return build
 
 
 OPTIMIZERS = {

@@ -21,8 +21,6 @@ from torchtitan_lite.config.section import (
 )
 
 if TYPE_CHECKING:
-    from typing import ClassVar
-
     from torchtitan_lite.config.schema import Config
 
 

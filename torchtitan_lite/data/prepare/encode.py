@@ -21,7 +21,6 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from torchtitan_lite.config.derive import usable_cores
 from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import corpus as corpora
@@ -34,6 +33,7 @@ from torchtitan_lite.data.prepare.writer import Progress, Writer, read_progress,
 from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import sync_folder, write_durably
+from torchtitan_lite.process import usable_cores
 from torchtitan_lite.terminal import counted
 
 _SMALL = 4 << 20  # bytes; less text is encoded faster than a worker starts

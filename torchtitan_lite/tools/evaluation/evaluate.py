@@ -32,10 +32,11 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.data.token_files import PAIRS, read_meta
-from torchtitan_lite.distributed.process_group import World, exit_process, local_rank, print_once, process_group
+from torchtitan_lite.distributed.process_group import World, exit_process, process_group
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, UserError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
+from torchtitan_lite.process import local_rank, print_once
 from torchtitan_lite.scoring.find_tasks import BUILT_IN, find_each
 from torchtitan_lite.scoring.likelihood import bytes_per_token, over_ranks
 from torchtitan_lite.scoring.task_scores import TaskScore, score

@@ -22,13 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import bitwise_setting
-from torchtitan_lite.config.derive import flatten
-from torchtitan_lite.config.schema import Config, resume_rule
+from torchtitan_lite.config.schema import Config, flatten, resume_rule
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed import sharding
-from torchtitan_lite.distributed.agreement import outcome_on_rank0, require_agreement
-from torchtitan_lite.distributed.process_group import from_rank0, process_group
+from torchtitan_lite.distributed.agreement import from_rank0, outcome_on_rank0, require_agreement
+from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.errors import ConfigError, NonFiniteError, UserError
 from torchtitan_lite.monitoring import records, run_folder
 from torchtitan_lite.monitoring.metrics import Log

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config import cli, paths
-from torchtitan_lite.distributed.process_group import env_int
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
 from torchtitan_lite.files import write_durably
+from torchtitan_lite.process import env_int
 from torchtitan_lite.tools.report.runs import Run, read_run
 from torchtitan_lite.tools.report.table import table
 
