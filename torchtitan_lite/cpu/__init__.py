@@ -11,6 +11,7 @@ and `fully_shard`. A new one falls back to the plain one where that is as fast, 
     speed.shared_memory       FSDP's collectives   shared_memory.py: mapped memory, set up after `fully_shard`
 """
 
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import SpeedConfig
 from torchtitan_lite.cpu import attention, fused, loss, widened
 from torchtitan_lite.cpu.shared_memory import apply_shared_memory
@@ -31,7 +32,7 @@ def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> No
         for module in model.modules():
             if getattr(module, "attend", None) is plain.attend:
                 module.attend = attention.attend  # type: ignore[assignment]
-    if config.fused_functions:
+    if config.fused_functions and FAMILIES[model.config.family].fused_functions:
         fused.fuse_norms(model)
         fused.fuse_rotations(model)
     model.output.cross_entropy = loss.chunked_cross_entropy  # where model.output.chunked is set

@@ -171,7 +171,8 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the main process ends this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, results = sys.stdin.buffer, sys.stdout.buffer
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    # the parent has ended, perhaps in the middle of a request
+    with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
         job: Job = pickle.load(requests)
         encoder = load(job)
         while True:
