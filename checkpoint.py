@@ -38,16 +38,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage
+from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage, tensor_names
 from torchtitan_lite.checkpointing.dcp_storage import ShardReader, ShardWriter
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
 from torchtitan_lite.checkpointing.save import BaseCheckpointer, Write
 from torchtitan_lite.checkpointing.select import select_checkpoint
-from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, Manifest, TrainState
-from torchtitan_lite.distributed import sharding
-from torchtitan_lite.distributed.sharding import Tensors
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, Manifest
+from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.optim.optimizer import make_state
+from torchtitan_lite.optim.optimizer import kept_hyperparameters, make_state
 
 
 class Checkpointer(BaseCheckpointer):
@@ -95,7 +95,7 @@ class Checkpointer(BaseCheckpointer):
         """Rank 0 gathers one whole tensor at a time, and writes it. Returns the function that does so."""
         parts = self.parts()
         specs = {file: specs_of(tensors) for file, tensors in parts.items()}
-        tensors = sharding.by_name(parts)
+        tensors = tensor_names.by_name(parts)
         gather: Callable[[str], Tensor] = functools.partial(self.gather, tensors)
         if background:
             # The next step changes the tensors, so each rank copies its rows now. And full_tensor() would use the
@@ -162,12 +162,12 @@ class Checkpointer(BaseCheckpointer):
         optimizer: dict[str, Any] = {}
         if self.world.rank == 0:
             # set_model_state_dict is strict: it also wants the second names of tied parameters
-            model = sharding.with_tied(self.model, load_file(folder / MODEL))
-            optimizer = sharding.nested_state(self.model, self.optimizer, load_file(folder / OPTIMIZER))
+            model = tensor_names.with_tied(self.model, load_file(folder / MODEL))
+            optimizer = tensor_names.nested_state(self.model, self.optimizer, load_file(folder / OPTIMIZER))
         dist.barrier(group=self.world.untimed)  # the collectives in these functions have a timeout
         # Torch also loads `param_groups`: it makes lists of tuples such as betas, and a state dict with a learning rate
         # would overwrite that of the config. So we put ours back.
-        with sharding.kept_hyperparameters(self.optimizer):
+        with kept_hyperparameters(self.optimizer):
             set_model_state_dict(self.model, model, options=options)
             set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
 
@@ -175,7 +175,7 @@ class Checkpointer(BaseCheckpointer):
 
     def save_sharded_by_dtensor(self, background: bool) -> Write:
         """DCP plans from the DTensors which rank writes which rows: each row once, even if HSDP has copies of it."""
-        return self.write_shards(sharding.by_name(self.parts()), background)
+        return self.write_shards(tensor_names.by_name(self.parts()), background)
 
     def write_shards(self, tensors: Tensors, background: bool) -> Write:
         """Returns the function that writes this rank's rows."""
@@ -195,7 +195,7 @@ class Checkpointer(BaseCheckpointer):
 
     def load_sharded_by_dtensor(self, folder: Path) -> None:
         """Each rank reads its rows into its tensors, from whichever files have them."""
-        tensors = sharding.by_name(self.parts())
+        tensors = tensor_names.by_name(self.parts())
         dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
 
     # --- sharded state dict, DCP API ----------------------------------------------------------------------------
@@ -203,22 +203,22 @@ class Checkpointer(BaseCheckpointer):
     def save_sharded_by_dcp(self, background: bool) -> Write:
         """The same, with the tensors that get_state_dict returns."""
         parts = self.as_parts(*get_state_dict(self.model, self.optimizer))
-        return self.write_shards(sharding.by_name(parts), background)
+        return self.write_shards(tensor_names.by_name(parts), background)
 
     def load_sharded_by_dcp(self, folder: Path) -> None:
         """The dicts of get_state_dict share memory with model and optimizer, so dcp.load has already filled these.
 
         set_state_dict is for modules and optimizers whose state dicts are copies. It also loads `param_groups`.
         """
-        with sharding.kept_hyperparameters(self.optimizer):
+        with kept_hyperparameters(self.optimizer):
             model, optimizer = get_state_dict(self.model, self.optimizer)
-            tensors = sharding.by_name(self.as_parts(model, optimizer))
+            tensors = tensor_names.by_name(self.as_parts(model, optimizer))
             dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
             set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
-    def as_parts(self, model: Mapping[str, Any], optimizer: Any) -> sharding.Parts:
+    def as_parts(self, model: Mapping[str, Any], optimizer: Any) -> Parts:
         """The tensors of get_state_dict by file and by our names: there a tied parameter has only its first name."""
-        by_file = {MODEL: model, OPTIMIZER: sharding.flat(optimizer)}
+        by_file = {MODEL: model, OPTIMIZER: tensor_names.flat(optimizer)}
         return {file: {name: by_file[file][name] for name in tensors} for file, tensors in self.parts().items()}
 
     # --- the weights of another model ---------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Checkpointer(BaseCheckpointer):
         Raises:
             CheckpointError: on every rank, before anything is overwritten: the weights are of another model.
         """
-        targets = sharding.own_tensors(self.model)
+        targets = tensor_names.own_tensors(self.model)
         weights = compatibility.open_same_weights(open_weights, targets, self.world)
         if self.world.local_world_size < self.world.world_size:
             self.broadcast(targets, weights.__getitem__)

@@ -10,7 +10,6 @@ The same command again resumes the run.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,16 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
 from torchtitan_lite import cpu, models
-from torchtitan_lite.checkpointing.compatibility import continued, fresh_state
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.compatibility import fresh_state
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.distributed import parallelize
+from torchtitan_lite.distributed import blocks, parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.errors import run_cli
@@ -118,8 +116,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
         resume: overrides `checkpoint.resume`, which is obeyed once per launch.
     """
     # 1. The mesh: which ranks shard one copy of the model, and which hold further copies.
-    layout = derive(config, world.world_size)
-    mesh = build_mesh(layout, world.device)
+    mesh = build_mesh(config.fsdp, world.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
     model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, world))
@@ -152,15 +149,14 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     saving = config.checkpoint.model_copy(update={"resume": resume or config.checkpoint.resume})
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, saving, world)
     questions = {name: digest for callback in callbacks for name, digest in callback.questions.items()}
-    fresh = replace(fresh_state(config, data, world, validation.identity()), tasks=questions)
+    fresh = fresh_state(config, data, world, validation.identity(), questions)
     try:
         with watchdog.loading("loading a checkpoint"):
             resumed = load_newest(config, checkpointer, fresh, log)
     except BaseException:
-        loader.close()
         watchdog.close()
         raise
-    state = continued(resumed, fresh) if resumed else fresh
+    state = resumed.continued_by(fresh) if resumed else fresh
 
     # 6. The guards: a loss scale for float16, updates that are not finite, and loss spikes.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
@@ -175,7 +171,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     return Session(
         config=config,
         world=world,
-        copies=layout.dp_replicate,
+        dp_replicate=config.fsdp.mesh(world.world_size)[0],
         model=model,
         optimizer=optimizer,
         scaler=scaler,
@@ -204,8 +200,8 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
         cpu.apply(model, config.speed, widen=widen)
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
-    parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
-    parallelize.apply_compile(model, config.compile)
+    blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
+    blocks.apply_compile(model, config.compile)
     parallelize.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.shared_memory:
         cpu.apply_shared_memory(model, mesh)
@@ -246,7 +242,7 @@ def train(s: Session) -> None:
                 step = s.spikes.rewind(s)
                 continue
             with s.meter.paused():
-                for callback in s.callbacks:
+                for callback in s.callbacks:  # training/callbacks.py: log, validate, score tasks, save, sample, profile
                     last = step == steps or (s.preemption.agreed and callback.when_preempted)
                     if last or due(step, callback.every):
                         callback.after(s, result)
@@ -267,6 +263,7 @@ def train_step(s: Session, step: int) -> StepResult:
     sums = forward_backward(s, step, batch)
     loss, grad_norm = sums.loss.float() / batch.global_tokens, sums.squared_norm.sqrt().float() / s.scaler.scale
     result = StepResult(loss, grad_norm)
+    # the fused AdamW gets the factor as `grad_scale`, and applies it to the gradients as it reads them
     optim.clip_gradients(s.optimizer, grad_norm, config.optim.max_norm, s.scaler.scale)
 
     settle(s)  # of the previous step, which the device has finished by now: the host does not wait
@@ -279,15 +276,7 @@ def train_step(s: Session, step: int) -> StepResult:
         s.guard.update(step, sums.rank_losses, grad_norm, suspect)
     s.preemption.share(sums.stop_requests)
 
-    jump = [step - 1, s.state.samples_consumed, first]
-    s.state = replace(
-        s.state,
-        step=step,
-        val_loss=None,
-        tokens=s.state.tokens + batch.global_tokens,
-        samples_consumed=first + size,
-        jumps=[*s.state.jumps, *([jump] if first > s.state.samples_consumed else [])],
-    )
+    s.state = s.state.after_step(first, size, batch.global_tokens)
     return result
 
 
@@ -299,6 +288,7 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Sums:
         # Seeds dropout from the step, so no random state has to be saved. (torch.manual_seed is slower.)
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
         seed(stream(s.config.run.seed, step, i, world.rank))
+        # By default backward reduces each micro-batch, and gradients accumulate as shards. grad_sync can put it off.
         parallelize.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = s.model(*micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
@@ -307,7 +297,7 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Sums:
         s.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
     # A rank holds the gradients of its own shards, so their norm is a sum over ranks. With HSDP, each shard has copies.
-    squared_norm = optim.squared_norm(s.model, s.copies)
+    squared_norm = optim.squared_norm(s.model, s.dp_replicate)
     return Sums.over_ranks(loss_sum, squared_norm, stop=s.preemption.requested(), world=world)
 
 

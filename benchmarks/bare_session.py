@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.derive import derive
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
@@ -24,7 +23,7 @@ def bare_session(config: Config, world: World, model: Transformer, loader: Any) 
     return Session(
         config=config,
         world=world,
-        copies=derive(config, world.world_size).dp_replicate,
+        dp_replicate=config.fsdp.mesh(world.world_size)[0],
         model=model,
         optimizer=optimizer,
         scaler=scaler,

@@ -28,11 +28,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import train
 from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config import load as settings
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
-from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
@@ -63,7 +62,7 @@ class Bench:
     def __init__(self, world: World, folder: Path) -> None:
         self.world, self.folder = world, folder
         config = config_of(world)
-        self.model = train.sharded_model(config, 8192, build_mesh(derive(config, world.world_size), world.device))
+        self.model = train.sharded_model(config, 8192, build_mesh(config.fsdp, world.device))
         materialise(self.model, world.device, 0)
         self.optimizer = build_optimizer(self.model, config.optim)
         make_state(self.optimizer)
@@ -76,7 +75,10 @@ class Bench:
         self.step = 0
 
     def state(self) -> dict[str, Tensor]:
-        model, optimizer = sharding.own_tensors(self.model), sharding.optimizer_tensors(self.model, self.optimizer)
+        model, optimizer = (
+            own_tensors(self.model),
+            optimizer_tensors(self.model, self.optimizer),
+        )
         return {f"model.{n}": t for n, t in model.items()} | {f"optimizer.{n}": t for n, t in optimizer.items()}
 
     def parts(self) -> list[Tensor]:

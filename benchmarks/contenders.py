@@ -28,7 +28,6 @@ import train
 from benchmarks.bare_session import bare_session
 from torchtitan_lite import cpu, models
 from torchtitan_lite.config import load
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
@@ -94,14 +93,14 @@ class RandomSamples:
         self._rows = torch.randint(shape.vocab_size, (self.n_samples, shape.seq_len + 1), generator=generator).numpy()
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See samples.SampleSource."""
+        """See loader.SampleSource."""
         rows = Rows.empty(len(run_samples), self.seq_len)
         both = self._rows[run_samples % self.n_samples]
         rows.tokens[:], rows.targets[:] = both[:, :-1], both[:, 1:]
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See samples.SampleSource."""
+        """See loader.SampleSource."""
         return len(run_samples) * self.seq_len
 
 
@@ -125,9 +124,8 @@ def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str =
 def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
     """A session like that of train.build, on random tokens and without files."""
     config = config_of(shape, world.world_size, more, world.device.type)
-    layout = derive(config, world.world_size)
     widen = cpu.widens(config, world)
-    model = train.sharded_model(config, shape.vocab_size, build_mesh(layout, world.device), widen=widen)
+    model = train.sharded_model(config, shape.vocab_size, build_mesh(config.fsdp, world.device), widen=widen)
     materialise(model, world.device, seed=0)
     loader = Loader(
         RandomSamples(shape),

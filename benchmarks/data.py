@@ -26,8 +26,9 @@ import tokenizers
 
 from torchtitan_lite.data import token_files
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.prepare import corpus
-from torchtitan_lite.data.samples import Mixture, Samples
+from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.files import write_durably
 
 ROOT = Path(__file__).parent.parent

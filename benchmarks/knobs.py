@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config import load
+from torchtitan_lite.distributed.blocks import apply_activation_checkpointing
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing
 from torchtitan_lite.models import build
 from torchtitan_lite.tools.allocator import peak_of
 

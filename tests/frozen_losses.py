@@ -14,7 +14,6 @@ import train
 from benchmarks.bare_session import bare_session
 from tests.distributed.knob_table import VOCABULARY, FixedSamples
 from torchtitan_lite.config import load
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
@@ -31,7 +30,7 @@ def config_of(sections: dict[str, dict[str, Any]]) -> Config:
 
 def losses(config: Config, world: World) -> list[float]:
     """The losses of the run's steps."""
-    model = train.sharded_model(config, VOCABULARY, build_mesh(derive(config, world.world_size), world.device))
+    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, world.device))
     materialise(model, world.device, config.run.seed)
     loader = Loader(
         FixedSamples(config.train.seq_len),

@@ -37,8 +37,8 @@ COMMANDS = {"generate", "evaluate", "rouge", "report", "plan", "migrate", "which
 RECIPE = [
     "train.py",
     "checkpoint.py",
+    "torchtitan_lite/checkpointing/state.py",
     "torchtitan_lite/training/session.py",
-    "torchtitan_lite/config/derive.py",
     "torchtitan_lite/distributed/process_group.py",
     "torchtitan_lite/distributed/parallelize.py",
     "torchtitan_lite/distributed/initialize.py",

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
@@ -36,10 +37,9 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import source_prefix
-from torchtitan_lite.distributed import parallelize
+from torchtitan_lite.distributed import blocks
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.distributed.sharding import own_tensors
 from torchtitan_lite.errors import ConfigError, DataError, shortened
 from torchtitan_lite.errors import UserError as UserError
 from torchtitan_lite.huggingface import weights
@@ -261,8 +261,8 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     model.output.z_loss = config.train.z_loss
     model.output.chunked = config.speed.chunked_loss
     cpu.apply(model, config.speed)
-    parallelize.apply_activation_checkpointing(model, config.activation_checkpointing)
-    parallelize.apply_compile(model, config.compile)
+    blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
+    blocks.apply_compile(model, config.compile)
     materialise(model, _device(config.run.device), config.run.seed)
     if config.model.init_from:
         _load_initial(model, config)

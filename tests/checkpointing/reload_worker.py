@@ -11,12 +11,11 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.derive import derive
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
-from torchtitan_lite.distributed.sharding import optimizer_tensors, own_tensors
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state, set_learning_rate
 
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
@@ -36,7 +35,7 @@ class State:
         values = {"model": MODELS[family], "fsdp": {"dp_replicate": MESHES[mesh][1]}, "run": {"device": "cpu"}}
         config = Config.model_validate(values)
         self.world = world
-        self.model = train.sharded_model(config, 517, build_mesh(derive(config, world.world_size), world.device))
+        self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, world.device))
         materialise(self.model, world.device, seed)
         self.optimizer = build_optimizer(self.model, config.optim)
 

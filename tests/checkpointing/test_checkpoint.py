@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save
 from tests.helpers import checkpoint, limited, python, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite.checkpointing import dcp_storage, safetensors_file, select, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -316,7 +317,7 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
     folder = storage.begin(tmp_path, 1)
     weight = torch.ones(3)
     record = write_tensors(folder / "model.safetensors", specs_of({"w": weight}), lambda _: weight)
-    storage.commit(folder, storage.TrainState(step=1), "full", 1, {"model.safetensors": record})
+    storage.commit(folder, TrainState(step=1), "full", 1, {"model.safetensors": record})
     step = f"{tmp_path}/step-00000001"
     assert happened == [
         f"sync {step}/model.safetensors",
@@ -367,7 +368,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
     def fill() -> None:
         for step, loss in losses.items():
-            storage.commit(storage.begin(tmp_path, step), storage.TrainState(step=step, val_loss=loss), "full", 1, {})
+            storage.commit(storage.begin(tmp_path, step), TrainState(step=step, val_loss=loss), "full", 1, {})
 
     for (latest, every, best, also), kept in {
         (0, 0, False, ()): {1, 2, 3, 4, 5, 6},

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 import train
 from checkpoint import Checkpointer
 from tests.helpers import run_distributed
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
@@ -80,7 +79,7 @@ def peak_of(action: Callable[[], object]) -> float:
 
 def measure(world: World, folder: Path, hf_folder: Path) -> dict[str, float]:
     config = config_of(world.world_size)
-    model = train.sharded_model(config, VOCABULARY, build_mesh(derive(config, world.world_size), world.device))
+    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, world.device))
     materialise(model, world.device, 0)
     optimizer = build_optimizer(model, config.optim)
     make_state(optimizer)

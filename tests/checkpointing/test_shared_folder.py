@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import safetensors_file, storage
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tools import checkpoints
 

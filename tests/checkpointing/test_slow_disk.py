@@ -14,7 +14,7 @@ from checkpoint import Checkpointer
 from tests.distributed.distributed_cases import MESHES, make_mesh, sharded
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import full_state, safetensors_file, storage
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import select, storage
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tools import checkpoints as checkpoint_tools
 

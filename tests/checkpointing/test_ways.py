@@ -15,7 +15,7 @@ from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import WAYS, State
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import full_state, storage
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows

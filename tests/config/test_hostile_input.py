@@ -25,12 +25,13 @@ import train
 from torchtitan_lite import models, plan
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
-from torchtitan_lite.checkpointing.storage import Manifest, TrainState
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.storage import Manifest
+from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.data.prepare import __main__, corpus, split
 from torchtitan_lite.data.prepare import split as split_module
 from torchtitan_lite.data.prepare.plan import Options
-from torchtitan_lite.distributed.sharding import own_tensors
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate

@@ -20,8 +20,8 @@ from torchtitan_lite.config.schema import ActivationCheckpointingConfig, Compile
 from torchtitan_lite.cpu import attention as by_blocks
 from torchtitan_lite.cpu import fused
 from torchtitan_lite.cpu import loss as in_chunks
+from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import Transformer, build, llama
 from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy

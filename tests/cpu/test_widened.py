@@ -17,8 +17,8 @@ from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, Config, ModelConfig, SpeedConfig
 from torchtitan_lite.cpu import attention, widened
+from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models import attention as plain

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models
 
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.loader import Batch, Loader
+from torchtitan_lite.data.loader import Batch, Loader, SampleSource
 from torchtitan_lite.data.order import sample_index
 from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.prepare.split import documents
-from torchtitan_lite.data.samples import Samples, SampleSource
+from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.data.tokenizer import end_token
 from torchtitan_lite.errors import DataError

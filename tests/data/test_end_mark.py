@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from tests.data.test_data import make
 from tests.helpers import checkpoint, ranks, succeeded, tiny
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.prepare.__main__ import main

@@ -20,11 +20,12 @@ from torchtitan_lite.config.load import ConfigValue, load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
+from torchtitan_lite.data.mixture import Interleave, Mixture, shares_of
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.order import Interleave, sample_index, sample_indices, shares_of
+from torchtitan_lite.data.order import sample_index, sample_indices
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.samples import Mixture, Samples
+from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE

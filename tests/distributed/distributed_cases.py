@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing.save import require_finite
 from torchtitan_lite.checkpointing.select import verify_together
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
     FsdpConfig,
@@ -41,7 +42,7 @@ from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import World, exit_process, process_group, sum_over_ranks
-from torchtitan_lite.distributed.sharding import local_rows, optimizer_tensors
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError, NonFiniteError
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.gpt import GPT

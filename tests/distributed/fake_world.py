@@ -10,7 +10,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite import models
 from torchtitan_lite.config import load
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import build_mesh
 
@@ -19,7 +18,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     for file in sys.argv[1:]:
         config = load.load(Path(file), {}, world_size=8).config
-        mesh = build_mesh(derive(config, 8), torch.device("cpu"))
+        mesh = build_mesh(config.fsdp, torch.device("cpu"))
         with torch.device("meta"):
             model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
         apply_fsdp(model, mesh, config.fsdp)

@@ -24,7 +24,6 @@ from benchmarks.bare_session import bare_session
 from tests.distributed import knob_effects
 from tests.distributed.knob_table import CASES, ON_CUDA, STEPS, VOCABULARY, FixedSamples
 from torchtitan_lite import cpu
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
@@ -35,9 +34,8 @@ from torchtitan_lite.training.session import Session
 
 def training(config: Config, world: World) -> Session:
     """What train.run builds, without files."""
-    layout = derive(config, world.world_size)
     widen = cpu.widens(config, world)
-    model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device), widen=widen)
+    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, world.device), widen=widen)
     materialise(model, world.device, seed=7, offload=config.fsdp.cpu_offload)
     samples = FixedSamples(config.train.seq_len)
     loader = Loader(

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.config.sections.compute import missing_for_inductor
+from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.tools.allocator import peak_of
 

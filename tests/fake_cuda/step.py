@@ -15,7 +15,6 @@ from benchmarks.bare_session import bare_session
 from tests.fake_cuda import stand_ins
 from tests.fake_cuda.operators import OperatorLog
 from torchtitan_lite.config import load
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Indices
@@ -53,7 +52,7 @@ def fake_session(config: Config, world_size: int, vocab_size: int) -> Iterator[S
     """What train.build makes, with parameters that are FakeTensors; nothing is loaded or written."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     world = World(0, world_size, DEVICE, 1, min(world_size, stand_ins.GPUS))
-    layout, train_keys = derive(config, world_size), config.train
+    train_keys = config.train
     samples = Sequences(train_keys.seq_len)
     loader = Loader(
         samples,
@@ -64,7 +63,7 @@ def fake_session(config: Config, world_size: int, vocab_size: int) -> Iterator[S
         document_mask=config.data.document_mask,
         pin=True,
     )
-    prefetching, mesh = PrefetchingLoader(loader, DEVICE), build_mesh(layout, DEVICE)
+    prefetching, mesh = PrefetchingLoader(loader, DEVICE), build_mesh(config.fsdp, DEVICE)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = train.sharded_model(config, vocab_size, mesh)

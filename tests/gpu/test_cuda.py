@@ -16,7 +16,7 @@ from tests.distributed.test_launcher import NAMESPACES, namespaces_work
 from tests.helpers import checkpoint, losses, start, succeeded, tensors, tiny, torchrun
 from tests.tools.memory import GPU_CASES, LARGE, VOCABULARY, config_of
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig
-from torchtitan_lite.distributed import initialize, parallelize
+from torchtitan_lite.distributed import blocks, initialize
 from torchtitan_lite.models import build, loss_operators
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
@@ -176,7 +176,7 @@ def test_attention_within_documents_is_kept_by_selective_checkpointing() -> None
     for mode in ("selective", "full"):
         checkpointed = copy.deepcopy(model)
         settings = ActivationCheckpointingConfig.model_validate({"mode": mode})
-        parallelize.apply_activation_checkpointing(checkpointed, settings)
+        blocks.apply_activation_checkpointing(checkpointed, settings)
         checkpointed(tokens, tokens, None, positions).backward()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             checkpointed(tokens, tokens, None, positions).backward()

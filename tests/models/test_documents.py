@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers import losses, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.distributed import initialize
-from torchtitan_lite.distributed.parallelize import apply_activation_checkpointing, apply_compile
+from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import Transformer, build, cuda_attention
 from torchtitan_lite.models.attention import attend, within_documents
 

@@ -17,7 +17,7 @@ import torch
 
 import train
 from tests.helpers import ranks, records, succeeded, tiny
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring import notify

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import losses, ranks, records, succeeded, tiny
-from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, FsdpConfig, LogConfig
 from torchtitan_lite.distributed.process_group import World
@@ -116,7 +116,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 def test_wandb_names_are_in_groups_unless_the_run_began_without(wandb: FakeWandb, tmp_path: Path) -> None:
     def logged(values: dict[str, Any]) -> list[str]:
-        opened = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, storage.TrainState())
+        opened = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, TrainState())
         opened.record({"step": 7, **values})
         opened.close()
         step, scalars = wandb.sent.pop()
@@ -141,13 +141,13 @@ def test_wandb_names_are_in_groups_unless_the_run_began_without(wandb: FakeWandb
 WANDB = LogConfig(trackers=["wandb"])
 
 
-def state_at(step: int, action: str = "rewind", **keys: int) -> storage.TrainState:
+def state_at(step: int, action: str = "rewind", **keys: int) -> TrainState:
     config = {"spike.action": action, "spike.rewind_steps": 2, "train.steps": 9}
-    return storage.TrainState(step=step, config=config | {key.replace("__", "."): value for key, value in keys.items()})
+    return TrainState(step=step, config=config | {key.replace("__", "."): value for key, value in keys.items()})
 
 
 @contextmanager
-def attempt(folder: Path, state: storage.TrainState) -> Iterator[Log]:
+def attempt(folder: Path, state: TrainState) -> Iterator[Log]:
     """An attempt from this state, which has no later records."""
     for name, content in without_later(folder, state.step).items():
         (folder / name).write_bytes(content)
@@ -156,7 +156,7 @@ def attempt(folder: Path, state: storage.TrainState) -> Iterator[Log]:
         yield log
 
 
-def rewind(log: Log, folder: Path, state: storage.TrainState) -> None:
+def rewind(log: Log, folder: Path, state: TrainState) -> None:
     for name, content in without_later(folder, state.step).items():
         (folder / name).write_bytes(content)
     log.reopen_trackers(state)
@@ -196,7 +196,7 @@ def test_wandb_gets_what_a_save_in_the_background_makes_final(wandb: FakeWandb, 
 
 @pytest.mark.parametrize("rewind_steps", [0, 2])
 def test_wandb_gets_what_a_stopped_run_had_not_sent(rewind_steps: int, wandb: FakeWandb, tmp_path: Path) -> None:
-    def state(step: int) -> storage.TrainState:
+    def state(step: int) -> TrainState:
         return state_at(step, spike__rewind_steps=rewind_steps)
 
     with attempt(tmp_path, state(0)) as log:
@@ -270,7 +270,7 @@ def test_a_tracker_that_fails_is_reported_once(
         return trackers.Tracker(fail if when == "writes" else lambda _: None, fail)
 
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", start)
-    opened = trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, storage.TrainState())
+    opened = trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
     for _ in range(2):
         opened.record({"step": 1, "loss": 10**400})
     opened.close()

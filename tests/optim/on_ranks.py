@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import train
 from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import MESHES, MODELS, WAYS
-from torchtitan_lite.checkpointing.storage import TrainState
-from torchtitan_lite.config.derive import derive
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
     Config,
@@ -31,7 +31,7 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import World, build_mesh
-from torchtitan_lite.distributed.sharding import local_rows, optimizer_tensors, own_tensors
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -206,7 +206,7 @@ class Trained:
     def __init__(self, folder: Path, decay: float, seed: int, way: tuple[str, str], world: World) -> None:
         optim = {"ema_decay": decay, "name": "muon"}
         config = Config.model_validate({"model": MODELS["llama"], "run": {"device": "cpu"}, "optim": optim})
-        self.model = train.sharded_model(config, 517, build_mesh(derive(config, world.world_size), world.device))
+        self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, world.device))
         materialise(self.model, world.device, seed)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.state = TrainState(step=2, config=flatten(config))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, Optimizer
 from torchtitan_lite.distributed import initialize
-from torchtitan_lite.distributed.sharding import optimizer_tensors
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.optim.guarded import HostGuarded

@@ -10,13 +10,14 @@ import torch
 
 from tests.data.test_data import make, rows
 from tests.helpers import checkpoint, ranks, records, succeeded, tiny
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.samples import Mixture, Samples
+from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.monitoring.resumed import validation_change
 from torchtitan_lite.scoring.validation import UNIGRAM, Score, Validation, eval_line, unigram_bits_per_byte
 

@@ -86,7 +86,7 @@ def _peak_of_step(world: World, config: Config) -> int:
     threads free are not seen, so a figure of several ranks may be too high: the lowest of some steps counts.
     """
     layout = derive(config, world.world_size)
-    model = train.sharded_model(config, VOCABULARY, build_mesh(layout, world.device))
+    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, world.device))
     materialise(model, world.device, 0)
     optimizer = build_optimizer(model, config.optim)
     shapes = [(config.train.micro_batch_size, length) for length in (config.input_len, config.target_len)]

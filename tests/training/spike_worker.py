@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 import train
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
-from torchtitan_lite.data.samples import Mixture, Rows
+from torchtitan_lite.data.samples import Rows
 
 
 def main(argv: Sequence[str]) -> int:

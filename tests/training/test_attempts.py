@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import select, storage
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.monitoring import run_folder
@@ -335,7 +336,7 @@ def test_a_checkpoint_that_can_t_be_renamed_leaves_all_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (2, 4, 6):
-        storage.commit(storage.begin(tmp_path, step), storage.TrainState(step=step), "full", 1, {})
+        storage.commit(storage.begin(tmp_path, step), TrainState(step=step), "full", 1, {})
     honest = storage.set_aside
 
     def fails_at_4(folder: Path, why: str) -> Path | None:

@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import compatibility
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.process_group import World

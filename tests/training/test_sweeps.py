@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import checkpoint, losses, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import compatibility
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import schema
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.errors import ConfigError

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +13,28 @@ from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.progress import on_rank0
-from torchtitan_lite.checkpointing.storage import Manifest, TrainState
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.storage import Manifest
+from torchtitan_lite.checkpointing.tensor_names import Parts, by_name
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, bitwise_keys, default_of, flatten, known_keys, resume_rule
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.process_group import World
 
 
-def fresh_state(config: Config, data: DataSet, world: World, validation: Mapping[str, int]) -> TrainState:
-    """The state before the first step. `validation` is Validation.identity."""
+def fresh_state(
+    config: Config, data: DataSet, world: World, validation: Mapping[str, int], tasks: Mapping[str, str]
+) -> TrainState:
+    """The state before the first step. `validation` is Validation.identity, `tasks` has a hash for each."""
     return TrainState(
         end_token=data.end_token,
         validation=validation,
+        tasks=tasks,
         identity=identity(config, data),
         bitwise_setting=bitwise_setting(config, world),
         config=flatten(config),
-    )
-
-
-def continued(saved: TrainState, fresh: TrainState) -> TrainState:
-    """The saved state, with the fields that a resume takes from its own config."""
-    return replace(
-        saved,
-        end_token=fresh.end_token,
-        validation=fresh.validation,
-        tasks={**saved.tasks, **fresh.tasks},
-        bitwise_setting=fresh.bitwise_setting,
-        config=fresh.config,
     )
 
 
@@ -74,12 +66,12 @@ def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named
     return TrainState(**on_rank0(world, read_and_compare))
 
 
-def require_same_tensors(folder: Path, manifest: Manifest, parts: sharding.Parts, world: World) -> None:
+def require_same_tensors(folder: Path, manifest: Manifest, parts: Parts, world: World) -> None:
     """Raise CheckpointError on every rank if names or shapes of a checkpoint's tensors differ from these."""
 
     def compare() -> None:
         if manifest.state_dict == "sharded":
-            expected = shapes_of(sharding.by_name(parts))
+            expected = shapes_of(by_name(parts))
             storage.compare(folder, dcp_storage.shapes(folder), expected, "model or optimizer")
             return
         for file, tensors in parts.items():

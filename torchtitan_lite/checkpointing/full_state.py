@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs, layout, write_tensors
+from torchtitan_lite.checkpointing.tensor_names import prefix
 from torchtitan_lite.distributed.agreement import from_all_ranks, outcome_on_rank0
-from torchtitan_lite.distributed.sharding import local_rows, prefix
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError
 
 PIECE = 64 << 20  # bytes that are sent at a time

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpointing import progress, select, storage
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.agreement import from_all_ranks, outcome_on_rank0
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks, untimed_group
-from torchtitan_lite.distributed.sharding import Tensors, local_rows
+from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import DivergedError, NonFiniteError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.terminal import counted
@@ -83,9 +83,12 @@ class BaseCheckpointer(ABC):
     def load(self, identity: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none."""
 
-    def parts(self) -> sharding.Parts:
+    def parts(self) -> Parts:
         """The live tensors, by file of a full state dict."""
-        model, optimizer = sharding.own_tensors(self.model), sharding.optimizer_tensors(self.model, self.optimizer)
+        model, optimizer = (
+            own_tensors(self.model),
+            optimizer_tensors(self.model, self.optimizer),
+        )
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
 
     def require_space(self) -> None:
@@ -250,7 +253,7 @@ def require_equal_copies(model: nn.Module, optimizer: torch.optim.Optimizer, ste
     mesh = first_parameter.device_mesh if isinstance(first_parameter, DTensor) else None
     if mesh is None or "dp_replicate" not in (mesh.mesh_dim_names or ()):
         return
-    content = sharding.own_tensors(model) | sharding.optimizer_tensors(model, optimizer)
+    content = own_tensors(model) | optimizer_tensors(model, optimizer)
     tensors = {name: local_rows(tensor)[0] for name, tensor in content.items() if tensor.ndim}
     # one flipped bit changes the sum of the bit patterns
     sums = torch.stack([_bits(rows).sum() for rows in tensors.values()])

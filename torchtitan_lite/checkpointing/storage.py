@@ -23,16 +23,17 @@ import shutil
 import stat
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import safetensors
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, sha256_of, write_text
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.errors import CheckpointError, UnreadableError
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
@@ -43,28 +44,6 @@ _NAME = re.compile(r"step-(\d{8,})")
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a file name: no path, no "..", not hidden
 # these mean that a checkpoint is damaged; any other OSError is an I/O error
 _MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """The state of a run without its tensors. samples_consumed alone is the position in the data."""
-
-    step: int = 0
-    tokens: int = 0
-    samples_consumed: int = 0
-    val_loss: float | None = None  # if there was a validation at this step
-    grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
-    skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
-    jumps: list[list[int]] = field(default_factory=list)  # [step, first, end]: after it, these samples were skipped
-    spikes: Mapping[str, Any] = field(default_factory=dict)  # see training/spikes/watch.py
-    loss_since: list[float] = field(default_factory=list)  # of Session; empty in older checkpoints
-    end_token: int | None = None  # token id; None in checkpoints older than this field
-    validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see evaluate.py
-    tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
-    identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
-    # must be equal for a bitwise resume; "setting" in state.json
-    bitwise_setting: Annotated[Mapping[str, Any], Field(alias="setting")] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ masked: they do not change the loss, which is divided by the number of valid tar
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.samples import Array, Rows, SampleSource
+from torchtitan_lite.data.order import Indices
+from torchtitan_lite.data.samples import Array, Rows
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,18 @@ class Batch:
 
     micro_batches: list[MicroBatch]
     global_tokens: int  # valid targets of all ranks and micro-batches
+
+
+class SampleSource(Protocol):
+    """Where a loader gets sequences from: a mixture, or one folder. Run samples are numbered over all epochs."""
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        """These samples of a run; without a seed, in file order."""
+        ...
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        """The number of their valid targets."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -76,10 +90,8 @@ class Loader:
             tensors = [tensor.pin_memory() for tensor in tensors]
         splits = (tensor.split(self.micro_batch_size) for tensor in tensors)
         micro_batches = [MicroBatch(*parts) for parts in zip(*splits, strict=True)]
+        # every rank counts the targets of ALL ranks itself, so the loss can be scaled before any communication
         return Batch(micro_batches, global_tokens=self.samples.n_targets(np.arange(first, first + size), self.seed))
-
-    def close(self) -> None:
-        """Do nothing: there is no thread."""
 
 
 def positions(rows: Rows) -> Array:
@@ -115,6 +127,3 @@ class PrefetchingLoader:
     def close(self) -> None:
         """End the thread after its current batch."""
         self._thread.shutdown(cancel_futures=True)
-
-
-Batches = Loader | PrefetchingLoader

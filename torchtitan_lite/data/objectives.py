@@ -8,7 +8,8 @@ pairs             a source, and its target (pairs.py)
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.samples import Mixture, Samples
+from torchtitan_lite.data.mixture import Mixture
+from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.errors import DataError
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices, Permutation, sample_indices
-from torchtitan_lite.data.samples import Array, Mixture, Rows, Samples
+from torchtitan_lite.data.samples import Array, Rows, Samples
 from torchtitan_lite.data.spans import require_pad
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends, read_meta
 from torchtitan_lite.errors import DataError

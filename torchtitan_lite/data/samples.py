@@ -1,4 +1,4 @@
-"""Sequences of T tokens and their targets, from one prepared folder or a mixture.
+"""Sequences of T tokens and their targets, from one prepared folder. mixture.py mixes several.
 
 Sequence j of a folder is tokens[j T : j T + T + 1] of its stream: T inputs, and the targets shifted by one. Documents
 follow each other, separated by the end token, and a sequence may begin or end within one.
@@ -8,12 +8,11 @@ Packed documents, pairs and span corruption are subclasses: see objectives.py.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_lite.data.order import Indices, Interleave, sample_indices
+from torchtitan_lite.data.order import Indices, sample_indices
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
@@ -42,20 +41,6 @@ class Rows:
             np.concatenate((self.targets, other.targets)),
             np.concatenate((self.begins, other.begins)),
         )
-
-
-class SampleSource(Protocol):
-    """A loader's source of sequences. Run samples are numbered over all epochs."""
-
-    seq_len: int
-
-    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """These samples of a run; without a seed, in file order."""
-        ...
-
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """The number of their valid targets."""
-        ...
 
 
 class Samples:
@@ -100,45 +85,3 @@ class Samples:
     def trimmed(self, rows: Rows) -> Rows:
         """The rows without columns that are padding in all of them, where lengths vary."""
         return rows
-
-
-class Mixture:
-    """Sequences of several folders, interleaved by a periodic table (order.py)."""
-
-    def __init__(self, sources: list[Samples], weights: list[float], names: list[str]) -> None:
-        self.sources, self.names = sources, names
-        self.seq_len, self.target_len = sources[0].seq_len, sources[0].target_len
-        self.interleave = Interleave(weights)
-
-    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """These samples of a run; without a seed, each source's in file order."""
-        rows = Rows.empty(len(run_samples), self.seq_len, self.target_len)
-        which, numbers = self.interleave.locate(run_samples)
-        for k, source in enumerate(self.sources):
-            here = which == k
-            if here.any():
-                part = source.draw(numbers[here], seed)
-                rows.tokens[here], rows.targets[here], rows.begins[here] = part.tokens, part.targets, part.begins
-        return self.sources[0].trimmed(rows)
-
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        which, numbers = self.interleave.locate(run_samples)
-        return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
-
-    @property
-    def n_samples(self) -> int:
-        """Sequences of all sources."""
-        return sum(source.n_samples for source in self.sources)
-
-    def consumed(self, n: int) -> list[int]:
-        """How many of a run's first n samples come from each source."""
-        return self.interleave.consumed(n)
-
-    def longest_prefix(self, n: int) -> int:
-        """The largest number of samples, at most n, without a repeated sequence."""
-        low, high = 0, n
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = all(c <= s.n_samples for c, s in zip(self.consumed(middle), self.sources, strict=True))
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low

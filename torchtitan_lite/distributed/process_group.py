@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite import process
-from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.config.schema import FsdpConfig, RunConfig
 from torchtitan_lite.distributed.rendezvous import find_ranks
 from torchtitan_lite.terminal import flush
 
@@ -82,12 +81,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
     """The mesh for `fully_shard`: axis dp_shard, or dp_replicate x dp_shard (HSDP)."""
-    if layout.dp_replicate == 1:
-        return init_device_mesh(device.type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
-    shape = (layout.dp_replicate, layout.dp_shard)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    replicate, shard = config.mesh(dist.get_world_size())
+    if replicate == 1:
+        return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
+    return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -1,14 +1,7 @@
-"""Which rows of a parameter this rank holds, and tensor names: flat in our files, nested in torch's functions."""
+"""Which rows of a parameter this rank holds."""
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from torchtitan_lite.errors import CheckpointError
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
@@ -25,83 +18,3 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
             per_rank = -(-parameter.shape[0] // parameter.device_mesh.size(axis))
             first = min(per_rank * parameter.device_mesh.get_local_rank(axis), parameter.shape[0])
     return parameter.to_local(), first
-
-
-Tensors = dict[str, Tensor]
-Parts = dict[str, Tensors]  # by file of a full state dict
-
-
-def own_tensors(model: nn.Module) -> Tensors:
-    """Parameters and persistent buffers; a tied parameter only under its first name."""
-    once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    return {name: value.detach() for name, value in model.state_dict().items() if name in once}
-
-
-def prefix(file: str) -> str:
-    """The prefix of a file's tensors in a sharded state dict: "model." or "optimizer."."""
-    return file.removesuffix("safetensors")
-
-
-def by_name(parts: Parts) -> Tensors:
-    """All tensors, by their names in a sharded state dict."""
-    return {f"{prefix(file)}{name}": tensor for file, tensors in parts.items() for name, tensor in tensors.items()}
-
-
-def with_tied(model: nn.Module, content: Tensors) -> Tensors:
-    """Add the other names of tied parameters, which files hold once."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    tied = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
-    return content | {name: content[first] for name, first in tied.items()}
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's tensors, as "exp_avg.output.weight".
-
-    Raises:
-        CheckpointError: it keeps something else, which a resume would lose.
-    """
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():  # a frozen one has none
-            local = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
-            if isinstance(value, Tensor) and not (local and value.numel() != 1):
-                tensors[f"{key}.{name}"] = value
-            elif value is not None:
-                raise CheckpointError(
-                    f'{type(optimizer).__name__} keeps "{key}" of {name} as {type(value).__name__}, which can\'t be '
-                    "saved: it should be a DTensor (torch.zeros_like(parameter)) or a tensor of one element"
-                )
-    return tensors
-
-
-def flat(nested: Any) -> Tensors:
-    """torch's nested optimizer state, by our names."""
-    return {f"{key}.{name}": value for name, state in nested["state"].items() for key, value in state.items()}
-
-
-def nested_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[str, Any]:
-    """The optimizer's tensors in torch's nesting, with its current hyperparameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    state: dict[str, Tensors] = {}
-    for key_and_name, value in tensors.items():
-        key, name = key_and_name.split(".", 1)
-        state.setdefault(name, {})[key] = value
-    groups = [
-        {**values, "params": [names[p] for p in group["params"]]}
-        for values, group in zip(hyperparameters(optimizer), optimizer.param_groups, strict=True)
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyperparameters of each group. They come from the config, and a load must not change them."""
-    return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-
-
-@contextlib.contextmanager
-def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put the hyperparameters back afterwards: torch loads saved ones, with lists for tuples."""
-    ours = hyperparameters(optimizer)
-    yield
-    for group, values in zip(optimizer.param_groups, ours, strict=True):
-        group.update(values)

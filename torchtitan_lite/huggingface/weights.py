@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.config.sections.model import started_from
@@ -172,7 +173,7 @@ def trained_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder / storage.STATE} is damaged: {problems}") from None
 
 
-def end_token(state: storage.TrainState, tokenizer: Tokenizer | None) -> int | None:
+def end_token(state: TrainState, tokenizer: Tokenizer | None) -> int | None:
     """The token that ends a document in a checkpoint's training data; None if unknown.
 
     Older checkpoints do not record it. For them it is the config's, else the tokenizer's usual one.

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.samples import Mixture
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer

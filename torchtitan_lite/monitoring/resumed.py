@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpointing.compatibility import is_learned_with
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError

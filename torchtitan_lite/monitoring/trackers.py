@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
 from torchtitan_lite.monitoring.records import parse
 from torchtitan_lite.terminal import print_error

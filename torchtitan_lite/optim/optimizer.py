@@ -1,8 +1,9 @@
 """The optimizer, its parameter groups, and the learning-rate schedule."""
 
+import contextlib
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
-from torchtitan_lite.distributed.sharding import kept_hyperparameters
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded, multiply_gradients
 
@@ -141,6 +141,20 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of each group. They come from the config, and a load must not change them."""
+    return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put the hyperparameters back afterwards: torch loads saved ones, with lists for tuples."""
+    ours = hyperparameters(optimizer)
+    yield
+    for group, values in zip(optimizer.param_groups, ours, strict=True):
+        group.update(values)
 
 
 def squared_norm(model: nn.Module, copies: int) -> Tensor:

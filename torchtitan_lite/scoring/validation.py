@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Loader, MicroBatch
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.distributed.parallelize import evaluating
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.parallelize import Group, groups_of
 from torchtitan_lite.distributed.process_group import build_mesh, process_group
@@ -21,7 +20,7 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def run(config: Config, vocab_size: int, sharded_model: Callable[..., Transformer]) -> None:
     """Print the model on rank 0. `sharded_model` is that of train.py."""
     with process_group(config.run) as world:
-        model = sharded_model(config, vocab_size, build_mesh(derive(config, world.world_size), world.device))
+        model = sharded_model(config, vocab_size, build_mesh(config.fsdp, world.device))
         if world.rank == 0:
             print(describe(model, config.fsdp))
 

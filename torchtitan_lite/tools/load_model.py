@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.find_text import kind_of
 from torchtitan_lite.config.schema import Config, known_keys

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpointing.save import BaseCheckpointer
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.loader import Batches
-from torchtitan_lite.data.samples import Mixture
+from torchtitan_lite.data.loader import PrefetchingLoader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
@@ -77,13 +77,13 @@ class Session:
 
     config: Config
     world: World
-    copies: int  # of the sharded model, with HSDP
+    dp_replicate: int  # copies of the sharded model (HSDP)
     model: Transformer
     optimizer: GuardedOptimizer
     scaler: GradScaler
     guard: FiniteGuard
     samples: Mixture  # of the training data; the loader draws from it
-    loader: Batches
+    loader: PrefetchingLoader
     preemption: Preemption
     watchdog: Watchdog
     checkpointer: BaseCheckpointer

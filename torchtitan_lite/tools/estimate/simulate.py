@@ -35,11 +35,8 @@ from torchtitan_lite import cpu, models
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.cpu.fused import fuse_norms
-from torchtitan_lite.distributed.parallelize import (
-    apply_activation_checkpointing,
-    apply_fsdp,
-    before_micro_batch,
-)
+from torchtitan_lite.distributed.blocks import apply_activation_checkpointing
+from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local
@@ -268,7 +265,7 @@ def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: li
     """Simulate a model of these depths, one for each stack of blocks, inside `fake_world`."""
     layout, fsdp = derive(config, world_size), config.fsdp.model_copy(update={"cpu_offload": False})
     timeline = Timeline()
-    mesh = build_mesh(layout, torch.device("cpu"))
+    mesh = build_mesh(config.fsdp, torch.device("cpu"))
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
         model = models.build(config.model.model_copy(update=keys), vocab_size)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.loader import MicroBatch
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.prepare import corpus, split
 from torchtitan_lite.data.prepare.plan import Options
-from torchtitan_lite.data.samples import Mixture
 from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, document_ends, read_meta
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError

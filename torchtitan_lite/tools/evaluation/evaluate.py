@@ -24,6 +24,7 @@ import torch
 from tokenizers import Tokenizer
 
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, RunConfig
@@ -140,7 +141,7 @@ class Model:
     name: str
     opened: Opened
     config: Config | None = None
-    state: storage.TrainState | None = None
+    state: TrainState | None = None
 
     def own_data(self) -> DataSet:
         """The data that the run was trained on.

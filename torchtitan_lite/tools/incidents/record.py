@@ -11,7 +11,7 @@ from typing import Any
 import tomli
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.storage import TrainState
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, TrainConfig, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet

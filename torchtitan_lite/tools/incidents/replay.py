@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import bitwise_setting
+from torchtitan_lite.checkpointing.tensor_names import Parts, by_name, optimizer_tensors, own_tensors, prefix
 from torchtitan_lite.config.schema import Config, flatten, resume_rule
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed import sharding
 from torchtitan_lite.distributed.agreement import from_rank0, outcome_on_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.errors import ConfigError, NonFiniteError, UserError
@@ -428,8 +428,8 @@ def _compare_tensors(s: Session, checkpoint: Path, equal: int, unsure: str) -> i
         DifferentError: on every rank: one differs.
     """
     parts = {
-        storage.MODEL: sharding.own_tensors(s.model),
-        storage.OPTIMIZER: sharding.optimizer_tensors(s.model, s.optimizer),
+        storage.MODEL: own_tensors(s.model),
+        storage.OPTIMIZER: optimizer_tensors(s.model, s.optimizer),
     }
     saved: dict[str, Callable[[], Tensor]] = {}
     if s.world.rank == 0:
@@ -438,11 +438,11 @@ def _compare_tensors(s: Session, checkpoint: Path, equal: int, unsure: str) -> i
     if not from_rank0(bool(saved)):
         return 0
     different = []
-    for name, value in sharding.by_name(parts).items():
+    for name, value in by_name(parts).items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if s.world.rank == 0 and not _same_bits(whole.cpu(), saved[name]()):
             different.append(name)
-    n = len(sharding.by_name(parts))
+    n = len(by_name(parts))
     if different := from_rank0(different):
         raise DifferentError(
             f"after step {equal} {len(different):,} of {n:,} tensors differ from {checkpoint}, first {different[0]}: "
@@ -451,7 +451,7 @@ def _compare_tensors(s: Session, checkpoint: Path, equal: int, unsure: str) -> i
     return n
 
 
-def _saved(checkpoint: Path, parts: sharding.Parts) -> dict[str, Callable[[], Tensor]]:
+def _saved(checkpoint: Path, parts: Parts) -> dict[str, Callable[[], Tensor]]:
     """Readers of a checkpoint's tensors, by name in a sharded state dict."""
     if storage.read_manifest(checkpoint).state_dict == "sharded":
         from torchtitan_lite.checkpointing import dcp_storage
@@ -459,7 +459,7 @@ def _saved(checkpoint: Path, parts: sharding.Parts) -> dict[str, Callable[[], Te
         whole = dcp_storage.WholeTensors(checkpoint, "")
         return {name: lambda name=name: whole[name] for name in whole}  # type: ignore[misc]
     return {
-        f"{sharding.prefix(file)}{name}": lambda file=file, name=name: storage.open_tensors(  # type: ignore[misc]
+        f"{prefix(file)}{name}": lambda file=file, name=name: storage.open_tensors(  # type: ignore[misc]
             checkpoint / file
         ).get_tensor(name)
         for file, tensors in parts.items()

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpointing.compatibility import continued
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
-from torchtitan_lite.checkpointing.storage import TrainState, find_steps
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.storage import find_steps
 from torchtitan_lite.errors import CheckpointError, UnreadableError
 from torchtitan_lite.monitoring import records, run_folder
 from torchtitan_lite.monitoring.metrics import Meter
@@ -69,7 +69,7 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
     with s.watchdog.loading("going back to an earlier checkpoint"):
         loaded = _load(s, steps)
         number = before.spikes.get("rewinds", 0) + 1
-        saved = continued(loaded, before)
+        saved = loaded.continued_by(before)
         jump = [saved.step, saved.samples_consumed, before.samples_consumed]
         spikes = {**saved.spikes, "rewinds": number}
         s.state = replace(saved, samples_consumed=before.samples_consumed, jumps=[*saved.jumps, jump], spikes=spikes)

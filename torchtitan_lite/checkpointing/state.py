@@ -1,0 +1,52 @@
+"""The state of a run without its tensors: what state.json of a checkpoint holds, and what a resume restores."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands. samples_consumed alone is the position in the data."""
+
+    step: int = 0
+    tokens: int = 0
+    samples_consumed: int = 0
+    val_loss: float | None = None  # if there was a validation at this step
+    grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
+    skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
+    jumps: list[list[int]] = field(default_factory=list)  # [step, first, end]: after it, these samples were skipped
+    spikes: Mapping[str, Any] = field(default_factory=dict)  # see training/spikes/watch.py
+    loss_since: list[float] = field(default_factory=list)  # of Session; empty in older checkpoints
+    end_token: int | None = None  # token id; None in checkpoints older than this field
+    validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see evaluate.py
+    tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
+    identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
+    # must be equal for a bitwise resume; "setting" in state.json
+    bitwise_setting: Annotated[Mapping[str, Any], Field(alias="setting")] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
+
+    def after_step(self, first: int, size: int, tokens: int) -> "TrainState":
+        """The state after a step with samples first, ..., first + size - 1, of so many valid targets."""
+        jump = [[self.step, self.samples_consumed, first]] if first > self.samples_consumed else []
+        return replace(
+            self,
+            step=self.step + 1,
+            tokens=self.tokens + tokens,
+            samples_consumed=first + size,
+            jumps=[*self.jumps, *jump],
+            val_loss=None,
+        )
+
+    def continued_by(self, fresh: "TrainState") -> "TrainState":
+        """This saved state in a run that resumes: what describes the config and the machines is the run's own."""
+        return replace(
+            self,
+            end_token=fresh.end_token,
+            validation=fresh.validation,
+            tasks={**self.tasks, **fresh.tasks},
+            bitwise_setting=fresh.bitwise_setting,
+            config=fresh.config,
+        )

@@ -1,0 +1,122 @@
+"""Sources of sequences, mixed by weight.
+
+A mixture repeats a table of P entries. With weights 0.7 and 0.3 it has ten: seven of one source and
+three of the other, spread evenly, so each source's share is exact to within one sample at any time. Sample i is entry
+i % P. Each source has its own epochs and its own order.
+
+The table is an earliest-deadline-first schedule: the j-th sample of a source with share w is released at (j - 1) / w
+and due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996; Tijdeman, 1980).
+"""
+
+import heapq
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from torchtitan_lite.data.order import Indices
+from torchtitan_lite.data.samples import Rows, Samples
+from torchtitan_lite.errors import ConfigError
+
+LONGEST = 1 << 16
+
+
+class Interleave:
+    """The periodic order of K sources."""
+
+    def __init__(self, weights: list[float]) -> None:
+        """
+        Args:
+            weights: any positive numbers, normalized to shares. If the shares' period exceeds 65,536 samples, the
+                table is cut there, and the shares are exact to within 1 in 65,536.
+
+        Raises:
+            ConfigError: a source has less than one sample in 65,536.
+        """
+        shares = shares_of(weights)
+        period = math.lcm(*(share.denominator for share in shares))
+        self.table = np.array(_schedule(shares, min(period, LONGEST)), dtype=np.int64)  # (P,) the source of each entry
+        one_hot = self.table[:, None] == np.arange(len(weights))
+        self.counts = one_hot.sum(axis=0)  # (K,) entries of each source
+        if not self.counts.all():
+            poor = int(np.flatnonzero(self.counts == 0)[0])
+            raise ConfigError(
+                f"data.sources: a weight of {weights[poor]} of {sum(weights)} is less than one sample in {LONGEST:,}; "
+                f"{sum(weights) / 1e4:g} works"
+            )
+        self._before = np.cumsum(one_hot, axis=0) - one_hot  # (P, K) entries of each source before this one
+
+    def locate(self, run_samples: Indices) -> tuple[Indices, Indices]:
+        """For each sample of the run: its source, and its 0-based position among the samples of that source."""
+        periods, entries = np.divmod(run_samples, len(self.table))
+        sources = self.table[entries]
+        return sources, periods * self.counts[sources] + self._before[entries, sources]
+
+    def consumed(self, n: int) -> list[int]:
+        """How many of the run's first n samples come from each source."""
+        periods, entry = divmod(n, len(self.table))
+        return [periods * int(count) + int(b) for count, b in zip(self.counts, self._before[entry], strict=True)]
+
+
+def shares_of(weights: list[float]) -> list[Fraction]:
+    """Weights as exact shares of 1: 0.7 is seven tenths, not the binary fraction next to it."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    return [weight / sum(exact) for weight in exact]
+
+
+def _schedule(shares: list[Fraction], length: int) -> list[int]:
+    sources = []
+    waiting = [(0, k) for k in range(len(shares))]  # (release time of its next sample, source)
+    ready: list[tuple[int, int]] = []  # (deadline of its next sample, source)
+    had = [0] * len(shares)
+    for entry in range(length):
+        while waiting and waiting[0][0] <= entry:
+            _, k = heapq.heappop(waiting)
+            heapq.heappush(ready, (math.ceil((had[k] + 1) / shares[k]), k))
+        _, k = heapq.heappop(ready)
+        sources.append(k)
+        had[k] += 1
+        heapq.heappush(waiting, (math.floor(had[k] / shares[k]), k))
+    return sources
+
+
+class Mixture:
+    """Sequences of several folders, interleaved by a periodic table (order.py)."""
+
+    def __init__(self, sources: list[Samples], weights: list[float], names: list[str]) -> None:
+        self.sources, self.names = sources, names
+        self.seq_len, self.target_len = sources[0].seq_len, sources[0].target_len
+        self.interleave = Interleave(weights)
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        """These samples of a run; without a seed, each source's in file order."""
+        rows = Rows.empty(len(run_samples), self.seq_len, self.target_len)
+        which, numbers = self.interleave.locate(run_samples)
+        for k, source in enumerate(self.sources):
+            here = which == k
+            if here.any():
+                part = source.draw(numbers[here], seed)
+                rows.tokens[here], rows.targets[here], rows.begins[here] = part.tokens, part.targets, part.begins
+        return self.sources[0].trimmed(rows)
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        which, numbers = self.interleave.locate(run_samples)
+        return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
+
+    @property
+    def n_samples(self) -> int:
+        """Sequences of all sources."""
+        return sum(source.n_samples for source in self.sources)
+
+    def consumed(self, n: int) -> list[int]:
+        """How many of a run's first n samples come from each source."""
+        return self.interleave.consumed(n)
+
+    def longest_prefix(self, n: int) -> int:
+        """The largest number of samples, at most n, without a repeated sequence."""
+        low, high = 0, n
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = all(c <= s.n_samples for c, s in zip(self.consumed(middle), self.sources, strict=True))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low

@@ -1,0 +1,64 @@
+"""What is done to single blocks before they are sharded: activation checkpointing and compilation."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig
+from torchtitan_lite.models import Transformer
+
+# the expensive operators, whose results selective checkpointing keeps
+_aten = torch.ops.aten
+PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+ATTENTION = {
+    getattr(_aten, f"_scaled_dot_product_{name}").default
+    for name in (
+        "flash_attention_for_cpu",
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+    if hasattr(_aten, f"_scaled_dot_product_{name}")  # private: may go away
+}
+FLEX_ATTENTION = ("flex_attention", "inductor_compiled_code")  # within a compiled block, and compiled by itself
+
+
+def apply_activation_checkpointing(model: Transformer, config: ActivationCheckpointingConfig) -> None:
+    """Checkpoint every `config.every`-th block. Its forward is replaced in place, so state dicts keep their names."""
+    if config.mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.config.dropout > 0}
+    if config.mode == "selective":
+        # Attention with dropout shares its generator with later dropouts: recompute all of them, or none.
+        kept = PRODUCTS if model.config.dropout > 0 else PRODUCTS | ATTENTION
+        policy = functools.partial(_keep, kept)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    for layer in list(model.layers)[:: config.every]:
+        layer.forward = _checkpointed(layer.forward, options)
+
+
+def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+    def checkpointed(*args: Tensor) -> Tensor:
+        return checkpoint(forward, *args, **options)
+
+    return checkpointed
+
+
+def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    keep = operator in kept or operator.__name__ in FLEX_ATTENTION
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_compile(model: Transformer, config: CompileConfig) -> None:
+    """Compile each block in place: names stay the same, and equal blocks are compiled once."""
+    if config.enabled:
+        # dtype, freezing and checkpointing make different kinds of blocks; validation doubles their number
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(model.layers))
+        for layer in model.layers:
+            layer.compile(backend=config.backend, fullgraph=True)
