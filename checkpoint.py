@@ -17,9 +17,10 @@ checkpointing/storage.py defines when a checkpoint is complete, select.py which 
 in the background. Command line: `python checkpoint.py verify | inspect | convert | export | import`.
 """
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ class Checkpointer(BaseCheckpointer):
             whole = None
             if read and self.world.rank == 0:
                 with progress.working(f"reading {name}"):
-                    whole = read(name)
+                    whole = read(name).contiguous()  # another family's weights may be transposed views
             dist.barrier(group=self.world.untimed)  # as in `gather`: the broadcasts have a timeout
             full_state.broadcast_rows(whole, target, buffer)
 
@@ -184,11 +185,8 @@ class Checkpointer(BaseCheckpointer):
         def write(folder: Path) -> dict[str, FileRecord]:
             # DCP's own FileSystemWriter has no hashes, and its plan is a pickle, which can run code when it is loaded
             writer = ShardWriter(folder, copies)
-            try:
+            with failures_of_ranks():
                 dcp.save(tensors, storage_writer=writer, process_group=self.group)
-            except CheckpointException as error:  # a BaseException: `except Exception` does not catch it
-                reasons = (f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-                raise CheckpointError("; ".join(reasons)) from error
             return writer.records
 
         return write
@@ -196,7 +194,8 @@ class Checkpointer(BaseCheckpointer):
     def load_sharded_by_dtensor(self, folder: Path) -> None:
         """Each rank reads its rows into its tensors, from whichever files have them."""
         tensors = tensor_names.by_name(self.parts())
-        dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
+        with failures_of_ranks():
+            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
 
     # --- sharded state dict, DCP API ----------------------------------------------------------------------------
 
@@ -210,7 +209,7 @@ class Checkpointer(BaseCheckpointer):
 
         set_state_dict is for modules and optimizers whose state dicts are copies. It also loads `param_groups`.
         """
-        with kept_hyperparameters(self.optimizer):
+        with kept_hyperparameters(self.optimizer), failures_of_ranks():
             model, optimizer = get_state_dict(self.model, self.optimizer)
             tensors = tensor_names.by_name(self.as_parts(model, optimizer))
             dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
@@ -240,6 +239,16 @@ class Checkpointer(BaseCheckpointer):
             self.broadcast(targets, weights.__getitem__)
         else:
             full_state.copy_rows(weights or open_weights(False), targets)
+
+
+@contextlib.contextmanager
+def failures_of_ranks() -> Iterator[None]:
+    """DCP raises a BaseException, which `except Exception` does not catch: make it a CheckpointError."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = (f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+        raise CheckpointError("; ".join(reasons)) from error
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 The same command again resumes the run.
 """
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,25 +89,22 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
     """Build, take over the run's folder, and train. Whatever happens is written to run.json."""
     config, trains = loaded.config, False
     s: Session | None = None
+    closing = contextlib.ExitStack()
     try:
         attempt = start.begin(config, data, world, log)
         s = build(config, data, world, log, attempt.resume)
+        closing.callback(s.close)
         trains = start.take_over(attempt, loaded, data, s)  # False: there is no step left
         if trains:
-            with (
-                log.tracking(config.log, s.state),
-                s.preemption,
-                s.watchdog.explained(),
-                out_of_memory.explained(config),
-            ):
+            closing.enter_context(log.tracking(config.log, s.state))
+            with s.preemption, s.watchdog.explained(), out_of_memory.explained(config):
                 train(s)
                 start.report_end(s)
     except Exception as error:
         start.report_failure(config, world, log, error, s if trains else None)
         raise
     finally:
-        if s is not None:
-            s.close()
+        closing.close()
 
 
 def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "") -> Session:
@@ -228,7 +226,7 @@ def train(s: Session) -> None:
     step, steps = s.state.step, s.config.train.steps
     s.log.start_bar(step, steps)
     with garbage_on_schedule(s.config.speed.gc_every):
-        while step < steps and not s.preemption.agreed:
+        while step < steps:
             step += 1
             s.watchdog.step(step)
             for callback in s.callbacks:
@@ -247,6 +245,8 @@ def train(s: Session) -> None:
                     if last or due(step, callback.every):
                         callback.after(s, result)
             s.log.advance_bar()
+            if s.preemption.agreed:  # after a step that counts: a rewind makes one more, so that it is saved
+                break
     s.log.close()
 
 

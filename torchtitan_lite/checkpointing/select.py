@@ -121,7 +121,7 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
         unreadable = str(error)
     of_ranks = from_all_ranks((problems, unreadable), world.untimed)
     if errors := list(dict.fromkeys(error for _, error in of_ranks if error)):
-        raise CheckpointError("\n  ".join(errors))
+        raise UnreadableError("\n  ".join(errors))
     return manifest, [problem for problems, _ in of_ranks for problem in problems]
 
 

@@ -1,6 +1,6 @@
 """The interface that a training step expects of an optimizer, and torch's AdamW and SGD behind it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,11 +57,13 @@ class HostGuarded(GuardedOptimizer):
     The host waits for the device to learn whether the update is withheld, and the gradients take one pass more.
     """
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        if self.found_inf is None or not self.found_inf:
-            found_inf, self.found_inf = self.found_inf, None  # torch's own steps refuse it
-            super().step(closure)
-            self.found_inf = found_inf
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        if self.found_inf is not None and self.found_inf:
+            return None
+        found_inf, self.found_inf = self.found_inf, None  # torch's own steps refuse it
+        loss = super().step(closure)
+        self.found_inf = found_inf
+        return loss
 
     def multiply_gradients(self, factor: Tensor) -> None:
         multiply_gradients((p for group in self.param_groups for p in group["params"]), factor)

@@ -45,17 +45,19 @@ class Tasks:
         Raises:
             UserError: a task can't be read, does not suit the model, or differs from rank 0's.
         """
+        tasks = []
         try:
             tasks = find(config.tasks, config.eval.tasks_from, lambda: data, config.eval.task_questions)
         except DataError:
             if config.eval.tasks != ["auto"]:
                 raise
-            return None
         digests = {task.name: _digest(task) for task in tasks}
         if from_rank0(digests) != digests:
             raise DataError(
                 "eval.tasks: this rank has read other questions than rank 0: is it the same file everywhere?"
             )
+        if not tasks:
+            return None
         tokenizer = bpe.load(data.folder / "tokenizer.json")
         inputs = Inputs([data.end_token], [data.end_token], config.input_len)
         encode = text_encoder(tokenizer, (data.end_token,), "a question")

@@ -39,8 +39,8 @@ def checkpoints_before(s: Session, step: int) -> list[int]:
     """
     report_save(s, wait=True)
     saved = on_rank0(s.world, lambda: find_steps(s.checkpointer.folder))
-    last = s.state.jumps[-1][0] if s.state.jumps and saved[-1:] == [s.state.jumps[-1][0]] else -1
-    return [number for number in saved if number < step or number <= last]
+    last = s.state.spikes.get("rewound_to", 0)
+    return [number for number in saved if number < step or number == last == saved[-1]]
 
 
 def skipped_samples(s: Session) -> str:
@@ -71,7 +71,7 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
         number = before.spikes.get("rewinds", 0) + 1
         saved = loaded.continued_by(before)
         jump = [saved.step, saved.samples_consumed, before.samples_consumed]
-        spikes = {**saved.spikes, "rewinds": number}
+        spikes = {**saved.spikes, "rewinds": number, "rewound_to": saved.step}
         s.state = replace(saved, samples_consumed=before.samples_consumed, jumps=[*saved.jumps, jump], spikes=spikes)
         record = {"rewind": number, "step": before.step, "back_to": saved.step, "spike": spike, "skipped": jump[1:]}
         for note in on_rank0(s.world, lambda: _change_files(s, loaded, number, record)):

@@ -10,6 +10,7 @@ The window is part of TrainState, and equal on all ranks:
     losses, norms   of the last `window` steps; steps whose update was withheld are not among them
     skipped         the steps whose update was withheld
     rewinds         how often the run has gone back
+    rewound_to      the step that it last went back to
 """
 
 import math
