@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import cuda_attention
-from torchtitan_lite.models.attention import KeysValues
+from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.models.transformer import Fill, Transformer
 

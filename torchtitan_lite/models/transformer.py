@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import KeysValues, within_documents
+from torchtitan_lite.models.attention import within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
+from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.loss import of_each, summed_cross_entropy
 
 Fill = Callable[[str, Tensor, float], None]  # fills the named parameter with normal values of this deviation
