@@ -20,7 +20,8 @@ def loss(chunked: bool) -> tuple[float, float, float]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from tests.fake_cuda.operators import OperatorLog
-    from torchtitan_lite.models.loss import chunked_cross_entropy, summed_cross_entropy
+    from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
+    from torchtitan_lite.models.loss import summed_cross_entropy
 
     with FakeTensorMode(), torch.device("cuda"):
         x = torch.empty(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)

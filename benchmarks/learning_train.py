@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lite.models import llama, transformer
-from torchtitan_lite.models.loss import Head
+from torchtitan_lite.models.transformer import Head
 from torchtitan_lite.optim import muon
 
 ROOT = Path(__file__).parent.parent

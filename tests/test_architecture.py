@@ -51,7 +51,6 @@ RECIPE = [
     "torchtitan_lite/optim/optimizer.py",
     "torchtitan_lite/optim/guarded.py",
     "torchtitan_lite/optim/finite_guard.py",
-    "torchtitan_lite/optim/grad_scaler.py",
     "torchtitan_lite/data/loader.py",
     "torchtitan_lite/data/samples.py",
     "torchtitan_lite/data/order.py",

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fake_cuda.operators import OperatorLog
 from tests.fake_cuda.step import DEVICE, config_of, logged_step
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import KeysValues, within_documents
+from torchtitan_lite.models.attention import within_documents
+from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.llama import Attention
 
 VOCABULARY = 512

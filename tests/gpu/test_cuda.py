@@ -17,8 +17,7 @@ from tests.helpers import checkpoint, losses, start, succeeded, tensors, tiny, t
 from tests.tools.memory import GPU_CASES, LARGE, VOCABULARY, config_of
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig
 from torchtitan_lite.distributed import blocks, initialize
-from torchtitan_lite.models import build, loss_operators
-from torchtitan_lite.models import loss as head
+from torchtitan_lite.models import build, chunked_loss, loss_operators
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.estimate.simulate import simulate
 
@@ -116,14 +115,14 @@ def test_losses_are_those_of_the_cpu(text: Path, tmp_path: Path) -> None:
 
 
 def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "LOGITS_BYTES", 2048 * 5000 * 2)  # three chunks
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 2048 * 5000 * 2)  # three chunks
     x = torch.randn(2, 3000, 64, device="cuda", dtype=torch.bfloat16)
     weight = (torch.randn(5000, 64, device="cuda") * 0.1).bfloat16()
     targets = torch.randint(5000, (2, 3000), device="cuda")
     targets[:, ::7] = IGNORE
     assert loss_operators.kernel_works(x.device, x.dtype, 5000)
     found = []
-    for way in (head.chunked_cross_entropy, lambda x, w, t: summed_cross_entropy(x @ w.T, t)):
+    for way in (chunked_loss.chunked_cross_entropy, lambda x, w, t: summed_cross_entropy(x @ w.T, t)):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fake_cuda.operators import OperatorLog
 from tests.helpers import ROOT
 from tests.models import triton_stand_in
-from torchtitan_lite.models import loss as head
-from torchtitan_lite.models import loss_operators
-from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.models import chunked_loss, loss_operators
+from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 
 Launch = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
 
@@ -102,14 +101,14 @@ def results(compute: Callable[..., Tensor], dtype: torch.dtype, n: int) -> list[
 
 
 def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return head.summed_cross_entropy(F.linear(x, weight), targets)
+    return summed_cross_entropy(F.linear(x, weight), targets)
 
 
 @pytest.mark.parametrize("n", [1, 60, 200, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_in_the_gpus_chunks_is_the_loss(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
-    found, expected = (results(way, dtype, n) for way in (head.chunked_cross_entropy, plainly))
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
+    found, expected = (results(way, dtype, n) for way in (chunked_loss.chunked_cross_entropy, plainly))
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -124,23 +123,23 @@ def test_no_gradient_is_computed_that_nobody_wants(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(loss_operators, "logits_to_gradient_", noted)
     x, weight, targets = torch.randn(1, 6, 4), torch.randn(9, 4, requires_grad=True), torch.zeros(1, 6).long()
-    head.chunked_cross_entropy(x, weight, targets).backward()
+    chunked_loss.chunked_cross_entropy(x, weight, targets).backward()
     assert weight.grad is not None
     with torch.no_grad():
-        head.chunked_cross_entropy(x, weight, targets)
+        chunked_loss.chunked_cross_entropy(x, weight, targets)
     assert written == [True, False]
-    assert head.chunked_cross_entropy(x[:, :0], weight, targets[:, :0]).item() == 0
+    assert chunked_loss.chunked_cross_entropy(x[:, :0], weight, targets[:, :0]).item() == 0
 
 
 def test_chunks_are_equal_and_bounded_by_bytes() -> None:
-    assert head.chunk_size(8192, 128_256, 2) == 4096
-    assert head.chunk_size(8192, 32_000, 2) == 8192  # all at once
-    assert head.chunk_size(4500, 128_256, 2) == 2304  # not 4096 and 404
-    assert head.chunk_size(5, 128_256, 2) == 128
-    assert head.chunk_size(0, 517, 4) == 1
+    assert chunked_loss.chunk_size(8192, 128_256, 2) == 4096
+    assert chunked_loss.chunk_size(8192, 32_000, 2) == 8192  # all at once
+    assert chunked_loss.chunk_size(4500, 128_256, 2) == 2304  # not 4096 and 404
+    assert chunked_loss.chunk_size(5, 128_256, 2) == 128
+    assert chunked_loss.chunk_size(0, 517, 4) == 1
     for n, vocabulary, itemsize in ((16384, 151_936, 4), (100_000, 256_000, 2)):
-        size = head.chunk_size(n, vocabulary, itemsize)
-        assert size * vocabulary * itemsize <= head.LOGITS_BYTES
+        size = chunked_loss.chunk_size(n, vocabulary, itemsize)
+        assert size * vocabulary * itemsize <= chunked_loss.LOGITS_BYTES
         assert size % 128 == 0
 
 
@@ -157,11 +156,11 @@ def elementwise_bytes(compute: Callable[..., Tensor]) -> int:
 def test_the_kernel_moves_an_eighth_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the products: per logit of bfloat16 a read and a write, per weight the float32 gradient once more."""
     logits, weights = 8192 * 128_256, 128_256 * 2048
-    found = elementwise_bytes(head.chunked_cross_entropy)
+    found = elementwise_bytes(chunked_loss.chunked_cross_entropy)
     assert found == pytest.approx(4 * logits + (4 + 2) * weights, rel=0.03)
     assert elementwise_bytes(plainly) > 7 * found
     monkeypatch.setattr(loss_operators, "logits_to_gradient_", loss_operators.plain_logits_to_gradient_)
-    assert elementwise_bytes(head.chunked_cross_entropy) > 7 * found, "without Triton"
+    assert elementwise_bytes(chunked_loss.chunked_cross_entropy) > 7 * found, "without Triton"
 
 
 def test_without_triton_a_gpu_computes_the_same_with_plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.models.published import PARAMETERS
 from torchtitan_lite.config.families import FAMILIES as REGISTRY
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.distributed import initialize
+from torchtitan_lite.distributed import initialize, normal_values
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.llama import rotary_tables, rotate
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
@@ -89,7 +89,7 @@ def test_loss_at_the_start_is_that_of_guessing(config: ModelConfig) -> None:
 def test_splitmix64_gives_the_published_numbers() -> None:
     """The first outputs of the reference implementation for the seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    bits = initialize.splitmix64(1234567, torch.arange(4))
+    bits = normal_values.splitmix64(1234567, torch.arange(4))
     assert [int(b) % 2**64 for b in bits] == expected
 
 
@@ -146,6 +146,6 @@ def test_bits_per_byte_of_a_known_loss() -> None:
 
 def test_initial_values_do_not_depend_on_the_pieces_in_which_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = make()
-    monkeypatch.setattr(initialize, "_CHUNK", 100)  # no parameter is a multiple of it
+    monkeypatch.setattr(normal_values, "_CHUNK", 100)  # no parameter is a multiple of it
     for one, other in zip(at_once.parameters(), make().parameters(), strict=True):
         assert one.equal(other)

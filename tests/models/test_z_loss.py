@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tests.helpers import losses, ranks, succeeded, tiny
 from torchtitan_lite.cpu import loss as on_cpu
-from torchtitan_lite.models import loss as head
-from torchtitan_lite.models.loss import IGNORE, Head
+from torchtitan_lite.models import chunked_loss
+from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.models.transformer import Head
 
 Z = 0.01
 
@@ -40,7 +41,7 @@ def by_autograd(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return head.summed_cross_entropy(F.linear(x, weight), targets, Z)
+    return summed_cross_entropy(F.linear(x, weight), targets, Z)
 
 
 def of_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def of_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 WAYS: dict[str, Way] = {
     "plain": plain,
-    "chunked": functools.partial(head.chunked_cross_entropy, z_loss=Z),
+    "chunked": functools.partial(chunked_loss.chunked_cross_entropy, z_loss=Z),
     "cpu": functools.partial(on_cpu.chunked_cross_entropy, z_loss=Z),
     "cpu, widened": functools.partial(on_cpu.chunked_cross_entropy, z_loss=Z, product_dtype=torch.float32),
     "head": of_head,
@@ -63,11 +64,11 @@ WAYS: dict[str, Way] = {
 def test_every_way_has_its_gradient_and_not_its_value(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
     monkeypatch.setattr(on_cpu, "CHUNK", 37)
     found, expected = gradients(WAYS[way], dtype), gradients(by_autograd, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    without = gradients(lambda x, w, t: head.summed_cross_entropy(F.linear(x, w), t), dtype)
+    without = gradients(lambda x, w, t: summed_cross_entropy(F.linear(x, w), t), dtype)
     torch.testing.assert_close(found[0], without[0], rtol=tolerance, atol=0)
     for one, other, none in zip(found[1:], expected[1:], without[1:], strict=True):
         distance = (one - other).float().norm() / other.float().norm()

@@ -17,8 +17,7 @@ from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer, build, generation
-from torchtitan_lite.models.attention import KeysValues
-from torchtitan_lite.models.generation import Sampler, new_tokens, pieces
+from torchtitan_lite.models.generation import KeysValues, Sampler, new_tokens, pieces
 from torchtitan_lite.tools import checkpoints, generate
 
 CONFIGS = {

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lite.models import loss as plain
+from torchtitan_lite.models import chunked_loss as plain
 from torchtitan_lite.models.loss import IGNORE
 
 CHUNK = 256  # tokens in a chunk; twice as many in float32, whose softmax overwrites the logits
@@ -15,7 +15,7 @@ ROWS = 1024  # rows of the weight's gradient that fit into a core's cache
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, *, product_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """models.loss.chunked_cross_entropy; with `product_dtype`, its products are computed in that dtype."""
+    """models.chunked_loss.chunked_cross_entropy; with `product_dtype`, its products are computed in that dtype."""
     if x.device.type != "cpu":
         return plain.chunked_cross_entropy(x, weight, targets, z_loss)
     wants_dx = torch.is_grad_enabled() and x.requires_grad

@@ -1,30 +1,19 @@
-"""Initial parameters that do not depend on the sharding.
+"""Initial parameters that do not depend on the sharding, and the proof that every one of them was written.
 
 The usual recipe (to_empty, seed, reset_parameters) draws each shard from a random stream, so the model depends on the
-world size. Here element i of a parameter is a pure function of (seed, name, i), the same bits on any mesh or device:
-
-    bits  = splitmix64's output number i for the key SHA-256(seed, name)      (Steele, Lea and Flood, 2014)
-    value = deviation * quantile[bits >> 48]                                  65,536 equally likely normal quantiles
-
-Each rank computes only its own rows. The largest value is 4.17 deviations.
+world size. Here each element is a function of the seed, the parameter's name and its index (normal_values.py): the same
+bits on any mesh or device. Each rank computes only its own rows.
 """
 
 import functools
-import hashlib
 import math
-from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.distributed.normal_values import normal_
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
-
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
-_LEVELS = 1 << 16
-_CHUNK = 1 << 20  # elements drawn at a time, to bound memory
 
 
 def materialise(model: Transformer, device: torch.device, seed: int, *, offload: bool = False) -> None:
@@ -42,55 +31,10 @@ def materialise(model: Transformer, device: torch.device, seed: int, *, offload:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty_like(buffer, device=device))
     model.tie_weights()  # to_empty unties: it makes a tensor for each name
-    _poison(model)
-    model.reset_parameters(functools.partial(_normal_, seed))
-    require_initialised(model)
-
-
-def _normal_(seed: int, name: str, parameter: Tensor, deviation: float) -> None:
-    """Fill this rank's rows of a parameter with normal values of mean 0 and this deviation."""
-    shard, first_row = local_rows(parameter)
-    flat = shard.view(-1)
-    first = first_row * math.prod(parameter.shape[1:])
-    table = _quantiles().to(flat.device) * deviation
-    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    for start in range(0, flat.numel(), _CHUNK):
-        stop = min(start + _CHUNK, flat.numel())
-        index = torch.arange(first + start, first + stop, dtype=torch.int64, device=flat.device)
-        flat[start:stop] = table[splitmix64(int.from_bytes(key[:8], "little"), index) >> 48 & (_LEVELS - 1)]
-
-
-def splitmix64(key: int, index: Tensor) -> Tensor:
-    """Number `index` (0-based) of the splitmix64 stream that starts at `key`; the 64 bits as an int64 tensor."""
-    bits = index * _signed(_GAMMA) + _signed(key + _GAMMA)
-    for shift, factor in _MIX:
-        bits = (bits ^ _shift_right(bits, shift)) * _signed(factor)
-    return bits ^ _shift_right(bits, 31)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same low 64 bits."""
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def _shift_right(bits: Tensor, by: int) -> Tensor:
-    """A logical shift; `>>` of an int64 copies the sign."""
-    return bits >> by & ((1 << (64 - by)) - 1)
-
-
-@functools.cache
-def _quantiles() -> Tensor:
-    """(65536,) float32: normal quantiles at the middle of equal probability steps, scaled to a deviation of 1."""
-    normal = NormalDist()
-    values = [normal.inv_cdf((level + 0.5) / _LEVELS) for level in range(_LEVELS)]
-    deviation = math.sqrt(sum(value * value for value in values) / _LEVELS)
-    return torch.tensor([value / deviation for value in values], dtype=torch.float32)
-
-
-def _poison(model: nn.Module) -> None:
-    """Fill everything with NaN or the smallest integer, so that `require_initialised` finds what stays unwritten."""
-    for _, tensor in _tensors(model):
+    for _, tensor in _tensors(model):  # NaN or the smallest integer: what stays unwritten is found
         tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+    model.reset_parameters(functools.partial(normal_, seed))
+    require_initialised(model)
 
 
 @torch.no_grad()
@@ -117,4 +61,4 @@ def require_initialised(model: nn.Module) -> None:
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Name and local storage of each parameter and buffer."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, (t.to_local() if isinstance(t, DTensor) else t).detach()) for name, t in named]
+    return [(name, local_rows(t)[0].detach()) for name, t in named]

@@ -1,4 +1,4 @@
-"""Causal attention by PyTorch's kernels, the document mask, and the key-value cache.
+"""Causal attention by PyTorch's kernels, and the document mask.
 
 cuda_attention.py chooses the kernel on a GPU. A CPU has a faster way for short sequences: cpu/attention.py.
 """
@@ -10,25 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lite.models import cuda_attention
-
-
-class KeysValues:
-    """The key-value cache of one layer, for generation."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def length(self) -> int:
-        """Cached tokens."""
-        return 0 if self._kept is None else self._kept[0].shape[1]
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append T new tokens, (B, T, heads, E) each. Returns the keys and values of all tokens."""
-        if self._kept is not None:
-            k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
-        self._kept = k, v
-        return k, v
 
 
 def within_documents(positions: Tensor, *, dense: bool) -> Any:

@@ -1,17 +1,38 @@
-"""Text generation, shared by the `generate` command and the samples of a training run."""
+"""Text generation, shared by the `generate` command and the samples of a training run, and the key-value cache."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.errors import NonFiniteError
-from torchtitan_lite.models import Transformer
-from torchtitan_lite.models.attention import KeysValues
+
+if TYPE_CHECKING:  # the models import KeysValues from here
+    from tokenizers import Tokenizer
+
+    from torchtitan_lite.models import Transformer
+
+
+class KeysValues:
+    """The key-value cache of one layer, for generation."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """Cached tokens."""
+        return 0 if self._kept is None else self._kept[0].shape[1]
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append T new tokens, (B, T, heads, E) each. Returns the keys and values of all tokens."""
+        if self._kept is not None:
+            k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
+        self._kept = k, v
+        return k, v
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,7 @@ class Sampler:
         return int(torch.multinomial(logits.softmax(0), 1, generator=self._generator))
 
 
-def answers(model: Transformer) -> bool:
+def answers(model: "Transformer") -> bool:
     """Whether the model answers a prompt, as an encoder-decoder does, instead of continuing it."""
     return FAMILIES[model.config.family].encoder_decoder
 
@@ -62,7 +83,7 @@ class Continuation:
         prompt: at least one token, and fewer than max_seq_len.
     """
 
-    def __init__(self, model: Transformer, prompt: list[int]) -> None:
+    def __init__(self, model: "Transformer", prompt: list[int]) -> None:
         self._model = cast(Any, model)
         self._prompt = prompt
         self._device = model.tok_embeddings.weight.device
@@ -92,7 +113,11 @@ class Continuation:
 
 @torch.no_grad()
 def new_tokens(
-    model: Transformer, prompt: list[int], max_tokens: int, choose: Callable[[Tensor], int], ends: Collection[int] = ()
+    model: "Transformer",
+    prompt: list[int],
+    max_tokens: int,
+    choose: Callable[[Tensor], int],
+    ends: Collection[int] = (),
 ) -> Iterator[int]:
     """Yield at most max_tokens tokens after a prompt, or of an encoder-decoder's answer to it.
 
@@ -115,7 +140,7 @@ def new_tokens(
 
 @torch.no_grad()
 def beam_search(
-    model: Transformer,
+    model: "Transformer",
     prompt: list[int],
     max_tokens: int,
     beams: int,
@@ -160,7 +185,7 @@ def beam_search(
     return tokens[:-1] if tokens and tokens[-1] in ends else tokens
 
 
-def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
+def pieces(tokenizer: "Tokenizer", prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of new tokens once it is known: a token may end in the middle of a character.
 
     (The library's DecodeStream raises on invalid UTF-8, which an untrained model produces.)

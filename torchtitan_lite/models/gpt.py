@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import KeysValues, attend
+from torchtitan_lite.models.attention import attend
+from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.transformer import Transformer
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import KeysValues, attend
+from torchtitan_lite.models.attention import attend
+from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.transformer import Transformer
 
 
@@ -75,7 +76,6 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.dim_of_ffn, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)"""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -90,7 +90,6 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
-        """(B, T, D) -> (B, T, D)"""
         x = x + self.attention(self.attention_norm(x), cos, sin, cache, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -114,7 +113,6 @@ class Llama(Transformer):
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """The rotary tables."""
         cos, sin = rotary_tables(self.config)
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(sin)

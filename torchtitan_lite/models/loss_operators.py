@@ -20,7 +20,7 @@ PLAIN_ROWS = 1024  # rows that plain operators compute at a time on a GPU: they 
 
 
 def plain_logits_to_gradient_(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float) -> Tensor:
-    """The loss of each row, (n,) float32. If `write`, logits (n, V) become the gradient of their sum (see loss.py)."""
+    """The loss of each row, (n,) float32. If `write`, logits (n, V) become their gradient (see chunked_loss.py)."""
     log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
     losses = F.nll_loss(log_p, targets, ignore_index=ignore, reduction="none")
     if write:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import cuda_attention
-from torchtitan_lite.models.attention import KeysValues
+from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.models.transformer import Fill, Transformer
 
@@ -239,7 +239,7 @@ class T5(Transformer):
         x = self.dropout(self.norm(x))
         if self.config.scale_output:
             x = x * self.config.dim**-0.5
-        return self.result(x, targets, per_sequence=per_sequence)
+        return self.output.logits_or_loss(x, targets, per_sequence=per_sequence)
 
     def _encode(self, blocks: list[nn.Module], x: Tensor, bias: Tensor) -> Tensor:
         """The encoder's output, (B, T, D), of embedded tokens."""

@@ -1,15 +1,18 @@
-"""The base class of all model families: tokens to logits or loss, tied embeddings, initial values."""
+"""The base class of all model families: tokens to logits or loss, tied embeddings, initial values; and the head."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import KeysValues, within_documents
-from torchtitan_lite.models.loss import Head, of_each, summed_cross_entropy
+from torchtitan_lite.models.attention import within_documents
+from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
+from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.loss import of_each, summed_cross_entropy
 
 Fill = Callable[[str, Tensor, float], None]  # fills the named parameter with normal values of this deviation
 
@@ -76,18 +79,7 @@ class Transformer(nn.Module):
         x, *unchanged = self.inputs(tokens, positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, *unchanged, cache[i]) if cache else layer(x, *unchanged, *more)
-        return self.result(self.norm(x), targets, per_sequence=per_sequence)
-
-    def result(self, x: Tensor, targets: Tensor | None, *, per_sequence: bool) -> Tensor:
-        """Logits or loss, as in `forward`, from the normed (B, T, D) outputs of the last block."""
-        if targets is not None and self.output.chunked:
-            return self.output(x, targets, per_sequence=per_sequence)
-        logits: Tensor = self.output(x)
-        if targets is None:
-            return logits
-        if per_sequence:
-            return of_each(summed_cross_entropy, logits, targets)
-        return summed_cross_entropy(logits, targets, self.output.z_loss)
+        return self.output.logits_or_loss(self.norm(x), targets, per_sequence=per_sequence)
 
     def reset_buffers(self) -> None:
         """Compute the buffers, which are neither learned nor saved. For families that have some."""
@@ -116,3 +108,36 @@ class Transformer(nn.Module):
             else:
                 deviation = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
                 normal_(name, parameter, deviation * scales.get(name.partition(".")[0], 1.0))
+
+
+class Head(nn.Linear):
+    """The output matrix, and the loss of its logits.
+
+    With `chunked`, the loss is computed within forward: FSDP gathers the matrix only for that long. Otherwise forward
+    returns all logits, which FSDP casts to fsdp.output_dtype, and the loss is computed from them.
+    """
+
+    chunked = False  # speed.chunked_loss
+    z_loss = 0.0  # train.z_loss
+    linear, cross_entropy = staticmethod(F.linear), staticmethod(chunked_cross_entropy)  # cpu/ replaces them
+
+    def logits_or_loss(self, x: Tensor, targets: Tensor | None, *, per_sequence: bool = False) -> Tensor:
+        """As in Transformer.forward, from the normed (B, T, D) outputs of the last block."""
+        if targets is None or self.chunked:
+            return self(x, targets, per_sequence=per_sequence)
+        logits = self(x)
+        if per_sequence:
+            return of_each(summed_cross_entropy, logits, targets)
+        return summed_cross_entropy(logits, targets, self.z_loss)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
+        """(B, T, D) -> (B, T, V) logits; with targets, (B, T) int64, the loss, () float32, or (B,) per sequence."""
+        if targets is None:
+            return self.linear(x, self.weight)
+        return of_each(self._loss, x, targets) if per_sequence else self._loss(x, targets)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        if x.dtype == torch.float16:
+            # chunked gradients are rounded before the loss is scaled, and small ones would become zero
+            return summed_cross_entropy(self.linear(x, self.weight), targets, self.z_loss)
+        return self.cross_entropy(x, self.weight, targets, self.z_loss)

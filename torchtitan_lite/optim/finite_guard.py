@@ -87,16 +87,16 @@ class FiniteGuard:
         ranks = [str(rank) for rank, loss in enumerate(self.rank_losses) if not math.isfinite(loss)]
         if not ranks and not bad_norm:
             return
-        if ranks:
-            what = f"the loss is not finite on rank {', '.join(ranks)}"
-        elif not self.scaler.enabled:
-            what = "the gradient norm is not finite, though the loss of every rank is"
-        else:
+        overflow = self.scaler.enabled and not ranks
+        if overflow:
             self.scaler.skipped_steps += 1
             if scale >= self.scaler.min_scale:
                 return
             what = f"gradients still overflow float16 with a loss scale of {scale:g}, below grad_scaler.min_scale"
-        if not self.scaler.enabled or ranks:
+        else:
+            what = "the gradient norm is not finite, though the loss of every rank is"
+            if ranks:
+                what = f"the loss is not finite on rank {', '.join(ranks)}"
             self.skipped.append(step)
             if self.skipped[-self.max_skipped - 1 :] != list(range(step - self.max_skipped, step + 1)):
                 return  # not yet too many in a row

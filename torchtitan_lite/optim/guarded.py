@@ -34,7 +34,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     def multiply_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients by () float32, before or within the next `step`."""
-        self.grad_scale = 1 / factor
+        self.grad_scale = 1 / factor  # multiplies nothing yet: `step` divides by it
 
 
 class AdamW(GuardedOptimizer, torch.optim.AdamW):
@@ -44,6 +44,8 @@ class AdamW(GuardedOptimizer, torch.optim.AdamW):
     consists of DTensors.
     """
 
+    # private: torch's step calls it for each group, to fill six empty lists: parameters, gradients, first and second
+    # moments, maxima of the latter (amsgrad), step counts. The update then works in place on what the lists hold.
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
@@ -58,7 +60,7 @@ class HostGuarded(GuardedOptimizer):
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        if self.found_inf is not None and self.found_inf:
+        if self.found_inf is not None and self.found_inf:  # which waits for the device
             return None
         found_inf, self.found_inf = self.found_inf, None  # torch's own steps refuse it
         loss = super().step(closure)
@@ -70,7 +72,7 @@ class HostGuarded(GuardedOptimizer):
 
 
 class SGD(HostGuarded, torch.optim.SGD):
-    """torch's SGD. Its fused form takes no DTensors."""
+    """Not fused, which would read found_inf on the device: that form takes no DTensors, and rounds differently."""
 
 
 def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:

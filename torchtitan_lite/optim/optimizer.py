@@ -1,7 +1,6 @@
 """The optimizer, its parameter groups, and the learning-rate schedule."""
 
 import contextlib
-import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,18 +23,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         ConfigError: a pattern matches no parameter, or no parameter is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
-    wrong = []
-    for pattern in patterns:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            from torchtitan_lite import hints
-
-            meant = hints.pattern(pattern, names)
-            wrong.append(f'optim.freeze: "{shortened(pattern)}" matches no parameter: {meant}')
-        for name in matched:
-            model.get_parameter(name).requires_grad_(False)
+    # one at a time: patterns may overlap
+    wrong = [message for pattern in patterns for message in unused("optim.freeze", names, [pattern], field="")]
     if wrong:
         raise ConfigError("\n  ".join(wrong))
+    for name in names:
+        if first_match(name, patterns) is not None:
+            model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"optim.freeze = {shortened(list(patterns))} leaves no parameter to train")
 
@@ -52,7 +46,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
 
         keep_average(optimizer, config.ema_decay)
     if isinstance(optimizer, HostGuarded):
-        make_state(optimizer)  # for a save before its first step; float16 may skip some
+        make_state(optimizer)  # a checkpoint has it, even if float16 skipped every step so far
     return optimizer
 
 
@@ -66,15 +60,13 @@ def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer
 
 
 def sgd(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
-    """torch's SGD."""
     return SGD(groups, lr=config.lr, momentum=config.momentum)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Parameters by weight decay and `lr_factor`. [[optim.groups]] override the defaults; only matrices decay.
 
-    With muon, a group's key `muon` tells the matrices of the blocks from the others. With model.mup_base_dim, rates of
-    the blocks' matrices and of the head fall with the width, and rate times decay does not (Yang et al., 2022).
+    With muon, a group's key `muon` tells the matrices of the blocks from the others.
     """
     chosen: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -92,9 +84,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             factor *= group.lr_factor
         by_muon = config.name == "muon" and parameter.ndim == 2 and name.startswith("layers.")
         if parameter.ndim == 2 and name.startswith(("layers.", "output.")):
-            power = -1.0 if not by_muon else -0.5 if config.muon_scale == "adamw" else 0.0
-            scale = getattr(model, "width", 1.0) ** power
-            decay, factor = decay / scale, factor * scale
+            scale = scale_of(getattr(model, "width", 1.0), by_muon, config)
+            decay, factor = decay / scale, factor * scale  # rate times decay stays
         chosen.setdefault((decay, factor, by_muon), []).append(parameter)
     wrong = list(unused("optim.groups", names, patterns))
     if wrong:
@@ -104,6 +95,21 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         | ({"muon": by_muon} if config.name == "muon" else {})
         for (decay, factor, by_muon), parameters in chosen.items()
     ]
+
+
+def scale_of(width: float, by_muon: bool, config: OptimConfig) -> float:
+    """What muP multiplies a matrix's rate by: a step then changes its outputs by as much at every width.
+
+    Source: Yang et al., 2022, table 3; for Muon, the same argument.
+
+    Args:
+        width: model.dim / model.mup_base_dim.
+    """
+    if not by_muon:  # AdamW changes each weight by about the rate, and an output sums `width` times as many of them
+        return width**-1.0
+    if config.muon_scale == "adamw":  # an orthogonal update keeps sizes, but is multiplied by 0.2 sqrt(max(M, N))
+        return width**-0.5
+    return 1.0
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -158,7 +164,11 @@ def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def squared_norm(model: nn.Module, copies: int) -> Tensor:
-    """A rank's part of the squared gradient norm, () float64, for a sum over ranks; `copies` ranks have each part."""
+    """This rank's part of the squared gradient norm, () float64. The parts of all ranks add up to it.
+
+    Args:
+        copies: so many ranks hold the same shards (HSDP).
+    """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
     return norm.double().square() / copies  # the square of a float32 may need a float64
@@ -167,7 +177,8 @@ def squared_norm(model: nn.Module, copies: int) -> Tensor:
 def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scale: Tensor) -> None:
     """Divide the gradients by the loss scale, and scale them down from `norm` (without that scale) to max_norm.
 
-    A fused optimizer does this while it reads the gradients, which saves a pass over them.
+    AdamW and Muon only store the factor here. Their next step applies it while it reads the gradients, which saves a
+    pass over them.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale  # as torch.nn.utils.clip_grad_norm_

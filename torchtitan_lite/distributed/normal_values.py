@@ -1,0 +1,62 @@
+"""Normal initial values that do not depend on the sharding: element i of a parameter is a function of (seed, name, i).
+
+    bits  = splitmix64's output number i for the key SHA-256(seed, name)      (Steele, Lea and Flood, 2014)
+    value = deviation * quantile[bits >> 48]                                  65,536 equally likely normal quantiles
+
+The largest value is 4.17 deviations.
+"""
+
+import functools
+import hashlib
+import math
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.distributed.sharding import local_rows
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+_LEVELS = 1 << 16
+_CHUNK = 1 << 20  # elements drawn at a time, to bound memory
+
+
+def normal_(seed: int, name: str, parameter: Tensor, deviation: float) -> None:
+    """Fill this rank's rows of a parameter with normal values of mean 0 and this deviation."""
+    shard, first_row = local_rows(parameter)
+    flat = shard.view(-1)
+    first = first_row * math.prod(parameter.shape[1:])
+    table = _quantiles().to(flat.device) * deviation
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    for start in range(0, flat.numel(), _CHUNK):
+        stop = min(start + _CHUNK, flat.numel())
+        index = torch.arange(first + start, first + stop, dtype=torch.int64, device=flat.device)
+        flat[start:stop] = table[splitmix64(int.from_bytes(key[:8], "little"), index) >> 48 & (_LEVELS - 1)]
+
+
+def splitmix64(key: int, index: Tensor) -> Tensor:
+    """Number `index` (0-based) of the splitmix64 stream that starts at `key`; the 64 bits as an int64 tensor."""
+    bits = index * _signed(_GAMMA) + _signed(key + _GAMMA)
+    for shift, factor in _MIX:
+        bits = (bits ^ _shift_right(bits, shift)) * _signed(factor)
+    return bits ^ _shift_right(bits, 31)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same low 64 bits."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _shift_right(bits: Tensor, by: int) -> Tensor:
+    """A logical shift; `>>` of an int64 copies the sign."""
+    return bits >> by & ((1 << (64 - by)) - 1)
+
+
+@functools.cache
+def _quantiles() -> Tensor:
+    """(65536,) float32: normal quantiles at the middle of equal probability steps, scaled to a deviation of 1."""
+    normal = NormalDist()
+    values = [normal.inv_cdf((level + 0.5) / _LEVELS) for level in range(_LEVELS)]
+    deviation = math.sqrt(sum(value * value for value in values) / _LEVELS)
+    return torch.tensor([value / deviation for value in values], dtype=torch.float32)

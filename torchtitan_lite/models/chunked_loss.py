@@ -1,0 +1,73 @@
+"""The loss of the output matrix, in chunks of tokens: the logits of only one chunk exist at a time.
+
+Forward computes the gradients too. The gradient of a summed cross-entropy with respect to the logits is
+softmax - onehot, times a factor that only backward knows. So forward computes the gradients without that factor and
+frees each chunk's logits: memory does not grow with tokens times vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.models import loss_operators
+from torchtitan_lite.models.loss import IGNORE
+
+LOGITS_BYTES = 1 << 30  # of a chunk's logits. They bound memory; each chunk costs a pass over the weight's gradient
+
+
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    """summed_cross_entropy(x @ weight.T, targets, z_loss), a chunk of tokens at a time.
+
+    Logits are rounded to the dtype of `x`. Softmax, loss and the sum of the weight's gradient are float32.
+
+    Args:
+        x: (B, T, D), any float dtype.
+        weight: (V, D), of the same dtype.
+        targets: (B, T) int64, or IGNORE.
+    """
+    wants_dx = torch.is_grad_enabled() and x.requires_grad
+    wants_dw = torch.is_grad_enabled() and weight.requires_grad
+    rows, goals = x.flatten(0, 1), targets.flatten()
+    return _ChunkedCrossEntropy.apply(rows, weight, goals, wants_dx, wants_dw, z_loss)  # type: ignore[no-untyped-call]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """x (N, D), weight (V, D), targets (N,), whether their gradients are wanted, and z_loss -> ()."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, z_loss: float
+    ) -> Tensor:
+        chunk = chunk_size(len(x), len(weight), x.element_size())
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        dx = torch.empty_like(x) if wants_dx else None
+        dw = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wants_dw else None
+        buffer = x.new_empty(min(chunk, len(x)), len(weight))
+        for start in range(0, len(x), chunk):
+            part, goals = x[start : start + chunk], targets[start : start + chunk]
+            logits = torch.mm(part, weight.T, out=buffer[: len(part)])
+            loss += loss_operators.logits_to_gradient_(logits, goals, IGNORE, wants_dx or wants_dw, z_loss).sum()
+            if dx is not None:
+                torch.mm(logits, weight, out=dx[start : start + chunk])
+            if dw is not None:
+                loss_operators.add_product(dw, logits.T, part, first=start == 0)
+        ctx.save_for_backward(dx, dw.zero_() if dw is not None and not len(x) else dw)
+        ctx.dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        if dx is not None:
+            dx = (dx * grads[0]).to(dx.dtype)
+        if dw is not None:  # in one pass, without a float32 product
+            dw = torch.mul(dw, grads[0], out=torch.empty(dw.shape, dtype=ctx.dtype, device=dw.device))
+        return dx, dw, *(None,) * 4
+
+
+def chunk_size(n: int, vocab_size: int, itemsize: int) -> int:
+    """Tokens per chunk: equal chunks of at most LOGITS_BYTES, in multiples of 128 (or all)."""
+    most = max(LOGITS_BYTES // (vocab_size * itemsize) // 128 * 128, 128)
+    even = -(-n // max(-(-n // most), 1))
+    return max(min(-(-even // 128) * 128, most), 1)
