@@ -204,17 +204,13 @@ def test_what_a_killed_process_left_is_not_used(text: Path, tmp_path: Path) -> N
     assert (folder / "train-00000.bin").read_bytes() == before
 
 
-def test_holding_out_everything_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"a short text, line {i}\n" for i in range(300)))
-    with pytest.raises(DataError, match="all of the text was held out"):
-        make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
-
-
-def test_validation_is_never_empty(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("".join(f"a short text, line {i}\n" for i in range(120)))
+def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"a short text, line {i}\n" for i in range(120)))
     meta = read_meta(make(tmp_path, tmp_path / "cache", 260, val_fraction=1e-9))
     assert meta.val_documents == 1
     assert meta.train_tokens > meta.val_tokens > 0
+    with pytest.raises(DataError, match="all of the text was held out"):
+        make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
 
 
 # --- text that can't be used ------------------------------------------------------------------------------------
@@ -255,13 +251,8 @@ def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -
     cutting.save(str(tmp_path / "cutting.json"))
     same = prepare_all(data, TokenizerConfig(path=str(tmp_path / "cutting.json")), lambda said: None).folder
     assert read_meta(same).tokens_sha256 == meta.tokens_sha256, "a tokenizer cut or padded the text"
-    with pytest.raises(
-        DataError, match=r"no entry <bye> to end a document with; its special entries are <\|endoftext\|>"
-    ):
+    with pytest.raises(DataError, match=r"no entry <bye> to end a document with; its special .* are <\|endoftext\|>"):
         prepare_all(data, TokenizerConfig(path=config.path, end_token="<bye>"), lambda said: None)
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(DataError, match=r"bad\.json can't be read as a tokenizer\.json"):
-        prepare_all(data, TokenizerConfig(path=str(tmp_path / "bad.json")), lambda said: None)
 
 
 def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:

@@ -175,12 +175,13 @@ def test_a_text_that_can_only_be_spelled_with_the_end_mark_is_refused(
     assert not verify(tmp_path / "out")
 
 
-def test_an_end_mark_that_the_text_holds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_end_mark_that_the_text_holds_is_refused(tmp_path: Path, refuses: Callable[..., str]) -> None:
     (tmp_path / "a.txt").write_text("a line\n" * 500)
     byte_level().save(str(tmp_path / "bytes.json"))
     command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "bytes.json")]
-    assert main([*command, "--end-token", "\u010a"]) == 2
-    assert "choose one that no text contains (tokenizer.end_token or --end-token)" in capsys.readouterr().err
+    assert "choose one that no text contains (tokenizer.end_token or --end-token)" in refuses(
+        *command, "--end-token", "\u010a"
+    )
     assert main([*command, "--end-token", "\u0100"]) == 0, "NUL, which no line has"
 
 

@@ -77,14 +77,12 @@ def prepared(usual: Path, out: Path, *prefixes: Path, more: tuple[str, ...] = ()
 
 
 @pytest.fixture
-def refused(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """A function with the message of a command, which must be refused."""
+def refused(usual: Path, tmp_path: Path, refuses: Callable[..., str]) -> Callable[..., str]:
+    """As `refuses`, with a tokenizer."""
 
     def message(*words: object) -> str:
-        capsys.readouterr()
-        tokenizer, out = usual / "tokenizer.json", tmp_path / "refused"
-        assert main([*map(str, words), "--tokenizer", str(tokenizer), "--out", str(out)]) == 2
-        said = capsys.readouterr().err
+        out = tmp_path / "refused"
+        said = refuses(*words, "--tokenizer", usual / "tokenizer.json", "--out", out)
         assert said.startswith("prepare: ")
         assert not out.exists()
         return said
@@ -308,17 +306,18 @@ def test_options_that_do_not_suit_are_refused(
     assert message in refused(*words.split())
 
 
-def test_a_command_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_a_tokenizer_is_refused(tmp_path: Path, refuses: Callable[..., str]) -> None:
     prefix = write(tmp_path / "a", [[[5, 6]], [[7, 8]]])
-    assert main(["--from-megatron", str(prefix), "--out", str(tmp_path / "out")]) == 2
-    assert "needs the tokenizer that the files were made with" in capsys.readouterr().err
+    assert "needs the tokenizer that the files were made with" in refuses(
+        "--from-megatron", str(prefix), "--out", tmp_path / "out"
+    )
 
 
 # --- later ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_command_again_changes_nothing_and_another_one_is_refused(
-    usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]
+    usual: Path, tmp_path: Path, refuses: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     prefix = write(tmp_path / "a", with_ends(tokens_of(usual)))
     partial = tmp_path / "out.partial"
@@ -330,8 +329,7 @@ def test_the_same_command_again_changes_nothing_and_another_one_is_refused(
     assert prepared(usual, tmp_path / "out", tmp_path / "a.idx") == out
     assert (out / "meta.json").stat().st_mtime_ns == made
     words = ["--from-megatron", str(prefix), "--tokenizer", str(usual / "tokenizer.json"), "--out", str(out)]
-    assert main([*words, "--val-fraction", "0.2"]) == 2
-    assert "exists, and was made from other files or options" in capsys.readouterr().err
+    assert "exists, and was made from other files or options" in refuses(*words, "--val-fraction", "0.2")
     assert read_meta(out) == meta
     (tmp_path / "refused.partial").mkdir()
     (tmp_path / "refused.partial/thesis.txt").touch()

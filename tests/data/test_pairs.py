@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,26 +176,27 @@ def test_the_default_pairs_are_functions_and_the_first_sentences_of_their_docstr
     assert prepare_all(config, TokenizerConfig(path="bytes"), said.append).folder != folder
 
 
-def test_columns_that_do_not_fit_the_header_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_that_do_not_fit_the_header_are_refused(
+    tmp_path: Path, refuses: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """An unquoted comma would make a piece of the source the target."""
     file, out = tmp_path / "pairs.csv", str(tmp_path / "out")
     rows = "".join(f"source {i},target {i}\n" for i in range(40))
     file.write_text(f"text,headline\nHello, world,Title one\n{rows}")
     command = [str(file), *KEYS, "--out", out]
-    assert main(command) == 2
-    assert "has 3 columns, its header has 2" in capsys.readouterr().err
+    assert "has 3 columns, its header has 2" in refuses(*command)
     assert main([*command, "--on-error", "skip"]) == 0
     assert "a row that is too long" in "".join(capsys.readouterr())
     shutil.rmtree(out)
     file.write_text("text,text,headline\na,b,c\n")
-    assert main(command) == 2
-    assert 'has 2 columns "text"; which one holds the text is ambiguous' in capsys.readouterr().err
+    assert 'has 2 columns "text"; which one holds the text is ambiguous' in refuses(*command)
 
     # of one text, the rest would be lost, or be that of another column
     file.write_text(f"text,headline\nHello, world,Title one\n{rows}")
     for key in ("text", "headline"):
-        assert main([str(file), "--text-key", key, "--tokenizer", "bytes", "--out", out]) == 2
-        assert "line 2: has 3 columns, its header has 2" in capsys.readouterr().err
+        assert "line 2: has 3 columns, its header has 2" in refuses(
+            file, "--text-key", key, "--tokenizer", "bytes", "--out", out
+        )
 
 
 BAD: list[tuple[str, str | bytes, str]] = [
@@ -215,13 +217,12 @@ BAD: list[tuple[str, str | bytes, str]] = [
 
 @pytest.mark.parametrize(("name", "content", "expected"), BAD)
 def test_a_bad_pair_is_refused_with_its_place_or_skipped_and_counted(
-    name: str, content: str | bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: str | bytes, expected: str, tmp_path: Path, refuses: Callable[..., str]
 ) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "good.jsonl").write_text("".join(json.dumps({"text": s, "headline": t}) + "\n" for s, t in ROWS[:50]))
     command = [str(tmp_path / name), str(tmp_path / "good.jsonl"), *KEYS, "--out", str(tmp_path / "out")]
-    assert main(command) == 2
-    assert expected in capsys.readouterr().err
+    assert expected in refuses(*command)
     assert main([*command, "--on-error", "skip"]) == 0
     assert sum(read_meta(tmp_path / "out").skipped.values()) == 1
 
@@ -235,11 +236,8 @@ def test_a_bad_pair_is_refused_with_its_place_or_skipped_and_counted(
         ("--source-key a --target-key b --text-key c", "--text-key is for texts"),
     ],
 )
-def test_wrong_keys_are_refused(
-    options: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(written(".csv", tmp_path)), *options.split(), "--out", str(tmp_path / "out")]) == 2
-    assert expected in capsys.readouterr().err
+def test_wrong_keys_are_refused(options: str, expected: str, tmp_path: Path, refuses: Callable[..., str]) -> None:
+    assert expected in refuses(str(written(".csv", tmp_path)), *options.split(), "--out", tmp_path / "out")
 
 
 def test_other_data_is_refused(prepared: Path, text: Path, tmp_path: Path) -> None:

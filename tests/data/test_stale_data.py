@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +145,12 @@ def test_a_damaged_part_is_made_again(
 
 @pytest.mark.extended
 def test_overwritten_tokens_of_a_part_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Callable[..., str]
 ) -> None:
     source = interrupted(tmp_path, monkeypatch)
     with (tmp_path / "out.partial/train-00000.bin").open("r+b") as stream:
         stream.write(b"\0" * 1000)
-    assert main([str(source), "--out", str(tmp_path / "out"), *QUIET]) == 2
-    assert "the files differ from what was written: train: " in capsys.readouterr().err
+    assert "the files differ from what was written: train: " in refuses(source, "--out", tmp_path / "out", *QUIET)
     succeeds(source, "--out", tmp_path / "out", *QUIET)
     assert not verify(tmp_path / "out")
 
@@ -302,14 +302,13 @@ def test_a_damaged_folder_with_other_files_is_not_to_be_deleted(
 
 
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "val.idx", "thesis.txt"])
-def test_a_foreign_folder_named_partial_is_not_touched(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_folder_named_partial_is_not_touched(name: str, tmp_path: Path, refuses: Callable[..., str]) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / name).write_text("mine")
     source = write(tmp_path / "a.jsonl", TEXTS)
-    assert main([str(source), "--out", str(tmp_path / "out"), *QUIET]) == 2
-    assert f"out.partial contains {name}, which is not part of a preparation" in capsys.readouterr().err
+    assert f"out.partial contains {name}, which is not part of a preparation" in refuses(
+        source, "--out", tmp_path / "out", *QUIET
+    )
     assert (tmp_path / "out.partial" / name).read_text() == "mine"
 
 
