@@ -131,7 +131,8 @@ def test_the_home_of_an_unknown_user_is_an_error(capsys: pytest.CaptureFixture[s
 
 def test_verify_of_another_folder_is_an_error(tmp_path: Path, refuses: Callable[..., str]) -> None:
     path = tmp_path / "x"
-    for change in (lambda: None, path.touch, path.unlink, path.mkdir, lambda: os.mkfifo(path / "meta.json")):
+    contents: list[Callable[[], object]] = [path.touch, path.unlink, path.mkdir, lambda: os.mkfifo(path / "meta.json")]
+    for change in contents:
         change()
         assert str(path) in refuses("--verify", path)
 
