@@ -8,7 +8,6 @@ import tomli
 
 import train
 from tests.config.parsing import mistakes, parse
-from tests.helpers import ROOT
 from torchtitan_lite import plan
 from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.config.families import FAMILIES
@@ -65,6 +64,7 @@ def test_the_name_of_a_device_may_be_in_capitals(capsys: pytest.CaptureFixture[s
 def test_text_without_quotes_gets_the_fix(line: str, fix: str, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f"[model]\n{line}\n")
     text = mistakes("--config", str(tmp_path / "a.toml"))
+    assert "a.toml: can't be read as TOML" in text
     assert "line 2" in text
     assert ("text needs quotes" in text) == bool(fix)
     assert fix in text
@@ -102,19 +102,6 @@ def test_a_pattern_that_matches_nothing_gets_the_nearest(
         ("--model.family=GPT", "gpt"),
         ("--optim.name=AdamW", "adamw"),
         ("--run.device=CPU", "cpu"),
-    ],
-)
-def test_a_choice_may_be_spelled_otherwise(argument: str, value: object, tmp_path: Path) -> None:
-    key, text = argument.removeprefix("--").split("=")
-    section, name = key.split(".")
-    (tmp_path / "a.toml").write_text(f'[{section}]\n{name} = "{text}"\n')
-    for argv in ([argument], ["--config", str(tmp_path / "a.toml")]):
-        assert getattr(getattr(parse(*argv).config, section), name) == value
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
         ("--log.trackers=tensorboard, WandB", ["tensorboard", "wandb"]),
         ("--log.trackers=", []),
         ("--eval.tasks=brackets,my.jsonl", ["brackets", "my.jsonl"]),
@@ -125,7 +112,7 @@ def test_a_choice_may_be_spelled_otherwise(argument: str, value: object, tmp_pat
         ("--sample.prompts=One, two", ["One, two"]),
     ],
 )
-def test_commas_make_a_list(argument: str, value: object, tmp_path: Path) -> None:
+def test_a_choice_may_be_spelled_otherwise_and_commas_make_a_list(argument: str, value: object, tmp_path: Path) -> None:
     key, text = argument.removeprefix("--").split("=")
     section, name = key.split(".")
     (tmp_path / "a.toml").write_text(f'[{section}]\n{name} = "{text}"\n')
@@ -136,12 +123,9 @@ def test_commas_make_a_list(argument: str, value: object, tmp_path: Path) -> Non
 def test_commas_separate_texts_unless_one_has_that_name(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt", "a,b.txt"):
         (tmp_path / name).touch()
-    assert parse(f"--data.path={tmp_path}/a.txt,{tmp_path}/b.txt").config.data.path == [
-        str(tmp_path / "a.txt"),
-        str(tmp_path / "b.txt"),
-    ]
-    assert parse(f"--data.path={tmp_path}/a,b.txt").config.data.path == str(tmp_path / "a,b.txt")
-    assert parse(f"--data.path={tmp_path}/a,*.txt").config.data.path == f"{tmp_path}/a,*.txt"
+    two, one, pattern = f"{tmp_path}/a.txt,{tmp_path}/b.txt", f"{tmp_path}/a,b.txt", f"{tmp_path}/a,*.txt"
+    for given, meant in ((two, two.split(",")), (one, one), (pattern, pattern)):
+        assert parse(f"--data.path={given}").config.data.path == meant
 
 
 @pytest.mark.parametrize("key", list(schema.known_keys()))
@@ -170,7 +154,6 @@ def test_other_spellings_have_the_same_effect() -> None:
 def test_the_reference_spells_choices_as_they_are() -> None:
     (row,) = (line for line in config_reference.lines() if line.startswith("| `sharding_strategy`"))
     assert "FULL_SHARD, SHARD_GRAD_OP" in row
-    (row,) = (line for line in config_reference.lines() if line.startswith("| `steps` | int |"))
 
 
 # --- sizes --------------------------------------------------------------------------------------------------------
@@ -209,11 +192,6 @@ def test_a_size_in_python_has_its_numbers() -> None:
     assert ModelConfig().dim == ModelConfig(dim=128).dim
     with pytest.raises(ValueError, match="no size '16M' of llama; known: 1M, 3M, 15M"):
         ModelConfig(size="16M")
-
-
-def test_the_shipped_configs_contradict_no_size() -> None:
-    for file in (ROOT / "configs").glob("*.toml"):
-        assert not parse("--config", str(file), world_size=2).notes
 
 
 # --- paths --------------------------------------------------------------------------------------------------------

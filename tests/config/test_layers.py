@@ -85,23 +85,23 @@ def test_fsdp1_strategies_become_their_fsdp2_options(
     assert loaded.origins["fsdp.reshard_after_forward"] in (f'sharding_strategy "{strategy}"', "command line")
 
 
-def test_minus_one_is_the_remaining_ranks() -> None:
-    for argv, expected in (
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
         ([], (1, 8)),
         (["--fsdp.dp_shard=1"], (8, 1)),
         (["--fsdp.dp_shard=2"], (4, 2)),
         (["--fsdp.dp_replicate=2"], (2, 4)),
-    ):
-        layout = derive(parse(*argv, world_size=8).config, 8)
-        assert (layout.dp_replicate, layout.dp_shard) == expected
-
-
-def test_batch_and_mesh_sizes_are_derived() -> None:
-    config = parse("--train.micro_batch_size=4", "--train.global_batch_size=30", "--fsdp.dp_replicate=2", world_size=4)
-    layout = derive(config.config, 4)
-    assert (layout.dp_replicate, layout.dp_shard) == (2, 2)
-    assert (layout.grad_accum_steps, layout.masked_sequences) == (2, 2)
-    assert layout.tokens_per_step == 30 * config.config.train.seq_len
+    ],
+)
+def test_batch_and_mesh_sizes_are_derived_and_minus_one_is_the_remaining_ranks(
+    argv: list[str], expected: tuple[int, int]
+) -> None:
+    config = parse("--train.micro_batch_size=4", "--train.global_batch_size=60", *argv, world_size=8).config
+    layout = derive(config, 8)
+    assert (layout.dp_replicate, layout.dp_shard) == expected
+    assert (layout.grad_accum_steps, layout.masked_sequences) == (2, 4)
+    assert layout.tokens_per_step == 60 * config.train.seq_len
 
 
 def test_help_lists_every_key_with_meaning_and_default() -> None:

@@ -7,8 +7,6 @@ from tokenizers import Tokenizer, models
 
 import train
 from tests.config.parsing import mistakes, parse, write
-from tests.helpers import python
-from torchtitan_lite import plan
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data.prepare import split
@@ -54,23 +52,16 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--data.path=no/such/text"], "nothing found at no/such/text"),
         (["--data.path=[]"], "names no text"),
         (["--model.size=9M"], "no such size of llama; known: 1M"),
-        (["--model.family=lstm"], "should be 'gpt', 'llama' or 't5'"),
-        (
-            ["--model.family=gpt", "--model.rope_theta=5e5"],
-            'has no effect without model.family = "llama"; leave it out',
-        ),
+        (["--model.family=gpt", "--model.rope_theta=5e5"], 'has no effect without model.family = "llama"; leave it'),
         (["--model.dropout=0.1"], 'has no effect without model.family = "gpt"'),
         (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
         (["--model.head_dim=33"], "rotary positions need an even head_dim, not 33; head_dim = 34 works"),
-        (
-            ["--model.rope_factor=8", "--model.rope_low_freq_factor=4"],
-            "should be below model.rope_high_freq_factor = 4.0",
-        ),
+        (["--model.rope_factor=8", "--model.rope_low_freq_factor=4"], "be below model.rope_high_freq_factor = 4.0"),
         (["--optim.schedule=wsd", "--optim.warmup_steps=480"], "reaches into the decay"),
         (["--optim.momentum=0"], "should be greater than 0"),
         (
             ["--train.batch_schedule=[[5, 8], [0, 4]]"],
-            "a step and a batch size, by rising steps; e.g. '--train.batch_schedule=[[0, 16], [1000, 64]]'",
+            "by rising steps; e.g. '--train.batch_schedule=[[0, 16], [1000, ",
         ),
         (["--model.vocab_size=100"], "model.vocab_size = 100 is smaller than tokenizer.vocab_size = 4096"),
         (["--tokenizer.path=no.json"], "tokenizer.path: nothing at no.json"),
@@ -87,7 +78,6 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--config", "configs/no_such.toml"], "no such file"),
         (["--run.name"], "command line: --run.name needs a value, e.g. --run.name=default"),
         (["--eval.evry=3"], "the nearest known one is eval.every"),
-        (["--checkpoint.evry=3"], "the nearest known one is checkpoint.every"),
         (["--optim.lr=inf"], "should be a finite number"),
         (["--fsdp.param_dtype=float8"], "should be 'float32', 'bfloat16' or 'float16'"),
         (["--fsdp.reshard_after_forward=1"], 'should be "default", true, false, or a number of ranks above 1'),
@@ -109,10 +99,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
             ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=8", "--grad_scaler.min_scale=9"],
             "grad_scaler.min_scale = 9.0 is above grad_scaler.init_scale = 8.0",
         ),
-        (
-            ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=1e39"],
-            "than or equal to 1267",
-        ),
+        (["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=1e39"], "than or equal to 1267"),
         (["--activation_checkpointing.every=2"], 'has no effect without activation_checkpointing.mode = "full"'),
         (
             ["--activation_checkpointing.mode=full", "--activation_checkpointing.every=9"],
@@ -168,13 +155,6 @@ def test_a_prompt_that_the_tokenizer_can_t_encode_is_named() -> None:
     assert "sample.prompts: the tokenizer can't encode 'def '" in wrong
 
 
-@pytest.mark.parametrize("key", ["data.path", "tokenizer.path"])
-@pytest.mark.extended
-def test_plan_names_a_user_who_is_not_there(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main([f"--{key}=~nobody-of-this-name/x", "--world-size", "1"]) in (0, 2)
-    assert "Traceback" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "option", ["--temperature=1e-40", "--temperature=nan", "--seed=-1", "--top-p=0", "--seed=" + "9" * 30]
 )
@@ -218,22 +198,6 @@ def test_a_hybrid_strategy_without_shards_is_another_strategy() -> None:
     assert cli.parse(argv, world_size=1, n_gpus=0), "one rank on a machine: the strategy itself means that"
 
 
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("--optim.freeze=['nope']", 'optim.freeze: "nope" matches no parameter'),
-        ("--optim.groups=[{match = 'nope'}]", 'match = "nope" matches no parameter'),
-        ("--fsdp.precision_overrides=[{match = 'nope', param_dtype = 'bfloat16'}]", "matches no parameter"),
-    ],
-)
-@pytest.mark.extended
-def test_patterns_are_checked_before_there_is_a_process_group(option: str, expected: str) -> None:
-    result = python("--check-config", option)
-    assert result.returncode == 2
-    assert expected in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_a_missing_file_suggests_the_one_that_was_meant(tmp_path: Path) -> None:
     write(tmp_path / "debug.toml", "")
     assert f"did you mean {tmp_path / 'debug.toml'}?" in mistakes("--config", str(tmp_path / "debgu.toml"))
@@ -249,12 +213,6 @@ def test_a_circular_base_is_an_error(tmp_path: Path) -> None:
 def test_missing_base_is_named_with_the_file_that_wants_it(tmp_path: Path) -> None:
     write(tmp_path / "a.toml", 'base = "gone.toml"\n')
     assert "gone.toml: no such file (named as base by a.toml)" in mistakes("--config", str(tmp_path / "a.toml"))
-
-
-def test_broken_toml_is_an_error_with_its_line(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.toml", "[train]\nsteps = = 3\n")
-    assert "a.toml: can't be read as TOML" in mistakes("--config", str(file))
-    assert "line 2" in mistakes("--config", str(file))
 
 
 @pytest.mark.parametrize(

@@ -23,21 +23,13 @@ def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:
 
 
 _NAMES = st.text(st.characters(exclude_characters="\0/", codec="utf-8"), min_size=1, max_size=20)
-
-
 _POSITIVE = st.floats(min_value=1e-300, max_value=1e300)
-
-
 _GROUP = st.fixed_dictionaries(
     {"match": st.text(max_size=9)}, optional={"lr_factor": _POSITIVE, "weight_decay": _POSITIVE}
 )
-
-
 _OVERRIDE = st.fixed_dictionaries(
     {"match": st.text(max_size=9)}, optional={"param_dtype": st.sampled_from(["bfloat16", "float16"])}
 )
-
-
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "run.name": _NAMES,
     "run.out_dir": st.text(max_size=9),

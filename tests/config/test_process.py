@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 
-import train
-from tests.helpers import python, ranks, tiny, torchrun
+from tests.helpers import ranks, tiny, torchrun
 
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to become another")
+
+
+def limited(how: str, *argv: str, n: int = 1) -> tuple[int, str]:
+    """Exit code and messages of train.py in such a process (limited_process.py)."""
+    result = ranks(n, *argv, entry="tests.config.limited_process", env={"LIMIT": how})
+    assert "Traceback" not in result.stderr
+    return result.returncode, result.stderr
 
 
 @as_root
@@ -20,59 +26,33 @@ def test_a_folder_of_another_user_is_an_error(key: str, tmp_path: Path) -> None:
     os.chown(theirs, 54321, 54321)
     theirs.chmod(0o700)
     for path in (theirs, theirs / "file.txt"):
-        argv = [f"--{key}={path}", "--check-config"]
-        result = ranks(1, *argv, entry="tests.config.limited_process", env={"LIMIT": "restricted"})
-        assert result.returncode == 2, result.stderr
-        assert "Traceback" not in result.stderr
-        assert key in result.stderr
-        assert str(path) in result.stderr
-        assert "ermission denied" in result.stderr
+        code, error = limited("restricted", f"--{key}={path}", "--check-config")
+        assert code == 2, error
+        assert all(word in error for word in (key, str(path), "ermission denied"))
 
 
 @pytest.mark.extended
 def test_a_user_without_a_name_and_a_home_is_told_what_to_set(tmp_path: Path) -> None:
-    given = [f"--run.out_dir={tmp_path}", "--run.device=cpu"]
-    result = ranks(1, "--inspect", *given, entry="tests.config.limited_process", env={"LIMIT": "homeless"})
-    assert result.returncode == 2, result.stderr
-    assert "there is no default folder, because HOME is not set" in result.stderr
-    assert "data.cache_dir =" in result.stderr
-    result = ranks(
-        1, "--check-config", "--data.path=~/x", entry="tests.config.limited_process", env={"LIMIT": "homeless"}
-    )
-    assert result.returncode == 2
-    assert "has no name; write the path in full" in result.stderr
+    code, error = limited("homeless", "--inspect", f"--run.out_dir={tmp_path}", "--run.device=cpu")
+    assert code == 2, error
+    assert "there is no default folder, because HOME is not set" in error
+    assert "data.cache_dir =" in error
+    code, error = limited("homeless", "--check-config", "--data.path=~/x")
+    assert code == 2
+    assert "has no name; write the path in full" in error
 
 
 def test_several_ranks_print_one_message(text: Path, tmp_path: Path) -> None:
-    result = ranks(2, *tiny(text, tmp_path), entry="tests.config.limited_process", env={"LIMIT": "denied"})
-    assert result.returncode != 0
-    assert result.stderr.count("train.py: /their/text.txt: Permission denied") == 1
-    assert "Traceback" not in result.stderr
+    code, error = limited("denied", *tiny(text, tmp_path), n=2)
+    assert code != 0
+    assert error.count("train.py: /their/text.txt: Permission denied") == 1
 
 
 def test_too_little_memory_to_build_is_a_message(text: Path, tmp_path: Path) -> None:
-    result = ranks(1, *tiny(text, tmp_path), entry="tests.config.limited_process", env={"LIMIT": "huge"})
-    assert result.returncode == 1
-    assert "train.py: out of memory: " in result.stderr
-    assert "\n  try --" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("WORLD_SIZE", ""), ("LOCAL_RANK", "x"), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "-1")]
-)
-def test_an_invalid_environment_is_an_error(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(name, value)
-    assert train.main(["--run.timeout_minutes=1", "--check-config"]) == (0 if name == "LOCAL_RANK" else 2)
-
-
-def test_plain_python_exits_with_2_and_no_traceback() -> None:
-    result = python("--train.step=5", "--train.steps=x")
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert "the configuration has 2 problems" in result.stderr
+    code, error = limited("huge", *tiny(text, tmp_path))
+    assert code == 1
+    assert "train.py: out of memory: " in error
+    assert "\n  try --" in error
 
 
 @pytest.mark.extended

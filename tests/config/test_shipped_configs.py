@@ -25,8 +25,9 @@ OURS |= {"train.steps", "eval.samples", "sample.every"}
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_every_config_is_complete(file: Path) -> None:
     for world_size in (1, 2, 8):
-        config = load.load(file, {}, world_size=world_size).config
-        assert config.run.name == file.stem
+        loaded = load.load(file, {}, world_size=world_size)
+        assert loaded.config.run.name == file.stem
+        assert not loaded.notes, "no number contradicts the size"
     assert file.read_text().startswith("# "), "a config says in a comment what it is for"
 
 
@@ -42,9 +43,7 @@ def test_small_configs_run_two_steps(file: Path, text: Path, tmp_path: Path) -> 
     more = {"train__steps": 2, "train__micro_batch_size": 2, "train__global_batch_size": 4, "optim__warmup_steps": 1}
     keep = (*OURS, "train.micro_batch_size", "train.global_batch_size", "optim.warmup_steps", "log.every")
     if load.load(file, {}).config.data.objective == "pairs":
-        (tmp_path / "pairs.jsonl").write_text(
-            '{"source": "a b", "target": "a"}\n{"source": "b c", "target": "b"}\n' * 9
-        )
+        (tmp_path / "pairs.jsonl").write_text('{"source": "ab", "target": "a"}\n{"source": "bc", "target": "b"}\n' * 9)
         keys = "--source-key", "source", "--target-key", "target", "--tokenizer", "bytes", "--val-fraction", "0.5"
         text = tmp_path / "prepared"
         assert prepare([str(tmp_path / "pairs.jsonl"), *keys, "--out", str(text)]) == 0
@@ -157,6 +156,5 @@ def test_expected_parameter_counts_are_the_published_ones() -> None:
 
 
 def test_the_8b_can_be_checked_on_this_machine() -> None:
-    assert "the configuration is fine" in succeeded(
-        ranks(1, "--config", str(ROOT / "configs/llama_8b.toml"), "--check-config")
-    )
+    result = ranks(1, "--config", str(ROOT / "configs/llama_8b.toml"), "--check-config")
+    assert "the configuration is fine" in succeeded(result)

@@ -1,11 +1,11 @@
 """Text, tokens, order and batches; errors of unusable text."""
 
 import itertools
-import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, SampleSource
+from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
 from torchtitan_lite.data.order import sample_index
 from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.data.prepare.plan import Options
@@ -54,12 +55,11 @@ def prepared(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- order ------------------------------------------------------------------------------------------------------
 
 
-def test_epochs_are_whole_and_differ() -> None:
-    epochs = [[sample_index(i, 100, seed=3) for i in range(e * 100, e * 100 + 100)] for e in range(3)]
-    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
-    orders = [list(range(100)), *epochs]
-    assert all(one != other for one, other in itertools.combinations(orders, 2))
-    assert [sample_index(i, 100, seed=4) for i in range(100)] != epochs[0]
+def test_each_epoch_and_each_seed_has_its_own_order() -> None:
+    orders = [
+        [sample_index(e * 100 + i, 100, seed) for i in range(100)] for e, seed in ((0, 3), (1, 3), (2, 3), (0, 4))
+    ]
+    assert all(one != other for one, other in itertools.combinations([list(range(100)), *orders], 2))
 
 
 def test_the_order_of_samples_never_changes() -> None:
@@ -93,20 +93,26 @@ def rows(batch: Batch) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 64])
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
-def test_every_world_size_consumes_the_same_global_batch(
-    prepared: Path, world_size: int, micro_batch_size: int
-) -> None:
-    samples = Samples(prepared, "train", 32)
-    reference = Loader(samples, micro_batch_size=12, rank=0, world_size=1, seed=1).batch(24, 12)
-    parts = batches(samples, 24, 12, world_size=world_size, micro_batch_size=micro_batch_size, seed=1)
-    assert sorted(row for batch in parts for row in rows(batch)) == sorted(rows(reference))
-    assert len({len(batch.micro_batches) for batch in parts}) == 1, "ranks would wait for each other"
-    assert all(micro.tokens.shape == (micro_batch_size, 32) for batch in parts for micro in batch.micro_batches)
-    assert {batch.global_tokens for batch in parts} == {12 * 32}
-    valid = sum(int((micro.targets != IGNORE).sum()) for batch in parts for micro in batch.micro_batches)
-    assert valid == 12 * 32
+def same_in_every_layout(samples: SampleSource) -> list[MicroBatch]:
+    """Each layout of a global batch has the same samples, but for padding. Returns the micro-batches of all."""
+    whole, found = samples.draw(np.arange(7, 17), 3), []
+    for world_size, micro_batch_size in ((1, 10), (2, 3), (3, 2), (4, 1), (64, 5)):
+        parts = batches(samples, 7, 10, world_size=world_size, micro_batch_size=micro_batch_size, seed=3)
+        micros = [micro for one in zip(*(batch.micro_batches for batch in parts), strict=True) for micro in one]
+        assert {len(micro.tokens) for micro in micros} == {micro_batch_size}
+        assert {batch.global_tokens for batch in parts} == {(whole.targets != IGNORE).sum()}
+        for got, drawn, padding in (
+            ([row.tolist() for micro in micros for row in micro.tokens], whole.tokens, 0),
+            ([row.tolist() for micro in micros for row in micro.targets], whole.targets, IGNORE),
+        ):
+            wanted = drawn.tolist() + [[padding] * drawn.shape[1]] * (len(got) - 10)
+            assert [row + [padding] * (drawn.shape[1] - len(row)) for row in got] == wanted
+        found += micros
+    return found
+
+
+def test_every_world_size_consumes_the_same_global_batch(prepared: Path) -> None:
+    assert {micro.tokens.shape[1] for micro in same_in_every_layout(Samples(prepared, "train", 32))} == {32}
 
 
 def test_targets_are_the_next_tokens(prepared: Path) -> None:
@@ -176,21 +182,6 @@ def test_standard_library_is_decoded_by_its_declared_encoding(tmp_path: Path) ->
 # --- preparing --------------------------------------------------------------------------------------------------
 
 
-def test_prepared_once_and_again_when_the_text_changes(text: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    copy = tmp_path / "mine.txt"
-    copy.write_text((text / "typing.txt").read_text())
-    data = DataConfig(path=str(copy), cache_dir=str(tmp_path / "cache"))
-    tokenizer = TokenizerConfig(vocab_size=300)
-    folder = prepare_all(data, tokenizer, said.append).folder
-    assert len(said) == 2
-    assert prepare_all(data, tokenizer, said.append).folder == folder
-    assert len(said) == 2, "it was made a second time"
-    copy.write_text(copy.read_text() + "more\n")
-    assert prepare_all(data, tokenizer, said.append).folder != folder
-    assert prepare_all(data, TokenizerConfig(vocab_size=301), said.append).folder != folder
-
-
 def test_preparing_is_deterministic_and_ranks_wait_for_each_other(text: Path, tmp_path: Path) -> None:
     said: list[str] = []
     data = DataConfig(path=str(text), cache_dir=str(tmp_path / "a"))
@@ -214,58 +205,33 @@ def test_what_a_killed_process_left_is_not_used(text: Path, tmp_path: Path) -> N
     assert (folder / "train-00000.bin").read_bytes() == before
 
 
-def test_holding_out_everything_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"a short text, line {i}\n" for i in range(300)))
-    with pytest.raises(DataError, match="all of the text was held out"):
-        make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
-
-
-@pytest.mark.extended
-def test_documents_stay_in_their_split_when_others_are_added(tmp_path: Path) -> None:
-    lines = "".join(f"{i} some words to make a line of text\n" for i in range(30_000))  # more than 1 MiB
-    (tmp_path / "a.txt").write_text(lines)
-    first = make(tmp_path, tmp_path / "cache", 300, val_fraction=0.2)
-    (tmp_path / "b.txt").write_text(lines[::-1])
-    second = make(tmp_path, tmp_path / "cache", 300, val_fraction=0.2)
-    texts = []
-    for folder in (first, second):
-        texts.append(set(decoded(folder, "val")))
-    assert texts[0] < texts[1]
-
-
-def test_validation_is_never_empty(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("".join(f"a short text, line {i}\n" for i in range(120)))
+def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"a short text, line {i}\n" for i in range(120)))
     meta = read_meta(make(tmp_path, tmp_path / "cache", 260, val_fraction=1e-9))
     assert meta.val_documents == 1
     assert meta.train_tokens > meta.val_tokens > 0
+    with pytest.raises(DataError, match="all of the text was held out"):
+        make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
 
 
 # --- text that can't be used ------------------------------------------------------------------------------------
 
 
-def test_text_that_is_not_utf8_is_named(text: Path, tmp_path: Path) -> None:
-    good = tmp_path / "good.txt"
-    good.write_text((text / "typing.txt").read_text())
-    bad = tmp_path / "latin.txt"
-    bad.write_bytes(b"one line\n" * 30_000 + "gr\u00fc\u00dfe\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.txt: line 30001: byte 0xfc is not utf-8; correct or rem") as caught:
-        make(tmp_path, tmp_path / "cache")
-    assert "good.txt" not in str(caught.value)
-    assert not list((tmp_path / "cache").glob("*.partial")), "something was left behind"
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", r"a\.txt: is empty"),
         (b"tiny\n", "the text has 1 blocks"),
         (b"too little to learn from\n" * 200, "too short for tokenizer.vocab_size = 517: it yields"),
+        (b"one line\n" * 30_000 + b"gr\xfc\n", r"a\.txt: line 30001: byte 0xfc is not utf-8; correct or rem"),
     ],
 )
-def test_too_little_text_is_an_error(content: bytes, expected: str, tmp_path: Path) -> None:
+def test_text_that_can_not_be_used_is_an_error_and_leaves_nothing(
+    content: bytes, expected: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=expected):
         make(tmp_path, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.partial"))
 
 
 def test_text_shorter_than_one_sequence_is_an_error(prepared: Path) -> None:
@@ -286,13 +252,8 @@ def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -
     cutting.save(str(tmp_path / "cutting.json"))
     same = prepare_all(data, TokenizerConfig(path=str(tmp_path / "cutting.json")), lambda said: None).folder
     assert read_meta(same).tokens_sha256 == meta.tokens_sha256, "a tokenizer cut or padded the text"
-    with pytest.raises(
-        DataError, match=r"no entry <bye> to end a document with; its special entries are <\|endoftext\|>"
-    ):
+    with pytest.raises(DataError, match=r"no entry <bye> to end a document with; its special .* are <\|endoftext\|>"):
         prepare_all(data, TokenizerConfig(path=config.path, end_token="<bye>"), lambda said: None)
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(DataError, match=r"bad\.json can't be read as a tokenizer\.json"):
-        prepare_all(data, TokenizerConfig(path=str(tmp_path / "bad.json")), lambda said: None)
 
 
 def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
@@ -302,14 +263,3 @@ def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
     tokenizer.add_special_tokens(["<unk>", "</s>"])
     assert bytes_per_token(tokenizer).tolist() == [0, 0, 4, 1, 1, 1, 3]
     assert end_token(tokenizer) == 1
-
-
-def test_damaged_cache_is_noticed(text: Path, tmp_path: Path) -> None:
-    folder = make(text, tmp_path)
-    with (folder / "train-00000.bin").open("r+b") as stream:
-        stream.truncate(100)
-    with pytest.raises(DataError, match=r"train-00000\.bin has 100 bytes instead of .*delete this folder"):
-        read_meta(folder)
-    (folder / "meta.json").write_text(json.dumps({"format_version": 1}))
-    with pytest.raises(DataError, match="damaged"):
-        read_meta(folder)

@@ -5,14 +5,13 @@ import glob
 import gzip
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import start, succeeded
 from torchtitan_lite.config.load import ConfigValue, load
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
@@ -35,9 +34,10 @@ def found(path: str | Path | list[str]) -> list[str]:
 
 
 def test_suffixes_are_of_any_case(tmp_path: Path) -> None:
-    tree(tmp_path, "a.txt", "B.TXT", "c.Jsonl.GZ", "d.PARQUET", "e.CSV.zst", "README.md")
+    tree(tmp_path, "a.txt", "B.TXT", "d.PARQUET", "e.CSV.zst", "README.md")
+    (tmp_path / "c.Jsonl.GZ").write_bytes(gzip.compress(b'{"text": "a line"}\n'))
     assert [Path(file).name for file in found(tmp_path)] == ["B.TXT", "a.txt", "c.Jsonl.GZ", "d.PARQUET", "e.CSV.zst"]
-    assert corpus.kind(Path("c.Jsonl.GZ")) == ".jsonl"
+    assert list(split.documents(corpus.find(str(tmp_path / "c.Jsonl.GZ")), Options())) == ["a line"]
 
 
 def test_named_suffixes_are_read_as_text(tmp_path: Path) -> None:
@@ -71,10 +71,6 @@ def test_named_suffixes_are_prepared_by_the_command_and_by_a_run(tmp_path: Path)
     data = DataConfig(path=str(tmp_path / "in"), text_suffixes=[".md"], cache_dir=str(tmp_path / "cache"))
     made = prepare_all(data, TokenizerConfig(path=str(out / "tokenizer.json")), lambda _: None)
     assert made.sources[0].meta.tokens_sha256 == read_meta(out).tokens_sha256
-    (tmp_path / "in/new.rst").write_text("another kind\n")
-    more = data.model_copy(update={"text_suffixes": [".md", ".rst"]})
-    again = prepare_all(more, TokenizerConfig(path=str(out / "tokenizer.json")), lambda _: None)
-    assert again.sources[0].meta.documents == made.sources[0].meta.documents + 1
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t")])
@@ -87,7 +83,7 @@ def test_delimiters_are_those_of_the_header(name: str, delimiter: str, tmp_path:
     assert list(split.documents(texts, Options())) == [text for _, text in rows]
     pairs = replace(corpus.find(str(tmp_path / name), "id"), target_key="body")
     assert [json.loads(line) for chunk in readers.chunks(pairs, 1000) for line in chunk.documents] == [
-        dict(zip(("id", "body"), row, strict=True)) for row in rows
+        {"id": number, "body": text} for number, text in rows
     ]
     with pytest.raises(DataError, match='no column "text": its columns are id, body'):
         list(split.documents(corpus.find(str(tmp_path / name)), Options()))
@@ -98,17 +94,15 @@ def test_the_header_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None
     assert list(split.documents(corpus.find(str(tmp_path)), Options())) == ["one, two; three"]
 
 
-def test_upper_case_compressed_files_are_read(tmp_path: Path) -> None:
-    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(b"".join(b'{"text": "line %d"}\n' % i for i in range(50))))
-    assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
-
-
 def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
     tree(tmp_path, "in/a.txt", "in/sub/b.txt", "elsewhere/c.txt", "elsewhere/deep/d.txt")
-    (tmp_path / "in/more").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "in/again").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "in/sub/loop").symlink_to(tmp_path / "in")
-    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "in")
+    for link, target in (
+        ("in/more", "elsewhere"),
+        ("in/again", "elsewhere"),
+        ("in/sub/loop", "in"),
+        ("elsewhere/back", "in"),
+    ):
+        (tmp_path / link).symlink_to(tmp_path / target)
     names = [str(Path(file).relative_to(tmp_path / "in")) for file in found(tmp_path / "in")]
     assert names == ["a.txt", "again/c.txt", "again/deep/d.txt", "sub/b.txt"]
 
@@ -128,11 +122,7 @@ def test_a_glob_over_loops_of_links_ends_and_reads_each_file_once(pattern: str, 
     for name in ("one", "two"):
         (tmp_path / "sub" / name).symlink_to(tmp_path)
         (tmp_path / "sub/deep" / name).symlink_to("..")
-    files = [Path(file) for file in found(tmp_path / pattern)]
-    real = [file.resolve() for file in files]
-    assert len(set(real)) == len(real), files
-    expected = {"a.txt", "b.txt", "c.txt"}
-    assert {file.name for file in files} == expected
+    assert sorted(Path(file).name for file in found(tmp_path / pattern)) == ["a.txt", "b.txt", "c.txt"]
 
 
 @pytest.mark.parametrize(
@@ -227,18 +217,14 @@ for path in sys.argv[1:]:
 def test_unreadable_folders_are_errors(tmp_path: Path) -> None:
     """A folder that can't be listed may hold text, so it is not skipped."""
     tree(tmp_path, "in/a.txt", "in/secret/b.txt", "in/secret/deep/c.txt")
-    places = [tmp_path / "in", tmp_path / "in/secret", tmp_path / "in/secret/deep"]
-    globs = [tmp_path / "in" / name for name in ("**/*.txt", "secret/*.txt", "*/*.txt", "secret/b.txt")]
+    names = (".", "secret", "secret/deep", "**/*.txt", "secret/*.txt", "*/*.txt", "secret/b.txt")
     for folder in (tmp_path, *tmp_path.parents):  # pytest's own, which nobody else may enter
         if not folder.stat().st_mode & 0o001:
             folder.chmod(folder.stat().st_mode | 0o711)
     (tmp_path / "in/secret").chmod(0)
     try:
-        command = [sys.executable, "-c", FIND, *map(str, [*places, *globs])]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        said = succeeded(start([sys.executable, "-c", FIND, *(f"{tmp_path}/in/{name}" for name in names)])).splitlines()
     finally:
         (tmp_path / "in/secret").chmod(0o755)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
     assert len(said) == 7
     assert all("secret" in line and "can't be read: Permission denied" in line for line in said), said

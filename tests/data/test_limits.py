@@ -131,7 +131,10 @@ def test_a_wrong_end_of_any_document_is_found(
             ends = good.copy()
             ends[number] = change(number)
             ends.tofile(file)
-            with pytest.raises(DataError, match=rf"val\.idx is damaged: document {number:,} "):
+            where = (
+                rf"document {number:,} \(at byte {8 * number:,}\) ends at token {ends[number]:,}, but should end after "
+            )
+            with pytest.raises(DataError, match=rf"val\.idx is damaged: {where}"):
                 document_ends(tmp_path / "out", meta, "val")
 
 
@@ -149,7 +152,8 @@ def test_verify_finds_an_end_token_too_many_or_too_few_anywhere(
         tokens = good.copy()
         tokens[place] = 5 if tokens[place] == meta.end_token else meta.end_token
         tokens.tofile(file)
-        assert summary.wrong_documents(tmp_path / "out", meta), f"token {place}"
+        problems = " ".join(summary.wrong_documents(tmp_path / "out", meta))
+        assert f"end tokens (id {meta.end_token}) for" in problems, f"token {place}"
         tokens[place] = meta.vocab_size
         tokens.tofile(file)
         assert f"token {place}" in summary.wrong_documents(tmp_path / "out", meta)[0]

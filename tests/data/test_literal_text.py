@@ -1,6 +1,9 @@
 """Text that looks like a special token is encoded as text; no document contains the end mark."""
 
 import json
+import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from torchtitan_lite.data import token_files as metas
-from torchtitan_lite.data.prepare import summary
+from torchtitan_lite.data import tokenizer as tokenizers_
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.split import byte_level
 from torchtitan_lite.data.prepare.summary import verify
@@ -59,10 +62,8 @@ def word_level(unknown: bool = True) -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    vocabulary = {
-        piece: i for i, piece in enumerate(["[UNK]", "</s>", "##</s>", *LETTERS, *(f"##{c}" for c in LETTERS)])
-    }
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    pieces = ["[UNK]", "</s>", "##</s>", *LETTERS, *(f"##{c}" for c in LETTERS)]
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
@@ -108,38 +109,33 @@ def documents(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_no_document_has_an_end_mark_inside(name: str, tmp_path: Path) -> None:
+def test_no_document_has_an_end_mark_inside_and_other_documents_are_encoded_as_ever(name: str, tmp_path: Path) -> None:
     tokenizer = TOKENIZERS[name]
     texts = [text.upper() if name == "lower case" else text for text in TEXTS]
-    assert prepared(tokenizer, texts, tmp_path) == 0
+    others = [text.replace("</s>", "") for text in TEXTS]
+    assert prepared(tokenizer, [*texts, *others], tmp_path) == 0
     meta = read_meta(tmp_path / "out")
     ids = documents(tmp_path / "out")
     assert meta.end_token == tokenizer.token_to_id("</s>")
-    assert len(ids) == meta.documents == 200
+    assert len(ids) == meta.documents == 400
     assert not any(meta.end_token in one for one in ids)
     assert not verify(tmp_path / "out")
+    plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.encode_special_tokens = True
+    assert {tuple(plain.encode(text, add_special_tokens=False).ids) for text in others} <= set(map(tuple, ids))
     said = [tokenizer.decode(one, skip_special_tokens=False).replace(" ", "") for one in ids]
     if name == "word level":
         assert meta.unknown_tokens >= 200
     elif name != "word piece":  # which has no spelling for what follows a word
-        assert sorted(said) == sorted(text.replace(" ", "").lower() for text in texts)
+        assert sorted(said) == sorted(text.replace(" ", "").lower() for text in [*texts, *others])
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.extended
-def test_other_documents_are_encoded_as_ever(name: str, tmp_path: Path) -> None:
-    """What was prepared before has the same tokens, and so the same identity."""
-    tokenizer = TOKENIZERS[name]
-    texts = [text.replace("</s>", "") for text in TEXTS]
-    assert prepared(tokenizer, [*texts, *TEXTS], tmp_path) == 0
-    plain = Tokenizer.from_str(tokenizer.to_str())
-    plain.encode_special_tokens = True
-    ids = {tuple(one) for one in documents(tmp_path / "out")}
-    assert {tuple(plain.encode(text, add_special_tokens=False).ids) for text in texts} <= ids
-
-
-def test_other_special_entries_are_text_too(tmp_path: Path) -> None:
+def test_other_special_entries_are_text_too_and_what_is_unknown_stays_so(tmp_path: Path) -> None:
     tokenizer = unigram()
+    unknown = [f"{i} \u4e2d <unk> \u4e2d </s>" for i in range(50)]
+    assert prepared(tokenizer, unknown, tmp_path) == 0
+    assert read_meta(tmp_path / "out").unknown_tokens == 100
+    shutil.rmtree(tmp_path / "out")
     texts = [f"{i} begins <s> and <unk> is known" for i in range(50)]
     assert prepared(tokenizer, texts, tmp_path) == 0
     meta = read_meta(tmp_path / "out")
@@ -147,11 +143,6 @@ def test_other_special_entries_are_text_too(tmp_path: Path) -> None:
     assert not any({0, 1, 2} & set(one) for one in documents(tmp_path / "out"))
     said = [tokenizer.decode(one, skip_special_tokens=False) for one in documents(tmp_path / "out")]
     assert sorted(said) == sorted(texts)
-
-
-def test_what_is_unknown_stays_unknown(tmp_path: Path) -> None:
-    assert prepared(unigram(), [f"{i} \u4e2d <unk> \u4e2d </s>" for i in range(50)], tmp_path) == 0
-    assert read_meta(tmp_path / "out").unknown_tokens == 100
 
 
 def end_is_unknown() -> Tokenizer:
@@ -178,48 +169,25 @@ def test_a_text_that_can_only_be_spelled_with_the_end_mark_is_refused(
     texts = [f"ab {i}" for i in range(100)]
     texts[41] = bad
     assert prepared(make(), texts, tmp_path) == 2
-    error = capsys.readouterr().err
-    assert "a.jsonl: line 42: would be encoded with the end token" in error
-    assert "can't spell it" in error
+    assert re.search("a.jsonl: line 42: would be encoded with the end token .*can't spell it", capsys.readouterr().err)
     assert prepared(make(), texts, tmp_path, "--on-error", "skip") == 0
     assert sum(read_meta(tmp_path / "out").skipped.values()) == 1
     assert not verify(tmp_path / "out")
 
 
-def test_an_end_mark_that_the_text_holds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_end_mark_that_the_text_holds_is_refused(tmp_path: Path, refuses: Callable[..., str]) -> None:
     (tmp_path / "a.txt").write_text("a line\n" * 500)
     byte_level().save(str(tmp_path / "bytes.json"))
     command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "bytes.json")]
-    assert main([*command, "--end-token", "\u010a"]) == 2
-    assert "choose one that no text contains (tokenizer.end_token or --end-token)" in capsys.readouterr().err
+    assert "choose one that no text contains (tokenizer.end_token or --end-token)" in refuses(
+        *command, "--end-token", "\u010a"
+    )
     assert main([*command, "--end-token", "\u0100"]) == 0, "NUL, which no line has"
 
 
 def test_a_tokenizer_that_fails_on_a_text_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepared(word_level(unknown=False), TEXTS, tmp_path) == 2
     assert "can't encode unknown characters (WordLevel error: Missing [UNK] token" in capsys.readouterr().err
-
-
-def test_verify_counts_end_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder as it was made before text was kept apart from marks, with hashes that are right."""
-    assert prepared(byte_level(), TEXTS, tmp_path, "--end-token", "<|endoftext|>") == 0
-    out = tmp_path / "out"
-    file = out / "train-00000.bin"
-    tokens = np.fromfile(file, np.uint16)
-    meta = read_meta(out)
-    inside = np.flatnonzero(tokens[:-1] != meta.end_token)[5:8]
-    tokens[inside] = meta.end_token
-    tokens.tofile(file)
-    content = json.loads((out / "meta.json").read_text())
-    content["files"][file.name] = vars(metas.File.of(file))
-    content["tokens_sha256"] = summary.identity({name: metas.File(**one) for name, one in content["files"].items()})
-    (out / "meta.json").write_text(json.dumps(content))
-    read_meta(out)
-    assert main(["--verify", str(out)]) == 2
-    n = meta.n_documents("train")
-    assert f"train: {n + 4:,} end tokens (id 0) for {n:,} documents, where {n + 1:,} should be" in (
-        capsys.readouterr().err
-    )
 
 
 def test_the_end_mark_stands_for_no_bytes() -> None:
@@ -235,25 +203,18 @@ def test_the_end_mark_stands_for_no_bytes() -> None:
         (b"", "EOF while parsing"),
         (b"\xff\xfe{}", "byte 0 is not UTF-8"),
         (b"[" * 200_000, "recursion limit|expected"),
-        (b'{"model": ' + b'{"model":' * 50_000, "recursion limit|expected"),
         (b"[1, 2, 3]", "expected"),
         (b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', "."),
         (b"\0" * 100, "expected value"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_an_error(content: bytes, expected: str, tmp_path: Path) -> None:
-    from torchtitan_lite.data.tokenizer import load
-
     (tmp_path / "t.json").write_bytes(content)
     with pytest.raises(DataError, match=rf"t\.json can't be read as a tokenizer\.json: .*({expected})"):
-        load(tmp_path / "t.json")
+        tokenizers_.load(tmp_path / "t.json")
 
 
 def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    from torchtitan_lite.data import tokenizer
-
     os.mkfifo(tmp_path / "pipe")
     for path, expected in (
         (tmp_path / "pipe", "it is a FIFO"),
@@ -262,8 +223,8 @@ def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path: Path, monkeypatch: py
         (Path("~nobody-of-this-name/t.json"), "is unknown"),
     ):
         with pytest.raises(DataError, match=expected):
-            tokenizer.load(path)
+            tokenizers_.load(path)
     byte_level().save(str(tmp_path / "t.json"))
-    monkeypatch.setattr(tokenizer, "_LONGEST", 1000)
+    monkeypatch.setattr(tokenizers_, "_LONGEST", 1000)
     with pytest.raises(DataError, match="the limit is 1,000"):
-        tokenizer.load(tmp_path / "t.json")
+        tokenizers_.load(tmp_path / "t.json")

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,9 +15,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
+from tests.helpers import ROOT, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.prepare import megatron
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.megatron_index import read_index
 from torchtitan_lite.data.token_files import IN_PLACE, TokenFiles, document_ends, read_meta
@@ -76,15 +76,18 @@ def prepared(usual: Path, out: Path, *prefixes: Path, more: tuple[str, ...] = ()
     return out
 
 
-def refused(capsys: pytest.CaptureFixture[str], usual: Path, out: Path, *words: str) -> str:
-    """The message of a command that must be refused."""
-    capsys.readouterr()
-    code = main([*words, "--tokenizer", str(usual / "tokenizer.json"), "--out", str(out)])
-    said = capsys.readouterr().err
-    assert code == 2
-    assert said.startswith("prepare: ")
-    assert not out.exists()
-    return said
+@pytest.fixture
+def refused(usual: Path, tmp_path: Path, refuses: Callable[..., str]) -> Callable[..., str]:
+    """As `refuses`, with a tokenizer."""
+
+    def message(*words: object) -> str:
+        out = tmp_path / "refused"
+        said = refuses(*words, "--tokenizer", usual / "tokenizer.json", "--out", out)
+        assert said.startswith("prepare: ")
+        assert not out.exists()
+        return said
+
+    return message
 
 
 def stream(folder: Path, split: str) -> tuple[list[int], list[int]]:
@@ -143,29 +146,26 @@ def test_the_folder_has_the_stream_of_text_prepared_the_usual_way(usual: Path, t
     assert tokens > 50 * documents  # the tokens themselves are not in the folder
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        pytest.param({"data__packing": "best_fit", "data__document_mask": "true"}, marks=pytest.mark.extended),
-    ],
-    ids=["concat", "best_fit"],
-)
-def test_training_on_it_equals_training_on_the_text_bit_for_bit(
-    usual: Path, tmp_path: Path, more: dict[str, Any]
+def test_training_by_the_commands_of_the_page_equals_training_on_the_text_bit_for_bit(
+    usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = prepared(usual, tmp_path / "out", write(tmp_path / "a", in_sentences(tokens_of(usual))))
-    steps = {"train__steps": 4, "eval__every": 2, "checkpoint__every": 0}
-    for name, data in (("text", usual), ("megatron", out)):
-        succeeded(ranks(2, *tiny(data, tmp_path, run__name=name, **steps, **more)))
-    assert losses(tmp_path / "megatron") == losses(tmp_path / "text")
-
-    def evals(name: str) -> list[Any]:
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [r[key] for r in map(json.loads, lines) if "val_loss" in r for key in ("val_loss", "val_bits_per_byte")]
-
-    assert len(evals("text")) == 4
-    assert evals("megatron") == evals("text")
+    section = (ROOT / "docs/data.md").read_text().split("## Megatron's files\n")[1]
+    prepare, train = (shlex.split(line) for line in section.split("```sh\n")[1].split("```")[0].splitlines())
+    assert prepare[:3] == ["python", "-m", "torchtitan_lite.data.prepare"]
+    assert train[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    shutil.copy(usual / "tokenizer.json", tmp_path / "old")
+    write(tmp_path / "old/text_document", in_sentences(tokens_of(usual)))
+    assert main(prepare[3:]) == 0
+    command = tiny(usual, tmp_path, run__name="text", train__steps=4, eval__every=2, checkpoint__every=0)
+    succeeded(ranks(2, *command))
+    succeeded(ranks(2, *command, *(word.replace("data/old", str(tmp_path / "data/old")) for word in train[4:])))
+    assert losses(tmp_path / "old") == losses(tmp_path / "text")
+    keys = "val_loss", "val_bits_per_byte"
+    ours, theirs = ([[r.get(key) for key in keys] for r in records(tmp_path / name)] for name in ("old", "text"))
+    assert sum(one != [None, None] for one in theirs) == 2
+    assert ours == theirs
 
 
 # --- documents ------------------------------------------------------------------------------------------------------
@@ -191,24 +191,13 @@ def test_end_tokens_within_a_document_cut_it_and_empty_documents_are_left_out(
     assert "6 documents in the files; cut at end tokens, and without empty ones, 5" in capsys.readouterr().out
 
 
-def test_one_of_two_documents_is_held_out(usual: Path, tmp_path: Path) -> None:
-    out = prepared(
-        usual, tmp_path / "out", write(tmp_path / "a", [[[5, 6]], [[7, 8]]]), more=("--val-fraction", "1e-9")
-    )
-    meta = read_meta(out)
-    assert (meta.documents, meta.val_documents) == (2, 1)
-    assert documents_in(out) == [[5, 6], [7, 8]]
-
-
-def test_a_document_is_read_in_blocks(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file may have all of its text in one document: memory does not grow with it."""
-    given: Documents = [[[5, 6, END, 7, 8, 9, END, END], [10, 11, 12, 13]], [[14]]]
-    monkeypatch.setattr(megatron, "_BLOCK", 3)
-    out = prepared(usual, tmp_path / "out", write(tmp_path / "a", given, shuffled=True))
-    assert documents_in(out) == [[5, 6], [7, 8, 9], [10, 11, 12, 13], [14]]
-
-
 # --- files that can't be used ---------------------------------------------------------------------------------------
+
+
+def test_one_of_two_documents_is_held_out(usual: Path, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[[5, 6]], [[7, 8]]])
+    meta = read_meta(prepared(usual, tmp_path / "out", prefix, more=("--val-fraction", "1e-9")))
+    assert (meta.documents, meta.val_documents) == (2, 1)
 
 
 def patched(offset: int, form: str, value: Any) -> Callable[[bytes], bytes]:
@@ -218,62 +207,62 @@ def patched(offset: int, form: str, value: Any) -> Callable[[bytes], bytes]:
 
 # of the file below: 4 sequences, 3 boundaries
 LENGTHS, POINTERS, ENDS = 34, 34 + 16, 34 + 16 + 32
-BAD_INDEX: list[tuple[str, Callable[[bytes], bytes], str]] = [
-    ("empty", lambda data: b"", "is not an index of Megatron"),
-    ("other", lambda data: b"PK\3\4" + data, "is not an index of Megatron"),
-    ("legacy", lambda data: b"TNTIDX\0\0" + data[8:], "has Megatron's old format TNTIDX"),
-    ("header", lambda data: data[:20], "was truncated: it has 20 bytes"),
-    ("version", patched(9, "<Q", 2), "has version 2 of Megatron's format"),
-    ("float", patched(17, "<B", 7), "the dtype 7 is float32, which tokens can't be"),
-    ("dtype", patched(17, "<B", 99), "the dtype 99 is unknown"),
-    ("cut", lambda data: data[:-1], "was truncated or damaged: it has 105 bytes"),
-    ("longer", lambda data: data + b"\0", "is damaged, or has another format"),
-    ("modes", lambda data: data + b"\0" * 4, "multimodal data can't be read"),
-    ("huge", patched(18, "<Q", 2**63), "was truncated or damaged"),
-    ("negative length", patched(LENGTHS, "<i", -1), "sequence 0 has -1 tokens"),
-    ("long", patched(LENGTHS + 12, "<i", 2**31 - 1), "sequence 3 has 2147483647 tokens"),
-    ("negative pointer", patched(POINTERS, "<q", -2), "sequence 0 has 2 tokens of 2 bytes from byte -2 on"),
-    ("odd pointer", patched(POINTERS + 8, "<q", 3), "sequence 1 has"),
-    ("far pointer", patched(POINTERS + 24, "<q", 2**62), "one of the two was truncated or damaged"),
-    ("first boundary", patched(ENDS, "<q", 1), "3 document boundaries should increase from 0 to 4"),
-    ("decreasing", patched(ENDS + 8, "<q", 9), "document boundaries should increase"),
-    ("last boundary", patched(ENDS + 16, "<q", 3), "document boundaries should increase"),
-]
+BAD_INDEX: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "is not an index of Megatron"),
+    "other": (lambda data: b"PK\3\4" + data, "is not an index of Megatron"),
+    "legacy": (lambda data: b"TNTIDX\0\0" + data[8:], "has Megatron's old format TNTIDX"),
+    "header": (lambda data: data[:20], "was truncated: it has 20 bytes"),
+    "version": (patched(9, "<Q", 2), "has version 2 of Megatron's format"),
+    "float": (patched(17, "<B", 7), "the dtype 7 is float32, which tokens can't be"),
+    "dtype": (patched(17, "<B", 99), "the dtype 99 is unknown"),
+    "cut": (lambda data: data[:-1], "was truncated or damaged: it has 105 bytes"),
+    "longer": (lambda data: data + b"\0", "is damaged, or has another format"),
+    "modes": (lambda data: data + b"\0" * 4, "multimodal data can't be read"),
+    "huge": (patched(18, "<Q", 2**63), "was truncated or damaged"),
+    "negative length": (patched(LENGTHS, "<i", -1), "sequence 0 has -1 tokens"),
+    "long": (patched(LENGTHS + 12, "<i", 2**31 - 1), "sequence 3 has 2147483647 tokens"),
+    "negative pointer": (patched(POINTERS, "<q", -2), "sequence 0 has 2 tokens of 2 bytes from byte -2 on"),
+    "odd pointer": (patched(POINTERS + 8, "<q", 3), "sequence 1 has"),
+    "far pointer": (patched(POINTERS + 24, "<q", 2**62), "one of the two was truncated or damaged"),
+    "first boundary": (patched(ENDS, "<q", 1), "3 document boundaries should increase from 0 to 4"),
+    "decreasing": (patched(ENDS + 8, "<q", 9), "document boundaries should increase"),
+    "last boundary": (patched(ENDS + 16, "<q", 3), "document boundaries should increase"),
+}
 
 
-@pytest.mark.parametrize(("change", "message"), [case[1:] for case in BAD_INDEX], ids=[case[0] for case in BAD_INDEX])
-def test_a_bad_index_is_refused(
-    usual: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[bytes], bytes],
-    message: str,
-) -> None:
+@pytest.mark.parametrize("case", BAD_INDEX)
+def test_a_bad_index_is_refused(case: str, refused: Callable[..., str], tmp_path: Path) -> None:
+    change, message = BAD_INDEX[case]
     prefix = write(tmp_path / "a", [[[5, 6], [7, 8]], [[9], [10, 11, 12]]])
     index = tmp_path / "a.idx"
     index.write_bytes(change(index.read_bytes()))
-    said = refused(capsys, usual, tmp_path / "out", "--from-megatron", str(prefix))
+    said = refused("--from-megatron", prefix)
     assert str(index) in said
     assert message.replace(",", "") in said.replace(",", "")
 
 
-def test_bad_tokens_are_refused(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for dtype, value in (("uint16", 517), ("int32", -1), ("int64", 2**40)):
-        prefix = write(tmp_path / dtype, [[[5, 6]], [[7, value, 8]]], dtype)
-        said = refused(capsys, usual, tmp_path / "out", "--from-megatron", str(prefix))
-        at = 3 * np.dtype(dtype).itemsize
-        assert f"{dtype}.bin: token 3 (at byte {at}) is {value}, but the vocabulary has 517 entries" in said
-        assert "the file was made with another tokenizer, or is damaged" in said
+@pytest.mark.parametrize(("dtype", "value"), [("uint16", 517), ("int32", -1), ("int64", 2**40)])
+def test_bad_tokens_are_refused(dtype: str, value: int, refused: Callable[..., str], tmp_path: Path) -> None:
+    said = refused("--from-megatron", write(tmp_path / "a", [[[5, 6]], [[7, value, 8]]], dtype))
+    at = 3 * np.dtype(dtype).itemsize
+    assert f"a.bin: token 3 (at byte {at}) is {value}, but the vocabulary has 517 entries" in said
+    assert "the file was made with another tokenizer, or is damaged" in said
+
+
+def test_files_that_do_not_belong_together_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [[[5, 6]], [[7, 8]]])
     (tmp_path / "a.bin").write_bytes(b"12345")
-    assert "one of the two was truncated" in refused(capsys, usual, tmp_path / "out", "--from-megatron", str(prefix))
+    assert "one of the two was truncated" in refused("--from-megatron", prefix)
+    (tmp_path / "a.bin").write_bytes(b"1234567890")
+    assert "the last sequence ends at byte 8, but" in refused("--from-megatron", prefix)
+    said = refused("--from-megatron", tmp_path)
+    common = "takes the common name of a .bin and an .idx file"
+    assert f"is a folder; --from-megatron {common}: it has {prefix}" in said
     (tmp_path / "a.bin").unlink()
-    said = refused(capsys, usual, tmp_path / "out", "--from-megatron", str(prefix))
-    assert "a.bin does not exist; --from-megatron takes the common name of a .bin and an .idx file" in said
-    prefix = write(tmp_path / "one", [[[5, 6]]])
-    assert "the files have 1 document with text" in refused(
-        capsys, usual, tmp_path / "o", "--from-megatron", str(prefix)
-    )
+    assert f"a.bin does not exist; --from-megatron {common}" in refused("--from-megatron", prefix)
+    assert "/ is a folder" in refused("--from-megatron", "/")
+    one = write(tmp_path / "one", [[[5, 6]]])
+    assert "the files have 1 document with text" in refused("--from-megatron", one)
 
 
 @pytest.mark.extended
@@ -300,35 +289,35 @@ def test_random_damage_is_refused_or_read(usual: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--from-megatron", "a", "--train-tokenizer", "400"], "leave out --train-tokenizer"),
-        (["my_text", "--from-megatron", "a", "--text-key", "body"], "leave out --text-key, my_text"),
-        (["--from-megatron", "a", "a.bin"], "names the same files twice"),
-        (["--from-megatron", "a", "--from-megatron", "a.bin"], "names the same files twice"),
-        (["--from-megatron", "nosuch"], "nosuch.idx does not exist"),
-        (["--from-megatron", "a", "--end-token", "<end>"], "has no entry <end>"),
-        (["--from-megatron", "a", "--val-fraction", "2"], "--val-fraction 2.0 should be between 0 and 1"),
+        ("--from-megatron a --train-tokenizer 400", "leave out --train-tokenizer"),
+        ("my_text --from-megatron a --text-key body", "leave out --text-key, my_text"),
+        ("--from-megatron a a.bin", "names the same files twice"),
+        ("--from-megatron a --from-megatron a.bin", "names the same files twice"),
+        ("--from-megatron nosuch", "nosuch.idx does not exist"),
+        ("--from-megatron a --end-token <end>", "has no entry <end>"),
+        ("--from-megatron a --val-fraction 2", "--val-fraction 2.0 should be between 0 and 1"),
     ],
 )
-def test_options_that_do_not_suit(
-    usual: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    message: str,
+def test_options_that_do_not_suit_are_refused(
+    words: str, message: str, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a", [[[5, 6]], [[7, 8]]])
-    assert message in refused(capsys, usual, tmp_path / "out", *words)
-    assert main(["--from-megatron", "a", "--out", "out"]) == 2
-    assert "needs the tokenizer that the files were made with" in capsys.readouterr().err
+    assert message in refused(*words.split())
+
+
+def test_a_command_without_a_tokenizer_is_refused(tmp_path: Path, refuses: Callable[..., str]) -> None:
+    prefix = write(tmp_path / "a", [[[5, 6]], [[7, 8]]])
+    assert "needs the tokenizer that the files were made with" in refuses(
+        "--from-megatron", str(prefix), "--out", tmp_path / "out"
+    )
 
 
 # --- later ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_command_again_and_another_one(
-    usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_same_command_again_changes_nothing_and_another_one_is_refused(
+    usual: Path, tmp_path: Path, refuses: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     prefix = write(tmp_path / "a", with_ends(tokens_of(usual)))
     partial = tmp_path / "out.partial"
@@ -340,12 +329,11 @@ def test_the_same_command_again_and_another_one(
     assert prepared(usual, tmp_path / "out", tmp_path / "a.idx") == out
     assert (out / "meta.json").stat().st_mtime_ns == made
     words = ["--from-megatron", str(prefix), "--tokenizer", str(usual / "tokenizer.json"), "--out", str(out)]
-    assert main([*words, "--val-fraction", "0.2"]) == 2
-    assert "exists, and was made from other files or options" in capsys.readouterr().err
+    assert "exists, and was made from other files or options" in refuses(*words, "--val-fraction", "0.2")
     assert read_meta(out) == meta
-    (tmp_path / "other.partial").mkdir()
-    (tmp_path / "other.partial/thesis.txt").touch()
-    said = refused(capsys, usual, tmp_path / "other", "--from-megatron", str(prefix))
+    (tmp_path / "refused.partial").mkdir()
+    (tmp_path / "refused.partial/thesis.txt").touch()
+    said = refused("--from-megatron", prefix)
     assert "contains thesis.txt, which is not part of a preparation" in said
 
 
@@ -359,7 +347,7 @@ def test_files_that_are_moved_changed_or_truncated_later(
     assert opened.read(0, 2)[0] == END
 
     os.truncate(tokens, 100)
-    with pytest.raises(DataError, match=r"a\.bin ends before token [\d,]+: it was truncated"):
+    with pytest.raises(DataError, match=r"a\.bin ends before token [\d,]+: it was truncated after the run started"):
         opened.read(0, meta.train_tokens)
     with pytest.raises(DataError, match=r"a\.bin has 100 bytes instead of"):
         read_meta(out)
@@ -391,24 +379,7 @@ def test_moved_files_that_are_prepared_again_are_the_same_data(usual: Path, tmp_
     assert read_meta(other).tokens_sha256 != read_meta(again).tokens_sha256
 
 
-@pytest.mark.extended
-def test_the_commands_of_the_page(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = (ROOT / "docs/data.md").read_text().split("## Megatron's files\n")[1]
-    first, second = (shlex.split(line) for line in section.split("```sh\n")[1].split("```")[0].splitlines())
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old/tokenizer.json").write_bytes((usual / "tokenizer.json").read_bytes())
-    write(tmp_path / "old/text_document", with_ends(tokens_of(usual)))
-    assert first[:3] == ["python", "-m", "torchtitan_lite.data.prepare"]
-    assert main(first[3:]) == 0
-    assert second[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
-    words = [word.replace("data/old", str(tmp_path / "data/old")) for word in second[4:]]
-    ours = [o for o in tiny(usual, tmp_path, train__steps=2, optim__warmup_steps=1) if "data.path" not in o]
-    succeeded(ranks(2, *words, *ours))
-    assert len(losses(tmp_path / "old")) == 2
-
-
-def test_damaged_extents(usual: Path, tmp_path: Path) -> None:
+def test_damaged_extents_are_named(usual: Path, tmp_path: Path) -> None:
     out = prepared(usual, tmp_path / "out", write(tmp_path / "a", with_ends(tokens_of(usual))))
     meta = read_meta(out)
     extents = np.fromfile(out / "train.extents", "<i8").reshape(4, -1)
@@ -422,27 +393,7 @@ def test_damaged_extents(usual: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.extents or megatron\.json is damaged"):
         TokenFiles(out, meta, "train")
     extents.tofile(out / "train.extents")
-    for content in (
-        "",
-        "[]",
-        '{"files": [{"path": "a", "dtype": "float32"}]}',
-        '{"files": [{"path": 1, "dtype": "int8"}]}',
-    ):
-        (out / "megatron.json").write_text(content)
+    for files in ([{"path": "a", "dtype": "float32"}], [{"path": 1, "dtype": "int8"}], None):
+        (out / "megatron.json").write_text(json.dumps({"files": files}) if files else "")
         with pytest.raises(DataError, match=r"megatron\.json is damaged"):
             TokenFiles(out, meta, "train")
-
-
-def test_an_index_of_another_file_and_folders_are_refused(
-    usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "long", [[[5, 6]], [[7, 8]], [[9]]])
-    other = write(tmp_path / "short", [[[5, 6]], [[7]]])
-    other.with_name("short.idx").rename(tmp_path / "long.idx")
-    said = refused(capsys, usual, tmp_path / "out", "--from-megatron", str(tmp_path / "long"))
-    assert "the last sequence ends at byte 6, but" in said
-    said = refused(capsys, usual, tmp_path / "out", "--from-megatron", str(tmp_path))
-    assert (
-        f"is a folder; --from-megatron takes the common name of a .bin and an .idx file: it has {tmp_path}/long" in said
-    )
-    assert "/ is a folder" in refused(capsys, usual, tmp_path / "out", "--from-megatron", "/")

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,7 @@ import pytest
 from tests.data.test_data import decoded, make
 from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
 from torchtitan_lite.config.paths import is_prepared
-from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import packing, token_files
-from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare import corpus, plan, worker, writer
 from torchtitan_lite.data.prepare.__main__ import main
@@ -45,26 +44,23 @@ def test_other_text_of_the_same_size_and_time_is_noticed(
         monkeypatch.setattr(corpus, "HASHED_BYTES", 1)
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.txt"):
-        lines = [f"{name}, line {i}: an apple fell from the tree\n" for i in range(400)]
-        (tmp_path / "in" / name).write_text("".join(lines))
+        (tmp_path / "in" / name).write_text("".join(f"{name}, {i}: an apple fell from the tree\n" for i in range(400)))
     first = make(tmp_path / "in", tmp_path / "cache", 257)
     replaced(tmp_path / "in/b.txt", b"apple", b"peach")
-    second = make(tmp_path / "in", tmp_path / "cache", 257)
-    assert second != first
-    assert "peach" in "".join(decoded(second, "train"))
-    assert read_meta(second).tokens_sha256 != read_meta(first).tokens_sha256
+    assert "peach" in "".join(decoded(make(tmp_path / "in", tmp_path / "cache", 257), "train"))
     replaced(tmp_path / "in/b.txt", b"peach", b"apple")
+    (tmp_path / "in").rename(tmp_path / "before")
+    shutil.copytree(tmp_path / "before", tmp_path / "in")  # other inodes
     assert make(tmp_path / "in", tmp_path / "cache", 257) == first, "the first text is back"
-    shutil.copytree(tmp_path / "in", tmp_path / "copy")
-    shutil.rmtree(tmp_path / "in")
-    shutil.copytree(tmp_path / "copy", tmp_path / "in")  # other inodes, the same text
-    assert make(tmp_path / "in", tmp_path / "cache", 257) == first
 
 
 def test_a_cache_of_before_is_found_and_nothing_is_read_twice(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(text, tmp_path)
+    for kept in tmp_path.glob("*.plan.json"):
+        kept.write_text(kept.read_text()[:100])
+    assert make(text, tmp_path) == folder, "a damaged plan is made again"
     for record in tmp_path.glob("*.content.json"):
         record.unlink()  # as the version before had it
     assert make(text, tmp_path) == folder
@@ -101,13 +97,6 @@ def test_a_part_of_other_text_is_not_continued(tmp_path: Path, monkeypatch: pyte
     assert not any(text.startswith("document 0:") for text in texts)
 
 
-def test_a_damaged_plan_is_made_again(text: Path, tmp_path: Path) -> None:
-    folder = make(text, tmp_path)
-    for kept in tmp_path.glob("*.plan.json"):
-        kept.write_text(kept.read_text()[:100])
-    assert make(text, tmp_path) == folder
-
-
 # --- what a kill left -------------------------------------------------------------------------------------------
 
 
@@ -131,42 +120,37 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: bytes = b"
     return source
 
 
-@pytest.mark.parametrize("name", ["train-00000.bin", "val-00000.bin", "train.idx", "val.idx"])
-@pytest.mark.parametrize("keep", [0.5, None])
-@pytest.mark.extended
-def test_a_part_that_was_cut_is_made_again(
-    name: str, keep: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(("train-00000.bin", None), ("val-00000.bin", b""), ("train.idx", b"12345678"), ("val.idx", None)),
+        *(("progress.json", damage) for damage in (b"", b'{"plan": 3}', b"[" * 100_000, b"\xff")),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_damaged_part_is_made_again(
+    name: str, damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = interrupted(tmp_path, monkeypatch)
-    file = tmp_path / "out.partial" / name
-    if keep is None:
-        file.unlink()
+    if damage is None:
+        (tmp_path / "out.partial" / name).unlink()
     else:
-        os.truncate(file, int(file.stat().st_size * keep))
+        (tmp_path / "out.partial" / name).write_bytes(damage)
     succeeds(source, "--out", tmp_path / "out", *QUIET)
-    assert f"{name} has been truncated: starting over" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert name == "progress.json" or f"{name} has been truncated: starting over" in said
     succeeds(source, "--out", tmp_path / "straight", *QUIET)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"plan": 3}', b"[" * 100_000, b"\xff"])
-@pytest.mark.extended
-def test_damaged_progress_is_discarded(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = interrupted(tmp_path, monkeypatch)
-    (tmp_path / "out.partial/progress.json").write_bytes(damage)
-    succeeds(source, "--out", tmp_path / "out", *QUIET)
-    assert not verify(tmp_path / "out")
-
-
 @pytest.mark.extended
 def test_overwritten_tokens_of_a_part_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Callable[..., str]
 ) -> None:
     source = interrupted(tmp_path, monkeypatch)
     with (tmp_path / "out.partial/train-00000.bin").open("r+b") as stream:
         stream.write(b"\0" * 1000)
-    assert main([str(source), "--out", str(tmp_path / "out"), *QUIET]) == 2
-    assert "the files differ from what was written: train: " in capsys.readouterr().err
+    assert "the files differ from what was written: train: " in refuses(source, "--out", tmp_path / "out", *QUIET)
     succeeds(source, "--out", tmp_path / "out", *QUIET)
     assert not verify(tmp_path / "out")
 
@@ -219,19 +203,15 @@ def test_an_overwritten_index_is_found(name: str, packed: tuple[Path, Path]) -> 
     for split in ("train", "val"):
         with pytest.raises(DataError, match=rf"packed-128-.*damaged \({name} has changed since it was made\); delete"):
             PackedSamples(folder, split, 128)
+    os.truncate(index / name, 160)
+    with pytest.raises(DataError, match=rf"{name} has 160 bytes instead of"):
+        PackedSamples(folder, "train", 128)
+    (index / name).unlink()
+    with pytest.raises(DataError, match=rf"{name} is missing"):
+        PackedSamples(folder, "train", 128)
     shutil.rmtree(index)
     PackedSamples(folder, "train", 128)
     assert contents(index) == before
-
-
-def test_a_cut_or_missing_index_is_found(packed: tuple[Path, Path]) -> None:
-    folder, index = packed
-    os.truncate(index / "train.rows", 160)
-    with pytest.raises(DataError, match=r"train\.rows has 160 bytes instead of"):
-        PackedSamples(folder, "train", 128)
-    (index / "train.rows").unlink()
-    with pytest.raises(DataError, match=r"train\.rows is missing"):
-        PackedSamples(folder, "train", 128)
 
 
 def test_an_index_of_before_gets_its_hashes(packed: tuple[Path, Path]) -> None:
@@ -276,86 +256,60 @@ def test_a_foreign_meta_json_is_not_touched(theirs: bytes, tmp_path: Path) -> No
     (tmp_path / "in/a.txt").write_text("an apple fell from the tree\n" * 400)
     (tmp_path / "in/meta.json").write_bytes(theirs)
     assert not is_prepared(tmp_path / "in")
-    folder = prepare_all(
-        DataConfig(path=str(tmp_path / "in"), cache_dir=str(tmp_path / "cache")), TokenizerConfig(vocab_size=257), print
-    ).folder
-    assert read_meta(folder).text_bytes == 28 * 400
+    assert read_meta(make(tmp_path / "in", tmp_path / "cache", 257)).text_bytes == 28 * 400
     assert corpus.find(str(tmp_path / "in")).files == (tmp_path / "in/a.txt",)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"\xff", b"[" * 200_000, b'{"format_version": 1}'])
-def test_ours_that_is_damaged_is_still_ours(damage: bytes, lines: Path, tmp_path: Path) -> None:
+def other(meta: Path, values: dict[str, Any]) -> bytes:
+    return json.dumps(json.loads(meta.read_bytes()) | values).encode()
+
+
+DAMAGE: list[bytes | dict[str, Any]] = [
+    *(b"", b"{", b"\xff", b"[" * 200_000, b'{"format_version": 1}'),
+    *({"documents": "many"}, {"val_documents": 10**6}, {"train_tokens": -1}, {"val_tokens": 2**61}, {"vocab_size": 0}),
+    *({"end_token": 10**6}, {"shard_tokens": 0}, {"files": []}, {"skipped": 3}, {"tokens_sha256": None}),
+    *({"unknown_tokens": True}, {"more": 1}),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda value: str(value)[:20])
+def test_a_damaged_meta_json_is_an_error(damage: bytes | dict[str, Any], lines: Path, tmp_path: Path) -> None:
     shutil.copytree(lines, tmp_path / "out")
-    (tmp_path / "out/meta.json").write_bytes(damage)
+    meta = tmp_path / "out/meta.json"
+    meta.write_bytes(damage if isinstance(damage, bytes) else other(meta, damage))
     assert is_prepared(tmp_path / "out")
-    with pytest.raises(DataError, match=r"damaged \(.*; delete this folder, and prepare it again"):
+    with pytest.raises(DataError, match=r"the prepared data is damaged \(.*; delete this folder, and prepare"):
         read_meta(tmp_path / "out")
-    (tmp_path / "out/notes.txt").write_text("mine")
-    for use in (lambda: read_meta(tmp_path / "out"), lambda: verify(tmp_path / "out")):
-        with pytest.raises(DataError) as caught:
-            use()
-        assert "delete" not in str(caught.value)
-        assert "keep this one, which also holds notes.txt" in str(caught.value)
-    (tmp_path / "out/notes.txt").unlink()
-    (tmp_path / "out/packed-8-0123abcd").mkdir()
-    (tmp_path / "out/packed-8-0123abcd/mine.txt").write_text("mine")
-    with pytest.raises(DataError, match=r"keep this one, which also holds packed-8-0123abcd/mine\.txt"):
-        read_meta(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out/packed-8-0123abcd")
-    (tmp_path / "out/meta.json").unlink()
+
+
+def test_a_damaged_folder_with_other_files_is_not_to_be_deleted(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(lines, tmp_path / "out")
+    meta = tmp_path / "out/meta.json"
+    meta.write_bytes(other(meta, {"tokens_sha256": "0" * 64}))
+    for name in ("notes.txt", "packed-8-0123abcd/mine.txt"):
+        write(tmp_path / "out" / name, ["mine"])
+        assert main(["--verify", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert "tokens_sha256 is not that of the token files" in error
+        assert "delete" not in error
+        assert f"keep this one, which also holds {name}" in error
+        (tmp_path / "out" / name).unlink()
+    meta.unlink()
     with pytest.raises(DataError, match="looks like a prepared folder, but its meta.json is missing"):
         corpus.find(str(tmp_path / "out"))
 
 
-def test_verify_does_not_advise_to_delete_what_is_not_ours(
-    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(lines, tmp_path / "out")
-    (tmp_path / "out/thesis.txt").write_text("mine")
-    content_ = json.loads((tmp_path / "out/meta.json").read_text())
-    content_["tokens_sha256"] = "0" * 64
-    (tmp_path / "out/meta.json").write_text(json.dumps(content_))
-    assert main(["--verify", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert "tokens_sha256 is not that of the token files" in error
-    assert "delete" not in error
-
-
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "val.idx", "thesis.txt"])
-def test_a_foreign_folder_named_partial_is_not_touched(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_folder_named_partial_is_not_touched(name: str, tmp_path: Path, refuses: Callable[..., str]) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / name).write_text("mine")
     source = write(tmp_path / "a.jsonl", TEXTS)
-    assert main([str(source), "--out", str(tmp_path / "out"), *QUIET]) == 2
-    assert f"out.partial contains {name}, which is not part of a preparation" in capsys.readouterr().err
+    assert f"out.partial contains {name}, which is not part of a preparation" in refuses(
+        source, "--out", tmp_path / "out", *QUIET
+    )
     assert (tmp_path / "out.partial" / name).read_text() == "mine"
-
-
-WRONG: dict[str, Any] = {
-    "documents": "many",
-    "val_documents": 10**6,
-    "train_tokens": -1,
-    "val_tokens": 2**61,
-    "vocab_size": 0,
-    "end_token": 10**6,
-    "shard_tokens": 0,
-    "files": [],
-    "skipped": 3,
-    "tokens_sha256": None,
-    "unknown_tokens": True,
-    "more": 1,
-}
-
-
-@pytest.mark.parametrize("key", WRONG)
-def test_invalid_values_of_meta_json_are_errors(key: str, lines: Path, tmp_path: Path) -> None:
-    shutil.copytree(lines, tmp_path / "out")
-    content_ = json.loads((tmp_path / "out/meta.json").read_text()) | {key: WRONG[key]}
-    (tmp_path / "out/meta.json").write_text(json.dumps(content_))
-    with pytest.raises(DataError, match=r"the prepared data is damaged \(.*meta\.json"):
-        read_meta(tmp_path / "out")
 
 
 def test_a_prepared_folder_that_can_not_be_read_is_not_called_damaged(
