@@ -100,6 +100,17 @@ def counted(collective: str) -> list[int]:
 # --- Muon -------------------------------------------------------------------------------------------------------
 
 
+def muon_update(momentum: Tensor, gradient: Tensor, share: float) -> Tensor:
+    """Jordan's algorithm by singular values, in float64. Changes the momentum."""
+    momentum.mul_(share).add_((1 - share) * gradient)
+    nesterov = share * momentum + (1 - share) * gradient
+    u, s, v = torch.linalg.svd(nesterov, full_matrices=False)
+    s = s / nesterov.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ v
+
+
 def muon(world: World, mesh: str, withheld: int) -> dict[str, Tensor]:
     """Whole parameters and momenta after three steps, the number of exchanges, and two figures of this rank."""
     model = on_mesh(mesh, MODEL)

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import ROOT, ranks, succeeded, tiny
 from tests.training.test_faults import RUN, saved_steps, status, wait_for
 from torchtitan_lite.tools.elastic.machine import SIGNALLED_ONCE
-from torchtitan_lite.training.preemption import Preemption
+from torchtitan_lite.training.preemption import Preemption, launcher_note
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
@@ -64,6 +64,15 @@ def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
     preemption.received(TERM)
     assert preemption.reason == "run.max_minutes = 1"
     assert not codes
+
+
+def test_torchrun_s_traceback_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher_note("SIGINT") == ""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert launcher_note("SIGINT") == "", "tools.elastic prints none"
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert "torchrun now prints a traceback of its own" in launcher_note("SIGINT")
+    assert launcher_note("run.max_minutes = 1") == "", "every rank exits with 0"
 
 
 def test_a_hanging_file_system_does_not_delay_the_exit() -> None:
