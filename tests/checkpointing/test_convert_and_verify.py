@@ -1,4 +1,4 @@
-"""`checkpoint.py convert` writes folders that every tool takes; `verify` takes runs, checkpoints and folders of runs."""
+"""`checkpoint.py convert` writes folders that every tool takes; `verify` takes runs, checkpoints, folders of runs."""
 
 import shutil
 from pathlib import Path
