@@ -412,13 +412,8 @@ def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
     weights = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        torch.testing.assert_close(
-            parameter.full_tensor(),
-            weights[key],
-            rtol=1e-5,
-            atol=2e-6,
-            msg=lambda said, key=key: f"{mesh} {key} {said}",
-        )
+        whole = parameter.full_tensor()
+        torch.testing.assert_close(whole, weights[key], rtol=1e-5, atol=2e-6, msg=f"{mesh} {key}")
 
 
 def case_parameters_that_are_not_finite_are_not_saved() -> None:
