@@ -198,7 +198,8 @@ def test_a_rewind_restores_what_changes_from_step_to_step(name: str, run: Run, t
     ends_as(tmp_path / "rewound", tmp_path / "told", every=keys.get("log__every", 1))
     states = [storage.read_state(checkpoint(tmp_path / name, 24)) for name in ("rewound", "told")]
     for field in ("samples_consumed", "tokens", "grad_scaler", "jumps"):
-        assert getattr(states[0], field) == getattr(states[1], field), field
+        same = getattr(states[0], field) == getattr(states[1], field)
+        assert same or (field == "jumps" and "data__skip_samples" in keys), field  # two jumps that meet are one there
     if name == "float16":
         assert states[0].grad_scaler["scale"] > 64
     if name == "further back":
