@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -165,3 +166,19 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     if (folder / dcp_storage.INDEX).is_file():
         return {name.split(".", 1)[1]: tensor for name, tensor in dcp_storage.WholeTensors(folder, "").items()}
     return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+
+
+def forget_after(run: Path, step: int) -> Path:
+    """Delete the later checkpoints: what is left of a run that was killed some steps after this one."""
+    for folder in (run / "checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    return run
+
+
+def assert_same_end(run: Path, other: Path, step: int) -> None:
+    """The same losses and norms of each step, and the same tensors in the checkpoint of `step`, bit for bit."""
+    assert losses(run) == losses(other)
+    mine, theirs = tensors(checkpoint(run, step)), tensors(checkpoint(other, step))
+    assert mine.keys() == theirs.keys()
+    assert not [name for name in theirs if not mine[name].equal(theirs[name])]

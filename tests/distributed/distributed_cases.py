@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from torchtitan_lite.config.schema import (
     OptimConfig,
     RunConfig,
 )
-from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
+from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0
@@ -104,6 +104,7 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
     meshes = {name: make_mesh(ranks) for name, ranks in MESHES.items()}
     for family, config in FAMILIES.items():
         reference = plain(family=config)
+        assert not plain(8, config).output.weight.equal(reference.output.weight), "another seed"
         parameters = dict(reference.named_parameters())
         loss_of(reference).backward()
         for name, mesh in meshes.items():
@@ -144,26 +145,40 @@ def case_values_keep_their_types_between_ranks() -> None:
             from_all_ranks(torch.zeros(1), group)
 
 
-def case_both_apis_save_the_same_files_and_load_each_others() -> None:
+@contextlib.contextmanager
+def shared_folder() -> Iterator[tuple[World, Path]]:
+    """A folder that all ranks share while they are in here."""
     world = World(dist.get_rank(), 4, CPU, 1)
     folder = from_rank0(Path(tempfile.mkdtemp()) if world.rank == 0 else None)
-    flat, grid = make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])
-    cases = [
-        (flat, "gpt", "sgd", ""),
-        (flat, "llama, qk_norm, qkv_bias", "adamw", ""),
-        (grid, "gpt, tied", "adamw", ""),
-    ]
-    cases += [(flat, "gpt", "adamw", "layers.0.*"), (flat, "llama, tied", "sgd", "tok_embeddings.*")]
-    for number, (mesh, name, optimizer, frozen) in enumerate(cases):
-        ways = WAYS if number < 2 else WAYS[1:3]
-        (folder / str(number)).mkdir(exist_ok=True)
-        try:
-            _save_and_load(folder / str(number), mesh, FAMILIES[name], optimizer, world, frozen, ways)
-        except Exception as error:
-            raise AssertionError(f"{mesh.ndim}-d mesh, {name}, {optimizer}, frozen {frozen}") from error
+    yield world, folder
     dist.barrier()
     if world.rank == 0:
         shutil.rmtree(folder)
+
+
+def error_of(checkpointer: Checkpointer, step: int) -> str:
+    """Save, and return what went wrong."""
+    checkpointer.save(TrainState(step=step))
+    saved = checkpointer.wait()
+    assert saved is not None
+    return saved.error
+
+
+def case_both_apis_save_the_same_files_and_load_each_others() -> None:
+    flat, grid = make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])
+    cases = [
+        (flat, "gpt", "sgd", "", WAYS),
+        (flat, "llama, qk_norm, qkv_bias", "adamw", "", WAYS),
+        (grid, "gpt, tied", "adamw", "", WAYS[1:3]),
+        (flat, "gpt", "adamw", "layers.0.*", WAYS[1:3]),
+        (flat, "llama, tied", "sgd", "tok_embeddings.*", WAYS[1:3]),
+    ]
+    for mesh, name, optimizer, frozen, ways in cases:
+        with shared_folder() as (world, folder):
+            try:
+                _save_and_load(folder, mesh, FAMILIES[name], optimizer, world, frozen, ways)
+            except Exception as error:
+                raise AssertionError(f"{mesh.ndim}-d mesh, {name}, {optimizer}, frozen {frozen}") from error
 
 
 def _save_and_load(
@@ -181,47 +196,47 @@ def _save_and_load(
         model = sharded(mesh, seed=seed, family=config, frozen=frozen)
         return model, build_optimizer(model, optim)
 
-    def step(model: Transformer, optimizer: torch.optim.Optimizer, number: int) -> float:
-        loss = loss_of(model, number)
-        loss.backward()
-        set_learning_rate(optimizer, 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
+    def steps(model: Transformer, optimizer: torch.optim.Optimizer, *numbers: int) -> list[float]:
+        losses = []
+        for number in numbers:
+            loss = loss_of(model, number)
+            loss.backward()
+            set_learning_rate(optimizer, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
 
     def whole(model: Transformer) -> dict[str, torch.Tensor]:
         return {key: p.full_tensor() for key, p in model.named_parameters() if isinstance(p, DTensor)}
 
+    def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+        return all(value.equal(other[key]) for key, value in one.items())
+
+    def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
     model, optimizer = fresh(1)
-    for number in (1, 2):
-        step(model, optimizer, number)
-    state = TrainState(step=2)
-    for api, kind, beside in WAYS:
-        checkpointer = Checkpointer(
-            folder / f"{api}, {kind}, {beside}", model, optimizer, way(api, kind, beside), world
-        )
-        checkpointer.save(state)
-        saved = checkpointer.wait()
-        assert saved is not None
-        assert not saved.error, saved.error
-    if world.rank == 0:
-        for kind in ("full", "sharded"):
-            folders = [folder / f"{api}, {k}, {beside}" / "step-00000002" for api, k, beside in ways if k == kind]
-            for file in folders[0].glob("*.safetensors"):
-                assert len({(other / file.name).read_bytes() for other in folders}) == 1, f"{kind}: {file.name} differs"
+    steps(model, optimizer, 1, 2)
+    for where in ways:
+        assert not error_of(Checkpointer(folder / str(where), model, optimizer, way(*where), world), 2)
+    for kind in ("full", "sharded") if world.rank == 0 else ():
+        folders = [folder / str(where) / "step-00000002" for where in ways if where[1] == kind]
+        for file in folders[0].glob("*.safetensors"):
+            assert len({(other / file.name).read_bytes() for other in folders}) == 1, f"{kind}: {file.name} differs"
     before = whole(model)
-    expected = [step(model, optimizer, number) for number in (3, 4)]
+    expected = steps(model, optimizer, 3, 4)
     after = whole(model)
-    for api, kind, beside in ways:
-        by = "dtensor" if api == "dcp" else "dcp"
+    for where in ways:
+        by = "dtensor" if where[0] == "dcp" else "dcp"
         again, its_optimizer = fresh(99)
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in its_optimizer.param_groups]
-        where = folder / f"{api}, {kind}, {beside}"
-        assert Checkpointer(where, again, its_optimizer, way(by, "full", False), world).load({}) == state
-        assert groups == [{k: v for k, v in group.items() if k != "params"} for group in its_optimizer.param_groups]
-        assert all(value.equal(before[key]) for key, value in whole(again).items()), (where, by)
-        assert [step(again, its_optimizer, number) for number in (3, 4)] == expected, (where, by)
-        assert all(value.equal(after[key]) for key, value in whole(again).items()), (where, by)
+        groups = options(its_optimizer)
+        loaded = Checkpointer(folder / str(where), again, its_optimizer, way(by, "full", False), world).load({})
+        assert loaded == TrainState(step=2)
+        assert groups == options(its_optimizer)
+        assert equal(whole(again), before), (where, by)
+        assert steps(again, its_optimizer, 3, 4) == expected, (where, by)
+        assert equal(whole(again), after), (where, by)
 
 
 # api, state_dict, async_save
@@ -236,11 +251,6 @@ WAYS = [
 
 def way(api: str, kind: str, beside: bool) -> CheckpointConfig:
     return CheckpointConfig.model_validate({"api": api, "state_dict": kind, "async_save": beside})
-
-
-def case_another_seed_gives_other_parameters() -> None:
-    one, other = dict(plain(7).named_parameters()), dict(plain(8).named_parameters())
-    assert not one["output.weight"].equal(other["output.weight"])
 
 
 def case_a_block_that_is_not_initialised_is_found() -> None:
@@ -286,75 +296,57 @@ def case_only_one_group_and_the_head_are_whole_at_a_time() -> None:
 
 def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     """The next save succeeds. Then two machines, of 1 and 3 ranks, verify it on the disk of the first."""
-    world = World(dist.get_rank(), 4, CPU, 1)
-    shared: list[str] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(shared)
-    folder, model = Path(shared[0]), sharded(make_mesh(MESHES["4"]))
+    model = sharded(make_mesh(MESHES["4"]))
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
-    for api, kind, beside in (("dcp", "sharded", True), ("dtensor", "full", True)):
-        checkpointer = Checkpointer(folder / kind, model, optimizer, way(api, kind, beside), world)
-        honest = checkpointer.host_copies
-        for step in (1, 2):
-            fails = step == 1 and world.rank == 2
-            checkpointer.host_copies = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
-            checkpointer.save(TrainState(step=step))
-            saved = checkpointer.wait()
-            assert saved is not None
-            assert saved.error == ("rank 2: MemoryError()" if step == 1 else ""), saved.error
-        dist.barrier()
-        assert [found.name for found in (folder / kind).iterdir()] == ["step-00000002"]
-    mine = replace(world, local_world_size=3 if world.rank else 1)
-    manifest, problems = verify_together(folder / ("nowhere" if world.rank else "full") / "step-00000002", "full", mine)
-    assert manifest is not None
-    assert not problems, problems
-    dist.barrier()
-    if world.rank == 0:
-        shutil.rmtree(folder)
+    with shared_folder() as (world, folder):
+        for api, kind in (("dcp", "sharded"), ("dtensor", "full")):
+            checkpointer = Checkpointer(folder / kind, model, optimizer, way(api, kind, True), world)
+            honest = checkpointer.host_copies
+            for step in (1, 2):
+                fails = step == 1 and world.rank == 2
+                checkpointer.host_copies = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
+                assert error_of(checkpointer, step) == ("rank 2: MemoryError()" if step == 1 else "")
+            dist.barrier()
+            assert [found.name for found in (folder / kind).iterdir()] == ["step-00000002"]
+        mine = replace(world, local_world_size=3 if world.rank else 1)
+        here = folder / ("nowhere" if world.rank else "full") / "step-00000002"
+        manifest, problems = verify_together(here, "full", mine)
+        assert manifest is not None
+        assert not problems, problems
 
 
 def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None:
     """It happens while the other ranks gather, who must not wait for it. The next save succeeds. Sharded, each rank
     whose disk has no folder says so.
     """
-    world = World(dist.get_rank(), 4, CPU, 1)
-    shared: list[str] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(shared)
     model = sharded(make_mesh(MESHES["4"]))
     optimizer = build_optimizer(model, OptimConfig(name="sgd"))
-    for beside, function in ((True, "empty"), (False, "Tensor.cpu")):
-        checkpointer = Checkpointer(Path(shared[0]) / function, model, optimizer, way("dtensor", "full", beside), world)
-        for step in (1, 2):
+    with shared_folder() as (world, shared):
+        for beside, function in ((True, "empty"), (False, "Tensor.cpu")):
+            checkpointer = Checkpointer(shared / function, model, optimizer, way("dtensor", "full", beside), world)
+            honest: Any = torch.empty if beside else torch.Tensor.cpu
+
+            def fail(first: Any, *rest: Any, honest: Any = honest, **more: Any) -> Any:
+                size = first.shape if isinstance(first, torch.Tensor) else first
+                return bytes(2**62) if size == (517, 30) else honest(first, *rest, **more)
+
             with pytest.MonkeyPatch.context() as patched:
-                if step == 1 and world.rank == 0:
-                    honest: Any = torch.empty if beside else torch.Tensor.cpu
-
-                    def fail(first: Any, *rest: Any, honest: Any = honest, **more: Any) -> Any:
-                        size = first.shape if isinstance(first, torch.Tensor) else first
-                        return bytes(2**62) if size == (517, 30) else honest(first, *rest, **more)
-
+                if world.rank == 0:
                     patched.setattr(f"torch.{function}", fail)
-                checkpointer.save(TrainState(step=step))
-                saved = checkpointer.wait()
-            assert saved is not None
-            assert saved.error == ("rank 0: MemoryError()" if step == 1 else ""), saved.error
-        dist.barrier()
-        assert [found.name for found in checkpointer.folder.iterdir()] == ["step-00000002"]
-    state = optimizer.state[model.output.weight]
-    state["rows"] = torch.zeros(3, 30)  # of this rank: only those of rank 0 would be in a file
-    with pytest.raises(CheckpointError, match='SGD keeps "rows" of output.weight as Tensor'):
-        optimizer_tensors(model, optimizer)
-    del state["rows"]
-    disk = Path(shared[0]) / f"disk{world.rank}"
-    disk.mkdir()
-    with contextlib.chdir(disk):
-        checkpointer = Checkpointer(Path("mine"), model, optimizer, way("dcp", "sharded", False), world)
-        checkpointer.save(TrainState(step=1))
-        saved = checkpointer.wait()
-    assert saved is not None
-    assert saved.error.count("is it on a file system that all ranks share?") == 3, saved.error
-    dist.barrier()
-    if world.rank == 0:
-        shutil.rmtree(shared[0])
+                assert error_of(checkpointer, 1) == "rank 0: MemoryError()"
+            assert not error_of(checkpointer, 2)
+            dist.barrier()
+            assert [found.name for found in checkpointer.folder.iterdir()] == ["step-00000002"]
+        state = optimizer.state[model.output.weight]
+        state["rows"] = torch.zeros(3, 30)  # of this rank: only those of rank 0 would be in a file
+        with pytest.raises(CheckpointError, match='SGD keeps "rows" of output.weight as Tensor'):
+            optimizer_tensors(model, optimizer)
+        del state["rows"]
+        disk = shared / f"disk{world.rank}"
+        disk.mkdir()
+        with contextlib.chdir(disk):
+            error = error_of(Checkpointer(Path("mine"), model, optimizer, way("dcp", "sharded", False), world), 1)
+        assert error.count("is it on a file system that all ranks share?") == 3, error
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:
@@ -371,45 +363,6 @@ def case_weights_of_another_run_reach_every_rank() -> None:
             assert parameter.full_tensor().equal(reference[key].float()), f"{name}: {key}"
         with pytest.raises(CheckpointError, match=" is - in the checkpoint and "):
             checkpointer.load_weights(lambda _: {})
-
-
-def case_a_step_with_nan_on_one_rank_changes_nothing() -> None:
-    for name in ("adamw", "sgd"):
-        _nan_on_one_rank(OptimConfig.model_validate({"name": name}))
-
-
-def _nan_on_one_rank(config: OptimConfig) -> None:
-    rank = dist.get_rank()
-    model = sharded(make_mesh(MESHES["4"]))
-    optimizer = build_optimizer(model, config)
-    scaler = GradScaler(GradScalerConfig(), enabled=False, device=CPU)
-    guard = FiniteGuard(optimizer, scaler)
-    everything = [*model.parameters()]
-
-    def step(number: int, loss: torch.Tensor, bad: list[float]) -> None:
-        loss.backward()
-        norm = sum_over_ranks(squared_norm(model, 1)).sqrt().float()
-        clip_gradients(optimizer, norm, 1.0, scaler.scale)
-        set_learning_rate(optimizer, 1e-3)
-        guard.update(number, torch.tensor(bad), norm)
-
-    def snapshot() -> list[torch.Tensor]:
-        moments = [value for p in everything for value in optimizer.state[p].values()]
-        return [local_rows(t)[0].clone() for t in (*everything, *moments)]
-
-    step(1, loss_of(model), [0.0] * 4)
-    guard.check()
-    before = snapshot()
-    poison = float("nan") if rank == 1 else 1.0
-    step(2, loss_of(model) * poison, [0.0, math.nan, 0.0, 0.0])
-    assert all(a.equal(b) for a, b in zip(before, snapshot(), strict=True)), "a NaN reached the parameters"
-    with pytest.raises(NonFiniteError, match="step 2: the loss is not finite on rank 1."):
-        guard.check()
-    # an infinite loss with finite gradients must not pass either
-    step(3, loss_of(model), [0.0, 0.0, math.inf, 0.0])
-    assert all(a.equal(b) for a, b in zip(before, snapshot(), strict=True))
-    step(4, loss_of(model), [0.0] * 4)
-    assert not all(a.equal(b) for a, b in zip(before, snapshot(), strict=True)), "a good step was withheld"
 
 
 def case_clipping_is_that_of_torch() -> None:
@@ -432,28 +385,24 @@ def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
     model, reference = sharded(make_mesh(MESHES[mesh]), frozen=frozen), plain()
     freeze(reference, [frozen] if frozen else [])
     optimizer = build_optimizer(model, config)
+    trained = [p for p in reference.parameters() if p.requires_grad]
     groups: list[dict[str, object]] = [
-        {
-            "params": [p for p in reference.parameters() if p.requires_grad and p.ndim > 1],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [p for p in reference.parameters() if p.requires_grad and p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
     its_optimizer = (
-        torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, foreach=False)
+        torch.optim.AdamW(groups, lr=1e-3, betas=config.betas, eps=config.eps, foreach=False)
         if config.name == "adamw"
-        else torch.optim.SGD(groups, momentum=config.momentum)
+        else torch.optim.SGD(groups, lr=1e-3, momentum=config.momentum)
     )
     scaler = GradScaler(GradScalerConfig(init_scale=scale or 1.0), enabled=scale > 0, device=CPU)
     guard = FiniteGuard(optimizer, scaler)
+    set_learning_rate(optimizer, 1e-3)
     for number in (1, 2):
-        for group in its_optimizer.param_groups:
-            group["lr"] = 1e-3
         loss_of(reference, number).backward()
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), config.max_norm)
         its_optimizer.step()
         its_optimizer.zero_grad()
-        set_learning_rate(optimizer, 1e-3)
         scaler.scaled(loss_of(model, number)).backward()
         norm = sum_over_ranks(squared_norm(model, COPIES[mesh])).sqrt().float() / scaler.scale
         clip_gradients(optimizer, norm, config.max_norm, scaler.scale)
@@ -461,11 +410,11 @@ def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
         guard.check()
         torch.testing.assert_close(norm, expected, rtol=3e-6, atol=0)
         assert norm > 2 * 0.3, "nothing is clipped"
+    weights = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        torch.testing.assert_close(
-            parameter.full_tensor(), dict(reference.named_parameters())[key], rtol=1e-5, atol=2e-6, msg=f"{mesh} {key}"
-        )
+        whole = parameter.full_tensor()
+        torch.testing.assert_close(whole, weights[key], rtol=1e-5, atol=2e-6, msg=f"{mesh} {key}")
 
 
 def case_parameters_that_are_not_finite_are_not_saved() -> None:
@@ -475,30 +424,6 @@ def case_parameters_that_are_not_finite_are_not_saved() -> None:
         local_rows(model.get_parameter("layers.1.attention.wo.weight").detach())[0][0, 0] = math.inf
     with pytest.raises(NonFiniteError, match="step 5: not finite: 1 parameter, the first is layers.1.attention.wo"):
         require_finite(model, 5)
-
-
-class FixedLoader(Loader):
-    """Rank r scores r + 1 sequences, so that a mean of the ranks' means would be wrong."""
-
-    def batch(self, first: int, size: int) -> Batch:
-        tokens = torch.arange(12).reshape(4, 3)[: self.rank + 1]
-        targets = torch.full((4, 3), IGNORE)
-        targets[: self.rank + 1] = tokens
-        return Batch([MicroBatch(torch.arange(12).reshape(4, 3), targets)], global_tokens=(1 + 2 + 3 + 4) * 3)
-
-
-def case_a_validation_sums_over_ranks_and_leaves_shards_behind() -> None:
-    model = sharded(make_mesh(MESHES["4"]))
-    loader = FixedLoader(None, micro_batch_size=1, rank=dist.get_rank(), world_size=4, seed=None)  # type: ignore[arg-type]
-    score = evaluate(model, Validation(loader, 4, torch.full((517,), 2)), CPU)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert model.training
-    reference, nats = plain().eval(), 0.0
-    for rank in range(4):
-        tokens = torch.arange(12).reshape(4, 3)[: rank + 1]
-        nats += float(reference(tokens, tokens))
-    assert abs(score.loss - nats / 30) < 1e-5
-    assert abs(score.bits_per_byte - score.loss / math.log(2) / 2) < 1e-9
 
 
 class Uneven:
@@ -517,7 +442,7 @@ class Uneven:
         return int((run_samples % 3 + 1).sum())
 
 
-def case_a_validation_knows_its_standard_error() -> None:
+def case_a_validation_sums_over_ranks_and_knows_its_standard_error() -> None:
     """Against the textbook's formula for a ratio, on 10 sequences of uneven lengths over 4 ranks of 1 a round."""
     model = sharded(make_mesh(MESHES["4"]))
     model.output.chunked = True
@@ -528,6 +453,9 @@ def case_a_validation_knows_its_standard_error() -> None:
     with torch.no_grad():
         nats = [float(reference(tokens[i : i + 1], targets[i : i + 1])) for i in range(10)]
     known = [row[row != IGNORE] for row in targets]
+    of_all = torch.cat(known)
+    share = of_all.bincount().double() / len(of_all)
+    unigram = float(-torch.xlogy(share, share).sum()) / math.log(2) * len(of_all) / float(lengths[of_all].sum())
     for micro_batch_size in (1, 2, 3):
         loader = Loader(Uneven(), micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=4, seed=None)
         score = evaluate(model, Validation(loader, 10, lengths), CPU)
@@ -541,10 +469,9 @@ def case_a_validation_knows_its_standard_error() -> None:
             assert abs(found * unit - ratio) < 1e-5
             assert abs(stderr * unit - expected) < 1e-5
             assert expected > 1e-3
-        targets_of_all = torch.cat(known)
-        share = targets_of_all.bincount().double() / len(targets_of_all)
-        bits = float(-torch.xlogy(share, share).sum()) / math.log(2) * len(targets_of_all)
-        assert abs(score.unigram_bits_per_byte - bits / float(lengths[targets_of_all].sum())) < 1e-9
+        assert abs(score.unigram_bits_per_byte - unigram) < 1e-9
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert model.training
 
 
 def main(argv: Sequence[str]) -> None:

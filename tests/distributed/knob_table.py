@@ -22,19 +22,11 @@ VOCABULARY = 517
 LLAMA = {
     "model.family": "llama",
     **{"model.dim": 36, "model.n_heads": 6, "model.n_kv_heads": 2, "model.hidden_dim": 50, "model.n_layers": 3},
-    **{
-        "model.max_seq_len": 16,
-        "train.seq_len": 16,
-        "train.steps": 20,
-        "optim.warmup_steps": 2,
-        "optim.lr": 0.002,
-        "optim.name": "adamw",
-    },
+    **{"model.max_seq_len": 16, "train.seq_len": 16, "train.steps": 20},
+    **{"optim.warmup_steps": 2, "optim.lr": 0.002, "optim.name": "adamw"},
     **{"train.micro_batch_size": 1, "train.global_batch_size": 6, "run.threads": 1},
 }
-GPT = {key: value for key, value in LLAMA.items() if key not in ("model.n_kv_heads", "model.hidden_dim")} | {
-    "model.family": "gpt"
-}
+GPT = {k: v for k, v in LLAMA.items() if k not in ("model.n_kv_heads", "model.hidden_dim")} | {"model.family": "gpt"}
 T5 = {key: value for key, value in LLAMA.items() if key != "model.n_kv_heads"} | {
     **{"model.family": "t5", "model.n_layers": 2, "model.n_decoder_layers": 3, "model.head_dim": 5},
     "data.objective": "span_corruption",
@@ -202,26 +194,16 @@ CASES = {
 
 # combinations of what other rows have: `make test-all` runs them
 EXTENDED = {
-    *("reshard true", "prefetch 1", "bf16 throughout", "fp16, gpt", "first layer fp32, tied", "sync last, kept, bf16"),
-    *("compile", "dropout, checkpointing selective", "plain, bf16"),  # inductor: 25 calls of g++ on each rank
-    *("plain, gpt, fp16, handed on in fp16", "HSDP, sync last", "HSDP, all-reduce last, bf16 throughout", "HSDP, fp16"),
-    *(
-        "gpt, fp16, handed on in fp16",
-        "bf16, handed on in bf16",
-        "fp32 between groups",
-        "reshard false",
-        "HYBRID_SHARD",
-    ),
-    *("compile, checkpointing full", "reshard to 2, prefetch 2, tied", "frozen head, sync last", "4 copies", "tied"),
-    *("all that people use at once", "dropout", "_HYBRID_SHARD_ZERO2", "checkpointing selective", "all inputs cast"),
-    *("t5, plain", "t5, first layer fp32", "t5, dropout, checkpointing selective", "t5, bf16, compile"),
-    *(
-        "muon, reshard true, 2 blocks in a group",
-        "muon, bf16",
-        "muon, sync last, tied, frozen",
-        "muon, t5",
-    ),
-    *("first layer fp32", "reduce in bf16", "plain", "frozen", "HSDP, all-reduce last", "prefetch 3, kept", "gpt"),
+    *("reshard true", "reshard false", "prefetch 1", "prefetch 3, kept", "reshard to 2, prefetch 2, tied", "4 copies"),
+    *("bf16 throughout", "bf16, handed on in bf16", "fp32 between groups", "all inputs cast", "reduce in bf16"),
+    *("fp16, gpt", "gpt, fp16, handed on in fp16", "first layer fp32", "first layer fp32, tied", "gpt", "tied"),
+    *("sync last, kept, bf16", "frozen", "frozen head, sync last", "dropout", "dropout, checkpointing selective"),
+    *("checkpointing selective", "compile, checkpointing full", "compile"),  # inductor: 25 calls of g++ on each rank
+    *("plain", "plain, bf16", "plain, gpt, fp16, handed on in fp16", "all that people use at once"),
+    *("HSDP, sync last", "HSDP, all-reduce last", "HSDP, all-reduce last, bf16 throughout", "HSDP, fp16"),
+    *("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "t5, plain", "t5, first layer fp32", "t5, bf16, compile"),
+    *("t5, dropout, checkpointing selective", "muon, reshard true, 2 blocks in a group", "muon, bf16", "muon, t5"),
+    "muon, sync last, tied, frozen",
 }
 
 # On one GPU: the rows that need no second rank, and those that need a GPU.

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,32 +24,32 @@ DOC = (ROOT / "docs/cluster.md").read_text()
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def agents(*commands: list[str], fault: str = "") -> list[subprocess.Popen[str]]:
-    """A torchrun for each command, which meet on a free port."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(commands)), "--nproc-per-node", "1"]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x", "--local-addr", "127.0.0.1"]
-    launcher += ["--max-restarts", "2"] if fault else []
-    program = "tests/faults/worker.py" if fault else "train.py"
-    env = os.environ | ENV | {"FAULT": fault, "FAULT_SECONDS": "5"}
-    return [
-        subprocess.Popen(
-            [*launcher, program, *command],
-            cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for command in commands
-    ]  # fmt: skip
+def agents(command: list[str], fault: str) -> list[subprocess.Popen[str]]:
+    """Two torchruns with a fault, which meet on a free port."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x"]
+    launcher += ["--local-addr", "127.0.0.1", "--max-restarts", "2", "tests/faults/worker.py", *command]
+    env = ENV | {"FAULT": fault, "FAULT_SECONDS": "5"}
+    pipe = subprocess.PIPE
+    return [subprocess.Popen(launcher, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
 
 
-@pytest.mark.extended  # the restart below compares the numbers, too
-def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
-    """The same numbers as on one machine, and a checkpoint of both."""
-    more = {"train__steps": 6, "checkpoint__state_dict": "sharded"}
-    command = tiny(text, tmp_path, run__name="two", **more)
-    both = agents(command, command)
+@pytest.mark.extended
+def test_a_rank_killed_on_one_of_two_machines_restarts_both(text: Path, tmp_path: Path) -> None:
+    """The same numbers as on one machine, and checkpoints of both.
+
+    torchrun counts a restart only on the machine whose rank died; the ranks still rendezvous.
+    Rank 0 is slow, so that its torchrun learns of the restart before its rank fails without the other.
+    """
+    more = {"train__steps": 6, "checkpoint__every": 2, "checkpoint__resume": "never"}
+    more |= {"checkpoint__state_dict": "sharded"}
+    both = agents(tiny(text, tmp_path, run__name="two", **more), "kill:1:5:batch,slow:0:5:batch")
     said = [agent.communicate(timeout=HANGS_S) for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], said
-    assert sum("done    6 steps" in out for out, _ in said) == 1, "one speaks"
+    output = "".join(out for out, _ in said)
+    assert output.count("FAULT kill fired on rank 1") == 1, output
+    assert "resumed after step 4" in output
+    assert output.count("\ndone ") == 1, "one speaks"
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="one", **more)))
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
     assert storage.verify(storage.step_folder(tmp_path / "two/checkpoints", 6)) == []
@@ -56,26 +57,6 @@ def test_two_machines_are_two_ranks(text: Path, tmp_path: Path) -> None:
     assert (about["status"], about["world_size"], about["mesh"]["dp_shard"]) == ("complete", 2, 2)
     assert len(about["machines"]) == 1
     assert "--run.name=two" in about["argv"]
-
-
-@pytest.mark.extended
-def test_a_rank_killed_on_one_machine_restarts_both(text: Path, tmp_path: Path) -> None:
-    """torchrun counts a restart only on the machine whose rank died; the ranks still rendezvous.
-
-    Rank 0 is slow, so that its torchrun learns of the restart before its rank fails without the other.
-    """
-    more = {"train__steps": 6, "checkpoint__every": 2, "checkpoint__resume": "never"}
-    command = tiny(text, tmp_path, run__name="two", **more)
-    both = agents(command, command, fault="kill:1:5:batch,slow:0:5:batch")
-    said = [agent.communicate(timeout=HANGS_S) for agent in both]
-    assert [agent.returncode for agent in both] == [0, 0], said
-    output = "".join(out for out, _ in said)
-    assert output.count("FAULT kill fired on rank 1") == 1, output
-    assert "resumed after step 4" in output
-    succeeded(ranks(2, *tiny(text, tmp_path, run__name="one", **more)))
-    assert losses(tmp_path / "two") == losses(tmp_path / "one")
-    about = json.loads((tmp_path / "two/run.json").read_text())
-    assert (about["status"], about["world_size"], about["mesh"]["dp_shard"]) == ("complete", 2, 2)
 
 
 def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path) -> None:
@@ -92,9 +73,8 @@ def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path)
     assert all(result.returncode for result in results)
     said = [result.stderr for result in results]
     host = os.uname().nodename
-    assert any(f"optim.lr: 0.004 on rank 0 ({host}); 0.5 on rank 1 ({host})" in errors for errors in said) or any(
-        f"optim.lr: 0.5 on rank 0 ({host}); 0.004 on rank 1 ({host})" in errors for errors in said
-    ), said
+    wrong = [f"optim.lr: {a} on rank 0 ({host}); {b} on rank 1 ({host})" for a, b in ((0.004, 0.5), (0.5, 0.004))]
+    assert any(line in errors for line in wrong for errors in said), said
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
@@ -117,16 +97,20 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+def sbatch(env: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "scripts/slurm.sbatch", *options]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANGS_S)
+
+
 @pytest.mark.extended
 def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     slurm: dict[str, str], text: Path, tmp_path: Path
 ) -> None:
-    long = {"train__steps": 2000, "optim__schedule": "constant"}
-    long["checkpoint__resume"] = "never"  # which is carried out once
-    command = ["bash", "scripts/slurm.sbatch", *tiny(text, tmp_path, run__name="run", **long)]
-    job = subprocess.Popen(
-        command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )  # fmt: skip
+    """Though checkpoint.resume = "never" is carried out once."""
+    long = {"train__steps": 2000, "optim__schedule": "constant", "checkpoint__resume": "never"}
+    options = tiny(text, tmp_path, run__name="run", **long)
+    command = ["bash", "scripts/slurm.sbatch", *options]
+    job = subprocess.Popen(command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert job.stdout is not None
     for line in job.stdout:
         if line.startswith("step"):
@@ -136,17 +120,12 @@ def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     assert f"the run in {tmp_path / 'run'} is: preempted" in output
     assert job.returncode == 0, output
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    # and what the queue starts then goes on, to the end
+    # what the queue starts then resumes, to the end
     left = json.loads((tmp_path / "run/run.json").read_text())["step"]
-    end = [f"--train.steps={left + 2}"]
-    result = subprocess.run([*command, *end], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=HANGS_S)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"resumed after step {left}" in result.stdout
+    assert f"resumed after step {left}" in succeeded(sbatch(slurm, *options, f"--train.steps={left + 2}"))
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     assert records(tmp_path / "run")[-1]["step"] == left + 2
-    bad = subprocess.run(
-        [*command, "--train.step=3"], cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=HANGS_S
-    )
+    bad = sbatch(slurm, *options, "--train.step=3")
     assert bad.returncode == 2
     assert "the nearest known one is train.steps" in bad.stderr
 
@@ -156,9 +135,10 @@ PLAYED = """#!/usr/bin/env python3
 import json, os, sys
 if "--check-config" in sys.argv:
     print("the configuration is fine; its run is in", os.environ["RUN"])
-elif "torch.distributed.run" in sys.argv:
-    assert os.environ["TORCHTITAN_LITE_ATTEMPT"].startswith(os.environ["SLURM_JOB_ID"] + ".")
+elif "torch.distributed.run" in sys.argv or "torchtitan_lite.tools.elastic" in sys.argv:
+    print("COMMAND", *sys.argv[1:])
     if status := os.environ.get("STATUS"):
+        assert os.environ["TORCHTITAN_LITE_ATTEMPT"].startswith(os.environ["SLURM_JOB_ID"] + ".")
         run = {"status": status, "attempt": os.environ["TORCHTITAN_LITE_ATTEMPT"]}
         json.dump(run, open(os.environ["RUN"] + "/run.json", "w"))
     sys.exit(int(os.environ["CODE"]))
@@ -167,10 +147,26 @@ else:
 """
 
 
+@pytest.fixture
+def played(slurm: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+    """The script with a played python: its output, if it ends with the expected code and (not) requeues the job."""
+    python = tmp_path / "bin/played-python"
+    python.write_text(PLAYED)
+    python.chmod(stat.S_IRWXU)
+
+    def run(code: int, expected: int, requeued: bool, **env: str) -> str:
+        env |= {"PYTHON": str(python), "RUN": str(tmp_path / "run"), "CODE": str(code)}
+        result = sbatch(slurm | env, "--run.name=run")
+        assert result.returncode == expected, result.stdout + result.stderr
+        assert (tmp_path / "requeued").exists() == requeued
+        return result.stdout
+
+    return run
+
+
 @pytest.mark.parametrize(("before", "status", "code", "expected", "requeued"), [
     # a status that an earlier attempt has left: this one has died before it could write its own
     ("preempted", "", 1, 1, False),
-    ("complete", "", 1, 1, False),
     ("complete", "", 2, 2, False),
     # this attempt's
     ("complete", "failed", 1, 1, False),
@@ -180,58 +176,23 @@ else:
 ])  # fmt: skip
 @pytest.mark.extended
 def test_the_slurm_script_uses_only_the_status_of_this_attempt(
-    before: str, status: str, code: int, expected: int, requeued: bool, slurm: dict[str, str], tmp_path: Path
+    before: str, status: str, code: int, expected: int, requeued: bool, played: Callable[..., str], tmp_path: Path
 ) -> None:
-    python = tmp_path / "bin/played-python"
-    python.write_text(PLAYED)
-    python.chmod(stat.S_IRWXU)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json").write_text(json.dumps({"status": before, "attempt": "7.0.1"}))
-    played = {"PYTHON": str(python), "RUN": str(run), "STATUS": status, "CODE": str(code)}
-    result = subprocess.run(
-        ["bash", "scripts/slurm.sbatch", "--run.name=run"],
-        cwd=ROOT, env=slurm | played, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert result.returncode == expected, result.stdout + result.stderr
-    assert f"is: {status or 'unknown'} (exit code {code})" in result.stdout
-    assert (tmp_path / "requeued").exists() == requeued
-
-
-JOINED = """#!/usr/bin/env python3
-import os, sys
-if "--check-config" in sys.argv:
-    print("the configuration is fine; its run is in here")
-else:
-    print("COMMAND", *sys.argv[1:])
-    sys.exit(int(os.environ["CODE"]))
-"""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text(json.dumps({"status": before, "attempt": "7.0.1"}))
+    said = played(code, expected, requeued, STATUS=status)
+    assert f"is: {status or 'unknown'} (exit code {code})" in said
 
 
 @pytest.mark.parametrize(("code", "expected", "requeued"), [(75, 0, True), (0, 0, False), (1, 1, False)])
 @pytest.mark.extended
 def test_the_slurm_script_joins_a_coordinator(
-    code: int, expected: int, requeued: bool, slurm: dict[str, str], tmp_path: Path
+    code: int, expected: int, requeued: bool, played: Callable[..., str]
 ) -> None:
     """A machine that left on a signal is requeued, whatever the status of the run: others continue it."""
-    python = tmp_path / "bin/played-python"
-    python.write_text(JOINED)
-    python.chmod(stat.S_IRWXU)
-    played = {
-        "PYTHON": str(python),
-        "CODE": str(code),
-        "COORDINATOR": "login1:29400",
-        "SECRET_FILE": "a b.key",
-        "NPROC": "8",
-    }
-    result = subprocess.run(
-        ["bash", "scripts/slurm.sbatch", "--run.name=run"],
-        cwd=ROOT, env=slurm | played, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert result.returncode == expected, result.stdout + result.stderr
+    said = played(code, expected, requeued, COORDINATOR="login1:29400", SECRET_FILE="a b.key", NPROC="8")
     command = "-m torchtitan_lite.tools.elastic join --secret-file a b.key --nproc-per-node 8 login1:29400 train.py"
-    assert f"COMMAND {command} --run.name=run\n" in result.stdout
-    assert (tmp_path / "requeued").exists() == requeued
+    assert f"COMMAND {command} --run.name=run\n" in said
 
 
 @pytest.mark.extended

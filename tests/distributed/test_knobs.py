@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed.knob_effects import EFFECTS
 from tests.distributed.knob_table import CASES, EXTENDED, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
 from tests.helpers import ranks
-from torchtitan_lite.config.schema import OptimConfig
+from tests.optim.on_ranks import muon_update
 from torchtitan_lite.config.sections.compute import missing_for_inductor
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.models import build
@@ -42,17 +41,6 @@ def results(
 
 # rows that inductor compiles, on a machine where it can't
 NEEDS_COMPILER = {"compile"} if missing_for_inductor("cpu", 0) else set()
-
-
-def muon_update(momentum: Tensor, gradient: Tensor, config: OptimConfig) -> Tensor:
-    """Jordan's algorithm by singular values, with the size of AdamW's updates. Changes the momentum; all in float64."""
-    share = config.muon_momentum
-    momentum.mul_(share).add_((1 - share) * gradient)
-    u, s, v = torch.linalg.svd(share * momentum + (1 - share) * gradient, full_matrices=False)
-    s = s / s.norm()
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return 0.2 * max(gradient.shape) ** 0.5 * (u * s) @ v
 
 
 @functools.cache
@@ -87,8 +75,9 @@ def _reference(
         with torch.no_grad():
             for name, p in by_muon.items():
                 assert p.grad is not None
-                update = muon_update(momenta[name], p.grad.double(), config.optim)
-                p.sub_((rate * (update + config.optim.weight_decay * p)).float())
+                update = muon_update(momenta[name], p.grad.double(), config.optim.muon_momentum)
+                size = 0.2 * max(p.shape) ** 0.5  # that of AdamW's updates
+                p.sub_((rate * (size * update + config.optim.weight_decay * p)).float())
         model.zero_grad()
         curve.append((loss.item(), norm.item()))
     return curve

@@ -100,6 +100,17 @@ def counted(collective: str) -> list[int]:
 # --- Muon -------------------------------------------------------------------------------------------------------
 
 
+def muon_update(momentum: Tensor, gradient: Tensor, share: float) -> Tensor:
+    """Jordan's algorithm by singular values, in float64. Changes the momentum."""
+    momentum.mul_(share).add_((1 - share) * gradient)
+    nesterov = share * momentum + (1 - share) * gradient
+    u, s, v = torch.linalg.svd(nesterov, full_matrices=False)
+    s = s / nesterov.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ v
+
+
 def muon(world: World, mesh: str, withheld: int) -> dict[str, Tensor]:
     """Whole parameters and momenta after three steps, the number of exchanges, and two figures of this rank."""
     model = on_mesh(mesh, MODEL)
@@ -144,7 +155,8 @@ def rms_scaling(world: World, mesh: str, steps: int, withheld: int) -> dict[str,
 
 # --- optim.ema_decay --------------------------------------------------------------------------------------------
 
-STEPS, WITHHELD = 4, (3,)  # not the second: until then the average is the weight
+# step -> loss of the last rank; the update is withheld. Not the second: until then the average is the weight
+STEPS, WITHHELD = 5, {3: math.nan, 4: math.inf}
 DECAY = 0.8
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -164,7 +176,7 @@ def after(mean: Tensor, weight: Tensor, step: int) -> Tensor:
 def follow_averages(world: World, mesh: str) -> dict[str, int]:
     """Compare this rank's rows with the formula after each step of every optimizer. Returns the bytes of its state.
 
-    The updates of the steps in WITHHELD are withheld, by the guard of a run.
+    The updates of the steps in WITHHELD are withheld, by the guard of a run. Of an infinite loss, gradients are finite.
     """
     found = {}
     for label, values in OPTIMIZERS.items():
@@ -172,14 +184,14 @@ def follow_averages(world: World, mesh: str) -> dict[str, int]:
         config = OptimConfig.model_validate({"freeze": [FROZEN], "ema_decay": DECAY} | values)
         optimizer = build_optimizer(model, config)
         set_learning_rate(optimizer, 0.01)
-        guard = FiniteGuard(optimizer, GradScaler(GradScalerConfig(), False, world.device), max_skipped=1)
+        guard = FiniteGuard(optimizer, GradScaler(GradScalerConfig(), False, world.device), max_skipped=2)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert 0 < len(parameters) < len(list(model.parameters()))
         expected: dict[str, Tensor] = {}
         for step in range(1, STEPS + 1):
             before = {name: local_rows(p)[0].clone() for name, p in parameters.items()}
-            give_gradients(parameters.values(), step, nan=step in WITHHELD)
-            losses = torch.full((world.world_size,), math.nan if step in WITHHELD else 1.0)
+            give_gradients(parameters.values(), step, nan=step in WITHHELD and math.isnan(WITHHELD[step]))
+            losses = torch.tensor([1.0] * (world.world_size - 1) + [WITHHELD.get(step, 1.0)])
             guard.update(step, losses, torch.tensor(1.0))
             guard.check()
             for name, p in parameters.items():

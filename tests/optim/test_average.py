@@ -11,9 +11,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.checkpointing.reload_worker import MESHES
-from tests.helpers import checkpoint, losses, python, ranks, records, run_distributed, succeeded, tensors, tiny
+from tests.helpers import (
+    assert_same_end,
+    checkpoint,
+    forget_after,
+    losses,
+    python,
+    ranks,
+    records,
+    run_distributed,
+    succeeded,
+    tensors,
+    tiny,
+)
 from tests.optim.on_ranks import DECAY, FROZEN, OPTIMIZERS, TIED, after, follow_averages, load_averages
-from tests.optim.test_muon import WAYS
 from torchtitan_lite.config.schema import Config, OptimConfig
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.optim.average import averaged
@@ -21,34 +32,38 @@ from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.tools.estimate.simulate import OPTIMIZER, simulate
 from torchtitan_lite.tools.report import runs as report_runs
 
-WAY = [pytest.param(way, marks=[] if way == "sharded, dcp" else [pytest.mark.extended]) for way in WAYS]
 EMA = {"optim__ema_decay": DECAY}
+WAY = {
+    "train__steps": 4,
+    "checkpoint__every": 1,
+    "checkpoint__state_dict": "sharded",
+    "checkpoint__api": "dcp",
+}
 
 
 def test_the_recurrence_is_the_mean_with_falling_shares() -> None:
-    values = list(torch.randn(6, dtype=torch.float64))
+    values = torch.randn(6, dtype=torch.float64)
     mean = values[0]
-    for step, value in enumerate(values, start=1):
-        mean = after(mean, value, step)
-        shares = [DECAY ** (step - i) for i in range(1, step + 1)]
-        expected = sum(share * v for share, v in zip(shares, values[:step], strict=True)) / sum(shares)
-        assert mean.item() == pytest.approx(float(expected))
+    for step in range(1, 7):
+        mean = after(mean, values[step - 1], step)
+        shares = DECAY ** torch.arange(step - 1, -1, -1, dtype=torch.float64)
+        torch.testing.assert_close(mean, shares @ values[:step] / shares.sum())
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.extended] if m in "24" else []) for m in MESHES])
 def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
-    """With uneven and empty shards, copies, tied and frozen parameters, every optimizer, and a withheld update."""
-    run_distributed(follow_averages, MESHES[mesh][0], mesh)
+    """With uneven and empty shards, copies, tied and frozen parameters, every optimizer, and a withheld update.
 
-
-@pytest.mark.extended
-def test_plan_counts_its_memory() -> None:
-    measured = run_distributed(follow_averages, 2, "2")[0]
+    `plan` counts its memory.
+    """
+    n, copies = MESHES[mesh]
+    measured = run_distributed(follow_averages, n, mesh)[0]
     for label in ("adamw", "muon"):
         values = {"freeze": [FROZEN], "ema_decay": DECAY, "lr": 0.01} | OPTIMIZERS[label]
         model = TIED.model_dump() | {"size": "1M"}
-        config = Config.model_validate({"model": model, "optim": values, "train": {"seq_len": 8}})
-        assert simulate(config, 2, 517, on_gpu=False).peaks["start"][OPTIMIZER] == measured[label]
+        keys = {"model": model, "optim": values, "train": {"seq_len": 8}, "fsdp": {"dp_replicate": copies}}
+        planned = simulate(Config.model_validate(keys), n, 517, on_gpu=False)
+        assert planned.peaks["start"][OPTIMIZER] == measured[label]
 
 
 def trained(weight: Tensor, decay: float, withheld: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -104,59 +119,48 @@ def test_the_averages_replace_the_weights_for_a_while() -> None:
     average = optimizer.state[parameter]["ema"]
     average.fill_(7.0)
     before = parameter.detach().clone()
-
-    def fail() -> None:
-        with averaged(optimizer):
-            assert parameter.equal(torch.full((2, 2), 7.0))
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+    with pytest.raises(KeyError), averaged(optimizer):  # noqa: PT012
+        assert parameter.equal(torch.full((2, 2), 7.0))
+        raise KeyError
     assert parameter.equal(before)
     assert average.equal(torch.full((2, 2), 7.0))
 
 
-def averages(run: Path, step: int) -> dict[str, Tensor]:
-    return {n.removeprefix("ema."): t for n, t in tensors(checkpoint(run, step)).items() if n.startswith("ema.")}
-
-
 def follows(run: Path, start: int, end: int) -> None:
-    """Compare the averages in the checkpoints of a run with the formula."""
-    weights = [tensors(checkpoint(run, step)) for step in range(start, end + 1)]
-    for name, found in averages(run, end).items():
-        mean = averages(run, start).get(name, weights[0][name])
-        for step, later in enumerate(weights[1:], start=start + 1):
+    """Compare the averages in the checkpoints of a run with the formula; at its start there may be none."""
+    saved = [tensors(checkpoint(run, step)) for step in range(start, end + 1)]
+    names = [name for name in saved[-1] if f"ema.{name}" in saved[-1]]
+    assert names
+    for name in names:
+        mean = saved[0].get(f"ema.{name}", saved[0][name])
+        for step, later in enumerate(saved[1:], start=start + 1):
             mean = after(mean, later[name], step)
-        assert found.equal(mean), name
-    assert averages(run, end)
+        assert saved[-1][f"ema.{name}"].equal(mean), name
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("way", WAY)
-def test_a_resume_is_bitwise_and_changes_its_world_size(way: str, text: Path, tmp_path: Path) -> None:
-    more = EMA | {"train__steps": 4, "checkpoint__every": 1, "eval__every": 3}
-    command = tiny(text, tmp_path, run__name="run", **more, **WAYS[way])
-    run = tmp_path / "run"
+def test_a_resume_is_bitwise_and_changes_its_world_size(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", **EMA | WAY, eval__every=3)
+    run, straight = tmp_path / "run", tmp_path / "straight"
     said = succeeded(ranks(2, *command))
     assert "eval    step 3  ema loss" in said
     follows(run, 1, 4)
+    succeeded(ranks(2, *command, "--run.name=plain", "--optim.ema_decay=0"))
+    assert losses(run) == losses(tmp_path / "plain"), "it changes nothing else"
     scores = {record["step"]: record for record in records(run) if "ema_val_loss" in record}
     assert list(scores) == [3, 4]
     raw = {record["step"]: record for record in records(run) if "val_loss" in record}
     for step, record in scores.items():  # averages are closer to the initial weights
         assert 0 < record["ema_val_loss"] - raw[step]["val_loss"] < 0.5
         assert record["ema_val_bits_per_byte"] > raw[step]["val_bits_per_byte"]
-    straight = losses(run), tensors(checkpoint(run, 4))
+    shutil.copytree(run, straight)
     for n in (2, 3):
-        for step in (3, 4):
-            shutil.rmtree(checkpoint(run, step))
+        forget_after(run, 2)
         assert "resumed after step 2" in succeeded(ranks(n, *command))
         follows(run, 2, 4)
         if n == 2:
-            assert losses(run) == straight[0]
-            assert all(tensor.equal(straight[1][name]) for name, tensor in tensors(checkpoint(run, 4)).items())
-    report = report_runs.read_run(run)
-    assert [record["step"] for record in report.having("ema_val_loss")] == [3, 4]
+            assert_same_end(run, straight, 4)
+    assert [record["step"] for record in report_runs.read_run(run).having("ema_val_loss")] == [3, 4]
 
 
 @pytest.mark.extended
@@ -164,41 +168,16 @@ def test_it_may_begin_or_end_with_a_load_in_all_ways_of_saving(tmp_path: Path) -
     run_distributed(load_averages, 2, tmp_path)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("way", ["sharded, dcp"])
-def test_a_resume_may_begin_or_end_it(way: str, text: Path, tmp_path: Path) -> None:
-    """It begins from the weights of the resume; training itself is not changed, bit for bit."""
-    more = {"train__steps": 4, "checkpoint__every": 1, "eval__every": 0} | WAYS[way]
-    plain = tiny(text, tmp_path, run__name="run", **more)
-    run = tmp_path / "run"
-    succeeded(ranks(2, *plain))
-    shutil.copytree(run, tmp_path / "plain")
-    assert not averages(run, 4)
-    for step in (3, 4):
-        shutil.rmtree(checkpoint(run, step))
-    refused = ranks(2, *plain, f"--optim.ema_decay={DECAY}")
-    assert refused.returncode
-    assert "optim.ema_decay" in refused.stderr
-    succeeded(ranks(2, *plain, f"--optim.ema_decay={DECAY}", "--resume-with-changes"))
-    follows(run, 2, 4)
-    shutil.rmtree(checkpoint(run, 4))
-    succeeded(ranks(2, *plain, "--resume-with-changes"))
-    found, expected = (tensors(checkpoint(where, 4)) for where in (run, tmp_path / "plain"))
-    assert found.keys() == expected.keys()
-    assert all(found[name].equal(tensor) for name, tensor in expected.items())
-    assert losses(run) == losses(tmp_path / "plain")
-
-
-def test_the_average_can_be_exported_and_used(text: Path, tmp_path: Path) -> None:
+def test_the_average_can_be_exported_scored_and_used(text: Path, tmp_path: Path) -> None:
     more = EMA | {"train__steps": 3, "eval__every": 0, "optim__freeze": '["pos_embeddings.*"]'}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **more)))
     run = tmp_path / "run"
-    expected = tensors(checkpoint(run, 3)) | averages(run, 3)
-    assert 0 < len(averages(run, 3)) < len(load_file(checkpoint(run, 3) / "model.safetensors"))
-    for folder in (
-        run,
-        Path(succeeded(python("convert", str(run), str(tmp_path / "c"), script="checkpoint.py")).split()[-1]),
-    ):
+    saved = tensors(checkpoint(run, 3))
+    averages = {name: saved[f"ema.{name}"] for name in saved if f"ema.{name}" in saved}
+    expected = saved | averages
+    assert 0 < len(averages) < len(load_file(checkpoint(run, 3) / "model.safetensors"))
+    converted = succeeded(python("convert", str(run), str(tmp_path / "c"), script="checkpoint.py")).split()[-1]
+    for folder in (run, Path(converted)):
         found = hf.whole_weights(checkpoint(run, 3) if folder == run else folder, ema=True)
         assert all(found[name].equal(expected[name]) for name in found)
         out = tmp_path / f"export {folder.name}"
@@ -208,6 +187,12 @@ def test_the_average_can_be_exported_and_used(text: Path, tmp_path: Path) -> Non
     refused = python(str(tmp_path / "export run"), "--ema", "--prompt=a", script="-m torchtitan_lite.generate")
     assert refused.returncode == 2
     assert "is a Hugging Face folder" in refused.stderr
+    scores = []
+    for flags in ([], ["--ema"]):
+        arguments = str(run), "--documents=1", "--json", str(tmp_path / "scores.json"), *flags
+        succeeded(python(*arguments, script="-m torchtitan_lite.evaluate"))
+        scores.append(json.loads((tmp_path / "scores.json").read_text())["models"][0]["texts"])
+    assert scores[0] != scores[1]
 
 
 def test_a_checkpoint_without_averages_is_refused_by_ema(text: Path, tmp_path: Path) -> None:
@@ -217,15 +202,3 @@ def test_a_checkpoint_without_averages_is_refused_by_ema(text: Path, tmp_path: P
     assert refused.returncode == 2
     assert "holds no averages of the weights: it was saved with optim.ema_decay = 0" in refused.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.extended
-def test_it_can_be_scored(text: Path, tmp_path: Path) -> None:
-    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **EMA, train__steps=3, eval__every=0)))
-    found = []
-    for more in ([], ["--ema"]):
-        out = tmp_path / "scores.json"
-        arguments = str(tmp_path / "run"), "--documents=1", "--json", str(out), *more
-        succeeded(python(*arguments, script="-m torchtitan_lite.evaluate"))
-        found.append(json.loads(out.read_text())["models"][0]["texts"])
-    assert found[0] != found[1]

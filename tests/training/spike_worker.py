@@ -23,16 +23,31 @@ from torchtitan_lite.data.samples import Rows
 
 def main(argv: Sequence[str]) -> int:
     poison()
-    if "FLIP" in os.environ:
-        rank, step = os.environ["FLIP"].split(":")
-        if os.environ.get("RANK", "0") == rank:
-            _flip_at(int(step))
-    if "KILL" in os.environ:
-        rank, step = os.environ["KILL"].split(":")
-        if os.environ.get("RANK", "0") == rank:
-            _kill_at(int(step))
-    if "DAMAGE" in os.environ and os.environ.get("RANK", "0") == "0":
-        _damage(Path(os.environ["DAMAGE"]))
+    rank = os.environ.get("RANK", "0")
+    hit = {key: os.environ.get(key, "").split(":") for key in ("FLIP", "KILL")}
+    at = {key: int(where[1]) for key, where in hit.items() if where[0] == rank}
+    damaged = Path(os.environ.get("DAMAGE", "/nowhere"))
+    honest, done = train.train_step, list[bool]()
+
+    def flip(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        if not done:
+            values = output.detach().view(-1)
+            values.view(torch.int32)[values.abs().argmin()] ^= 1 << 30  # times 2^128
+        done.append(True)
+
+    def train_step(s: Any, number: int) -> Any:
+        if number == 16 and rank == "0" and damaged.exists():
+            os.truncate(damaged, damaged.stat().st_size - 1)
+        if number == at.get("KILL") and s.state.jumps:
+            print(f"KILLED at step {number}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number != at.get("FLIP") or done:
+            return honest(s, number)
+        print(f"FLIP at step {number}", flush=True)
+        with s.model.norm.register_forward_hook(flip):
+            return honest(s, number)
+
+    setattr(train, "train_step", train_step)  # noqa: B010
     return train.main(argv)
 
 
@@ -49,46 +64,3 @@ def poison() -> None:
         return rows
 
     setattr(Mixture, "draw", draw)  # noqa: B010
-
-
-def _damage(file: Path) -> None:
-    honest = train.train_step
-
-    def train_step(s: Any, number: int) -> Any:
-        if number == 16 and file.exists():
-            os.truncate(file, file.stat().st_size - 1)
-        return honest(s, number)
-
-    setattr(train, "train_step", train_step)  # noqa: B010
-
-
-def _kill_at(step: int) -> None:
-    honest = train.train_step
-
-    def train_step(s: Any, number: int) -> Any:
-        if number == step and s.state.jumps:
-            print(f"KILLED at step {step}", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return honest(s, number)
-
-    setattr(train, "train_step", train_step)  # noqa: B010
-
-
-def _flip_at(step: int) -> None:
-    honest, done = train.train_step, list[bool]()
-
-    def train_step(s: Any, number: int) -> Any:
-        if number != step or done:
-            return honest(s, number)
-        print(f"FLIP at step {step}", flush=True)
-
-        def once(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
-            if not done:
-                values = output.detach().view(-1)
-                values.view(torch.int32)[values.abs().argmin()] ^= 1 << 30  # times 2^128
-            done.append(True)
-
-        with s.model.norm.register_forward_hook(once):
-            return honest(s, number)
-
-    setattr(train, "train_step", train_step)  # noqa: B010

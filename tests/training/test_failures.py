@@ -1,18 +1,15 @@
 """A failing run prints the reason, exits with an error, and keeps its files."""
 
 import contextlib
-import signal
+import json
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.helpers import HANGS_S, ROOT, checkpoint, limited, losses, ranks, succeeded, tensors, tiny
+from tests.helpers import checkpoint, limited, losses, ranks, succeeded, tensors, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import ConfigError, StuckError, run_cli
 
@@ -24,32 +21,6 @@ def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: 
     assert result.stderr.count("step 3: the loss is not finite on rank 1. The update was withheld") == 1
     assert storage.find_steps(tmp_path / "nan/checkpoints") == [2]
     assert not losses(tmp_path / "nan"), "step 4, one late, must not be logged"
-    assert checkpoint(tmp_path / "nan", 2).is_dir()
-
-
-def test_a_second_run_in_one_folder_is_refused(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with FileLock(tmp_path / "run/.lock"):
-        result = ranks(1, *tiny(text, tmp_path, run__name="run"))
-    assert result.returncode == 1, "the same command may work later"
-    assert "run is being used by another process" in result.stderr
-    assert not (tmp_path / "run/metrics.jsonl").exists()
-
-
-@pytest.mark.extended
-def test_ctrl_c_saves_and_exits(text: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "train.py", *tiny(text, tmp_path, run__name="run", train__steps=100_000)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=HANGS_S)
-    assert process.returncode == 0, errors
-    assert "(SIGINT); the same command resumes" in rest
-    assert "saved   " in rest
-    assert "Traceback" not in errors
 
 
 @pytest.mark.extended
@@ -64,12 +35,32 @@ def test_a_vocabulary_that_does_not_fit_names_both_numbers(text: Path, tmp_path:
     assert tensors(checkpoint(tmp_path / "second", 3))["output.weight"].shape == (600, 32)
 
 
-def test_bad_text_is_an_error_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes(b"caf\xe9\n" * 2000)
-    result = ranks(1, *tiny(tmp_path / "text.txt", tmp_path))
-    assert result.returncode == 2
-    assert "text.txt: line 1: byte 0xe9 is not utf-8" in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"too short", "at least 2 are needed"), (b"caf\xe9\n" * 2000, "text.txt: line 1: byte 0xe9 is not utf-8")],
+)
+def test_refused_data_leaves_no_run_folder_and_keeps_one_that_is_there(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/metrics.jsonl").write_text("")
+    for name in ("new", "there"):
+        result = ranks(1, *tiny(tmp_path / "text.txt", tmp_path, run__name=name))
+        assert result.returncode == 2
+        assert problem in result.stderr
+        assert "Traceback" not in result.stderr
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "there/metrics.jsonl").exists()
+
+
+def test_run_json_names_every_config_file(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[train]\nsteps = 1\n")
+    (tmp_path / "mine.toml").write_text('base = "base.toml"\n[train]\nsteps = 2\n')
+    options = [o for o in tiny(text, tmp_path, optim__warmup_steps=1) if not o.startswith("--train.steps")]
+    succeeded(ranks(1, "--config", str(tmp_path / "mine.toml"), *options))
+    recorded = json.loads((tmp_path / "mine/run.json").read_text())
+    assert recorded["config_files"] == [str(tmp_path / "mine.toml"), str(tmp_path / "base.toml")]
 
 
 @pytest.mark.extended

@@ -17,22 +17,12 @@ LICENCE = (
 )
 
 
-def prepared(folder: Path, texts: list[str], *options: str) -> tuple[DataSet, Tokenizer]:
+def prepared(folder: Path, texts: list[str]) -> tuple[DataSet, Tokenizer]:
     folder.mkdir()
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text, "t": "x"}) + "\n" for text in texts))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     out = folder / "data"
-    assert (
-        main(
-            [
-                str(folder / "text.jsonl"),
-                "--out",
-                str(out),
-                *(options or ("--tokenizer", "bytes")),
-                "--val-fraction=0.4",
-            ]
-        )
-        == 0
-    )
+    words = [str(folder / "text.jsonl"), "--out", str(out), "--tokenizer=bytes", "--val-fraction=0.4"]
+    assert main(words) == 0
     return DataSet.of({"": (1.0, out)}), Tokenizer.from_file(str(out / "tokenizer.json"))
 
 
@@ -75,7 +65,7 @@ def test_named_prompts_and_the_default_text_keep_theirs(tmp_path: Path) -> None:
 
 
 def test_a_mixture_has_one_of_each_source(tmp_path: Path) -> None:
-    (tmp_path / "tok").mkdir()
+
     one, tokenizer = prepared(tmp_path / "a", [f"alpha beta gamma delta epsilon zeta {n}" for n in range(20)])
     two, _ = prepared(tmp_path / "b", [f"one two three four five six {n}" for n in range(20)])
     data = DataSet.of({"a": (1.0, one.folder), "b": (1.0, two.folder)})

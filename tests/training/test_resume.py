@@ -1,139 +1,84 @@
-"""A resumed run equals an uninterrupted one, bit for bit, with both checkpoint APIs."""
+"""A resumed run equals an uninterrupted one, bit for bit: checkpoint APIs, optimizers, and what the bits depend on."""
 
-import functools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny
+from tests.helpers import assert_same_end, checkpoint, forget_after, losses, ranks, records, succeeded, tensors, tiny
 
-# Accumulation (6 sequences on 2 ranks, one at a time), sizes that don't divide by 2; dropout, where there is any; a
-# scaled loss that overflows and recovers.
-RUNS: dict[str, dict[str, Any]] = {
-    "dtensor": {
-        **{"checkpoint__api": "dtensor", "model__dropout": 0.1, "fsdp__grad_sync": "last"},
-        **{"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 2.0**24, "grad_scaler__growth_interval": 2},
-    },
-    "dcp": {
-        **{"checkpoint__api": "dcp", "model__family": "llama", "model__n_heads": 4, "model__n_kv_heads": 1},
-        **{"model__hidden_dim": 50, "model__tie_embeddings": True, "fsdp__param_dtype": "bfloat16"},
-        **{"fsdp__explicit_prefetching": True, "activation_checkpointing__mode": "selective"},
-    },
+LLAMA = {"model__family": "llama", "model__n_heads": 4, "model__n_kv_heads": 1, "model__hidden_dim": 50}
+SHARDED = {"checkpoint__state_dict": "sharded"}
+DCP = {"checkpoint__api": "dcp"}
+T5 = {
+    **{"model__family": "t5", "model__head_dim": 5, "model__hidden_dim": 50, "model__n_layers": 3},
+    "model__n_decoder_layers": 2,
+    "data__objective": "span_corruption",
 }
-
-
-def command_of(api: str, text: Path, folder: Path) -> list[str]:
-    steps = {"train__steps": 12, "checkpoint__every": 3, "train__micro_batch_size": 1}
-    return tiny(text, folder, run__name=api, **steps, **RUNS[api])
-
-
+ONE_AT_A_TIME = {"train__micro_batch_size": 1}
+BF16 = {"fsdp__param_dtype": "bfloat16"}
+RECOMPUTED = {"activation_checkpointing__mode": "selective", "fsdp__explicit_prefetching": True}
+# name -> mark, number of ranks and options. Sizes that don't divide by 2, accumulation, dropout where there is any, and
+# a scaled loss that overflows and recovers
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dcp": ("", 2, LLAMA | DCP | BF16 | RECOMPUTED | ONE_AT_A_TIME | {"model__tie_embeddings": True}),
+    "dtensor, float16": ("extended", 2, {
+        **ONE_AT_A_TIME, "model__dropout": 0.1, "fsdp__grad_sync": "last", "fsdp__param_dtype": "float16",
+        "grad_scaler__init_scale": 2.0**24, "grad_scaler__growth_interval": 2,
+    }),
+    "muon": ("", 2, {"optim__name": "muon", **SHARDED, **DCP}),
+    "rms_scaling": ("extended", 2, {"optim__rms_scaling": True, "optim__lr": 0.1}),
+    "t5": ("extended", 2, T5 | SHARDED | DCP | BF16 | RECOMPUTED | {"model__dropout": 0.1}),
+    "t5, v1.0": ("extended", 2, T5 | ONE_AT_A_TIME | {
+        "model__gated": False, "model__tie_embeddings": True, "model__scale_output": True, "train__z_loss": 1e-4,
+        "fsdp__grad_sync": "last",
+    }),
+    "float32": ("slow", 2, LLAMA),
+    "sums in bfloat16": ("slow", 2, LLAMA | BF16 | {"fsdp__reduce_dtype": "bfloat16"}),
+    "two copies": ("slow", 4, {"fsdp__dp_replicate": 2, "fsdp__grad_sync": "all_reduce_last", "model__dropout": 0.1}),
+    "saved in the background": ("slow", 2, SHARDED | DCP | {"checkpoint__async_save": True, "model__dropout": 0.1}),
+    "compiled": ("slow", 2, LLAMA | SHARDED | {"compile__enabled": True}),
+    "compiled, recomputed": ("slow", 2, {"compile__enabled": True, "activation_checkpointing__mode": "full"}),
+    "sgd": ("slow", 3, LLAMA | {"optim__name": "sgd", "optim__lr": 0.1, "fsdp__reshard_after_forward": False}),
+}  # fmt: skip
 SAMPLES = ["--sample.every=2", '--sample.prompts=["def ", "The"]', "--sample.max_tokens=8"]
 
 
-@pytest.fixture(scope="module")
-def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """12 steps without interruption, once for each API; the one that drops out also writes samples."""
-    folder = tmp_path_factory.mktemp("straight")
-
-    @functools.cache
-    def run(api: str) -> Path:
-        more = SAMPLES if api == "dtensor" else []
-        assert "x 3 accumulation" in succeeded(ranks(2, *command_of(api, text, folder), *more))
-        return folder / api
-
-    return run
-
-
-APIS = [pytest.param("dtensor", marks=pytest.mark.extended), "dcp"]
-
-
-def forget_after(run: Path, step: int) -> None:
-    """What is left of a run that was killed some steps after its checkpoint of `step`."""
-    for folder in (run / "checkpoints").iterdir():
-        if int(folder.name.removeprefix("step-")) > step:
-            shutil.rmtree(folder)
-
-
-def assert_equal_runs(run: Path, reference: Path) -> None:
-    assert losses(run) == losses(reference)
-    assert len(records(run)) == len(records(reference)), "a step stands twice in metrics.jsonl"
-    mine, theirs = tensors(checkpoint(run, 12)), tensors(checkpoint(reference, 12))
-    assert mine.keys() == theirs.keys()
-    assert all(mine[name].equal(theirs[name]) for name in theirs)
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_12_steps_equal_6_steps_and_a_resume(
-    api: str, straight: Callable[[str], Path], text: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / api
-    shutil.copytree(straight(api), run)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[getattr(pytest.mark, mark)] if mark else []) for name, (mark, *_) in RUNS.items()],
+)
+def test_12_steps_equal_6_steps_and_a_resume(name: str, text: Path, tmp_path: Path) -> None:
+    _, n, more = RUNS[name]
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    command = tiny(text, tmp_path, **{"train__steps": 12, "checkpoint__every": 3, **more})
+    # one run has samples only before the resume, the others only after it: they change nothing, bit for bit
+    before, after = (SAMPLES, []) if name == "dtensor, float16" else ([], SAMPLES)
+    succeeded(ranks(n, *command, "--run.name=straight", *before))
+    shutil.copytree(straight, run)
     forget_after(run, 6)
-    command = command_of(api, text, tmp_path)
-    # the one without samples before has them now, and the other way round: they change nothing, bit for bit
-    output = succeeded(ranks(2, *command, *(SAMPLES if api == "dcp" else [])))
+    output = succeeded(ranks(n, *command, "--run.name=run", *after))
     assert "resumed after step 6" in output
+    assert "not bit for bit" not in output
+    assert_same_end(run, straight, 12)
+    assert len(records(run)) == len(records(straight)), "a step stands twice in metrics.jsonl"
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    expected = [8, 10, 12] if api == "dcp" else [2, 4, 6]  # later ones were cut, as they would come again
-    assert [(s["step"], s["prompt"]) for s in samples] == [(n, p) for n in expected for p in ("def ", "The")]
-    assert len({s["text"] for s in samples}) == len(samples)
-    if api == "dcp":
-        assert 'sample  step 12  "The" -> "' in output
-    assert "not bit for bit" not in output
-    assert_equal_runs(run, straight(api))
-    if api == "dtensor":  # and a resume of the resume
+    expected = [8, 10, 12] if after else [2, 4, 6]  # later ones were cut, as they would come again
+    assert [(s["step"], s["prompt"]) for s in samples] == [(at, p) for at in expected for p in ("def ", "The")]
+    assert ('sample  step 12  "The" -> "' in output) == bool(after)
+
+    first, last = (tensors(checkpoint(straight, step)) for step in (3, 12))
+    assert not [key for key in last if first[key].equal(last[key])], "the comparison would hold trivially"
+    assert losses(straight)[12][0] < losses(straight)[1][0] - 0.05
+    if name == "dtensor, float16":  # a forgotten scale would show above; and a resume of the resume
+        skipped = {r["step"]: r["skipped_steps"] for r in records(straight) if "skipped_steps" in r}
+        assert 0 < skipped[6] < skipped[12], skipped
+        assert len({r["loss_scale"] for r in records(straight) if "loss_scale" in r}) > 3
         forget_after(run, 9)
-        assert "resumed after step 9" in succeeded(ranks(2, *command))
-        assert_equal_runs(run, straight(api))
-
-
-LLAMA = {"model__family": "llama", "model__n_heads": 4, "model__n_kv_heads": 1, "model__hidden_dim": 64}
-SHARDED = {"checkpoint__state_dict": "sharded"}
-# what else could go into a resume: ranks and options
-MORE: dict[str, tuple[int, dict[str, Any]]] = {
-    "float32": (2, LLAMA),
-    "sums in bfloat16": (2, {**LLAMA, "fsdp__param_dtype": "bfloat16", "fsdp__reduce_dtype": "bfloat16"}),
-    "two copies": (4, {"fsdp__dp_replicate": 2, "fsdp__grad_sync": "all_reduce_last", "model__dropout": 0.1}),
-    "saved beside": (2, {**SHARDED, "checkpoint__api": "dcp", "checkpoint__async_save": True, "model__dropout": 0.1}),
-    "compiled": (2, {**LLAMA, **SHARDED, "compile__enabled": True}),
-    "compiled, recomputed": (2, {"compile__enabled": True, "activation_checkpointing__mode": "full"}),
-    "sgd": (3, {**LLAMA, "optim__name": "sgd", "optim__lr": 0.1, "fsdp__reshard_after_forward": False}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_everything_else_resumes_bit_for_bit_too(name: str, text: Path, tmp_path: Path) -> None:
-    n, more = MORE[name]
-    command = tiny(text, tmp_path, run__name="straight", train__steps=12, checkpoint__every=6, **more)
-    succeeded(ranks(n, *command))
-    shutil.copytree(tmp_path / "straight", tmp_path / "run")
-    forget_after(tmp_path / "run", 6)
-    output = succeeded(ranks(n, *command, "--run.name=run"))
-    assert "resumed after step 6" in output
-    assert "not bit for bit" not in output
-    assert_equal_runs(tmp_path / "run", tmp_path / "straight")
-
-
-@pytest.mark.extended
-def test_the_scale_of_the_loss_is_resumed_too(straight: Callable[[str], Path]) -> None:
-    """Steps were skipped before and after the checkpoint of step 6, so that a forgotten scale would show above."""
-    skipped = {r["step"]: r["skipped_steps"] for r in records(straight("dtensor")) if "skipped_steps" in r}
-    assert 0 < skipped[6] < skipped[12], skipped
-    scales = {r["loss_scale"] for r in records(straight("dtensor")) if "loss_scale" in r}
-    assert len(scales) > 3, scales
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_training_changes_the_parameters(api: str, straight: Callable[[str], Path]) -> None:
-    """Otherwise the comparisons above would hold trivially."""
-    first, last = (tensors(checkpoint(straight(api), step)) for step in (3, 12))
-    assert all(not first[name].equal(last[name]) for name in last)
-    assert losses(straight(api))[12][0] < losses(straight(api))[1][0] - 0.05
+        assert "resumed after step 9" in succeeded(ranks(n, *command, "--run.name=run"))
+        assert_same_end(run, straight, 12)
 
 
 def test_the_mean_loss_covers_the_steps_since_the_last_line(text: Path, tmp_path: Path) -> None:

@@ -13,9 +13,26 @@ import pytest
 from tests.helpers import ROOT, ranks, succeeded, tiny
 from tests.training.test_faults import RUN, saved_steps, status, wait_for
 from torchtitan_lite.tools.elastic.machine import SIGNALLED_ONCE
-from torchtitan_lite.training.preemption import Preemption
+from torchtitan_lite.training.preemption import Preemption, launcher_note
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+
+
+def received(signals: list[tuple[int, float]], max_minutes: float = 0) -> tuple[str, list[int]]:
+    """The reason of a preemption after signals at these times, and the exit codes of aborts."""
+    now = 100.0
+    codes: list[int] = []
+    words: list[str] = []
+    preemption = Preemption(max_minutes, clock=lambda: now, end=codes.append)
+    preemption.on_abort = words.append
+    for number, at in signals:
+        assert not codes
+        now = 100.0 + at
+        preemption.requested()
+        preemption.received(number)
+    assert len(words) == len(codes)
+    assert preemption.requested()
+    return preemption.reason, codes
 
 
 @pytest.mark.parametrize(("signals", "code"), [
@@ -29,41 +46,26 @@ TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGU
     ([(INT, 0.0), (HUP, 5.0)], 129),
 ])  # fmt: skip
 def test_a_later_signal_ends_at_once(signals: list[tuple[int, float]], code: int | None) -> None:
-    now = 100.0
-    codes: list[int] = []
-    words: list[str] = []
-    preemption = Preemption(0, clock=lambda: now, end=codes.append)
-    preemption.on_abort = words.append
-    for number, at in signals:
-        assert not codes
-        now = 100.0 + at
-        preemption.received(number)
-    assert codes == ([] if code is None else [code])
-    assert len(words) == len(codes)
-    assert preemption.reason == signal.Signals(signals[0][0]).name
-    assert preemption.requested()
+    assert received(signals) == (signal.Signals(signals[0][0]).name, [] if code is None else [code])
+
+
+def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
+    assert received([(TERM, 61.0)], max_minutes=1) == ("run.max_minutes = 1", [])
 
 
 def test_where_a_supervisor_ends_processes_a_later_signal_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """tools/elastic stops a world, and then the machine is shut down: both send SIGTERM."""
     monkeypatch.setenv(SIGNALLED_ONCE, "1")
-    codes: list[int] = []
-    preemption = Preemption(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
-    preemption.received(TERM)
-    preemption.received(TERM)
-    assert not codes
-    assert preemption.requested()
+    assert received([(TERM, 0.0), (TERM, 9.0)]) == ("SIGTERM", [])
 
 
-def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
-    now = 0.0
-    codes: list[int] = []
-    preemption = Preemption(1, clock=lambda: now, end=codes.append)
-    now = 61.0
-    assert preemption.requested()
-    preemption.received(TERM)
-    assert preemption.reason == "run.max_minutes = 1"
-    assert not codes
+def test_torchrun_s_traceback_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher_note("SIGINT") == ""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert launcher_note("SIGINT") == "", "tools.elastic prints none"
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert "torchrun now prints a traceback of its own" in launcher_note("SIGINT")
+    assert launcher_note("run.max_minutes = 1") == "", "every rank exits with 0"
 
 
 def test_a_hanging_file_system_does_not_delay_the_exit() -> None:
@@ -128,15 +130,9 @@ def test_a_closed_terminal_saves(text: Path, tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_ctrl_c_again_ends_a_save_that_takes_long(text: Path, tmp_path: Path) -> None:
     """Two ranks: rank 0 waits for a disk, rank 1 for rank 0, where Python runs no handlers."""
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        "tests.training.signalled",
-        *tiny(text, tmp_path, **{**RUN, "train__steps": 100_000}),
-    ]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULT_SECONDS": "500"},
+        [sys.executable, "-u", "-m", "tests.training.signalled", *tiny(text, tmp_path, **RUN | {"train__steps": 9999})],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULT_SECONDS": "500"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for(process, "FAULT slow fired")

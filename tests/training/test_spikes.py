@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny
+from tests.helpers import assert_same_end, checkpoint, losses, ranks, records, succeeded, tensors, tiny
 from tests.monitoring.test_trackers import scalars_of
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import load
@@ -32,36 +31,50 @@ extended = pytest.mark.extended
 POISON = {"POISON": "[[96, 102]]"}  # all of step 17
 PLAIN: dict[str, Any] = {"train__steps": 24, "eval__every": 0, "checkpoint__every": 6}
 SPIKE: dict[str, Any] = {"spike__window": 6, "spike__loss_deviations": 4.0}
+SKIP = PLAIN | SPIKE | {"spike__action": "skip"}
 REWIND = PLAIN | SPIKE | {"spike__action": "rewind"}
 TOLD = {"data__skip_samples": "[[72,102]]"}  # from the checkpoint of step 12 to the end of step 17
+FLOAT16 = {"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 256.0, "grad_scaler__growth_interval": 4}
+MUON = {"optim__name": "muon", "optim__lr": 5e-3, "spike__loss_deviations": 2.0}  # it learns less in so few steps
+SGD = {"optim__name": "sgd", "optim__lr": 0.5, "spike__loss_deviations": 2.0}
+IN_THE_NEXT_STEP = {"log__every": 5}  # where the result is read, unless a step is logged or saved
+Run = Callable[..., str]
 
 
-def run(
-    n: int, text: Path, folder: Path, name: str, *, env: Any = None, **keys: Any
-) -> subprocess.CompletedProcess[str]:
-    command = tiny(text, folder, run__name=name, **keys)
-    return ranks(n, *command, entry="tests.training.spike_worker", env=POISON if env is None else env)
+def trained(
+    text: Path, folder: Path, n: int, name: str, *flags: str, env: Any = POISON, code: int = 0, **keys: Any
+) -> str:
+    """The output of a run, also on stderr if it must fail."""
+    command = [*tiny(text, folder, run__name=name, **keys), *flags]
+    result = ranks(n, *command, entry="tests.training.spike_worker", env=env)
+    if not code:
+        return succeeded(result)
+    assert result.returncode
+    assert "Traceback" not in result.stderr
+    return result.stdout + result.stderr
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "spikes.jsonl").read_text().splitlines()]
+@pytest.fixture
+def run(text: Path, tmp_path: Path) -> Run:
+    return functools.partial(trained, text, tmp_path)
 
 
-def assert_same_end(one: Path, other: Path, step: int = 24, every: int = 1) -> None:
-    """The same losses and norms of each logged step, and the same tensors, bit for bit; no step twice."""
+def lines(folder: Path, file: str = "spikes.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+def ends_as(one: Path, other: Path, step: int = 24, every: int = 1) -> None:
+    """It ends as the other one, and no step is logged twice."""
     logged = [record["step"] for record in records(one) if "loss" in record]
     assert logged == [number for number in range(1, step + 1) if number % every == 0 or number == step]
-    assert losses(one) == losses(other)
-    mine, theirs = (tensors(checkpoint(folder, step)) for folder in (one, other))
-    assert mine.keys() == theirs.keys()
-    assert all(mine[name].equal(theirs[name]) for name in theirs)
+    assert_same_end(one, other, step)
 
 
 @pytest.fixture(scope="module")
 def rewound(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two ranks that met the poisoned samples at step 17, and went back to step 12."""
     folder = tmp_path_factory.mktemp("rewound")
-    said = succeeded(run(2, text, folder, "run", **REWIND))
+    said = trained(text, folder, 2, "run", **REWIND, log__trackers='["tensorboard"]')
     assert "SPIKE   step 17: loss 6." in said
     assert f"REWOUND from step 17 to {checkpoint(folder / 'run', 12)} (1 of at most 10)" in said
     assert "without the samples 72 to 101: as a run with --data.skip_samples=[[72,102]]" in said
@@ -82,11 +95,10 @@ def test_a_limit_needs_a_full_window_and_ignores_outliers() -> None:
 
 
 @extended
-def test_logging_changes_nothing(text: Path, tmp_path: Path) -> None:
-    said = succeeded(run(1, text, tmp_path, "log", **PLAIN, **SPIKE, spike__action="log"))
-    assert "SPIKE   step 17: loss 6." in said
-    succeeded(run(1, text, tmp_path, "off", **PLAIN))
-    assert_same_end(tmp_path / "log", tmp_path / "off")
+def test_logging_changes_nothing(run: Run, tmp_path: Path) -> None:
+    assert "SPIKE   step 17: loss 6." in run(1, "log", **PLAIN, **SPIKE, spike__action="log")
+    run(1, "off", **PLAIN)
+    ends_as(tmp_path / "log", tmp_path / "off")
     (found,) = [record for record in records(tmp_path / "log") if "spike" in record]
     assert (found["step"], found["spike"]["samples"], found["spike"]["action"]) == (17, [96, 102], "log")
     assert found["spike"]["loss"] == losses(tmp_path / "log")[17][0] > found["spike"]["loss_limit"]
@@ -95,58 +107,46 @@ def test_logging_changes_nothing(text: Path, tmp_path: Path) -> None:
 
 @extended
 @pytest.mark.parametrize("warmup", [16, 17])
-def test_nothing_is_a_spike_during_the_warm_up(warmup: int, text: Path, tmp_path: Path) -> None:
-    keys = PLAIN | SPIKE | {"spike__action": "skip", "spike__loss_deviations": 1.0, "train__steps": 18}
-    said = succeeded(run(1, text, tmp_path, "run", **keys, optim__warmup_steps=warmup))
+def test_nothing_is_a_spike_during_the_warm_up(warmup: int, run: Run) -> None:
+    keys = SKIP | {"spike__loss_deviations": 1.0, "train__steps": 18, "optim__warmup_steps": warmup}
+    said = run(1, "run", **keys)
     assert ("SPIKE   step 17: " in said) == (warmup == 16)
     assert "SPIKE   step 16: " not in said
 
 
 SKIPS: dict[str, tuple[int, dict[str, Any]]] = {
     "adamw": (2, {}),
-    "sgd": (2, {"optim__name": "sgd", "optim__lr": 0.5, "spike__loss_deviations": 2.0}),
-    "muon": (2, {"optim__name": "muon", "optim__lr": 5e-3, "optim__ema_decay": 0.9, "spike__loss_deviations": 2.0}),
-    "float16": (
-        1,
-        {"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 256.0, "grad_scaler__growth_interval": 4},
-    ),
+    "sgd": (2, SGD),
+    "muon": (2, MUON | {"optim__ema_decay": 0.9}),
+    "float16": (1, FLOAT16),
 }
 
 
 @pytest.mark.parametrize("name", [name if name == "adamw" else pytest.param(name, marks=extended) for name in SKIPS])
-def test_the_update_of_a_skipped_spike_is_withheld_bit_for_bit(name: str, text: Path, tmp_path: Path) -> None:
+def test_the_update_of_a_skipped_spike_is_withheld_bit_for_bit(name: str, run: Run, tmp_path: Path) -> None:
     n, keys = SKIPS[name]
-    more = {"train__steps": 18, "eval__every": 0, "checkpoint__every": 1, "spike__action": "skip"}
-    said = succeeded(run(n, text, tmp_path, "run", **more | SPIKE | keys))
+    said = run(n, "run", **SKIP | {"train__steps": 18, "checkpoint__every": 1} | keys)
     assert "SPIKE   step 17: loss 6." in said
     assert said.count("SPIKE") == 1
-    before, at, after = (tensors(checkpoint(tmp_path / "run", step)) for step in (16, 17, 18))
+    folders = [checkpoint(tmp_path / "run", step) for step in (16, 17, 18)]
+    before, at, after = map(tensors, folders)
     assert all(at[name].equal(before[name]) for name in before)
     assert not all(after[name].equal(at[name]) for name in before)
-    state = storage.read_state(checkpoint(tmp_path / "run", 18))
-    assert state.spikes["skipped"] == [17]
-    assert not state.skipped
+    states = [storage.read_state(folder) for folder in folders]
+    assert (states[2].spikes["skipped"], states[2].skipped) == ([17], [])
     (found,) = [record["spike"] for record in records(tmp_path / "run") if "spike" in record]
-    assert found["loss"] not in state.spikes["losses"]
-    assert len(state.spikes["losses"]) == 6
+    assert found["loss"] not in states[2].spikes["losses"]
+    assert len(states[2].spikes["losses"]) == 6
     if name == "float16":  # a spike is a step without overflow
-        scales = {step: storage.read_state(checkpoint(tmp_path / "run", step)).grad_scaler for step in (16, 17)}
-        assert scales[17] == {"scale": scales[16]["scale"], "good_steps": 1, "skipped_steps": 0}
+        assert states[1].grad_scaler == {**states[0].grad_scaler, "good_steps": 1, "skipped_steps": 0}
 
 
 @extended
-def test_too_many_skipped_spikes_in_a_row_stop_the_run(text: Path, tmp_path: Path) -> None:
-    keys = PLAIN | SPIKE | {"spike__action": "skip", "train__max_skipped": 2}
-    result = run(1, text, tmp_path, "run", env={"POISON": "[[96, 140]]"}, **keys)
-    assert result.returncode == 1
-    assert "step 19: loss 6." in result.stderr
-    assert "This and the 2 steps before it were skipped (train.max_skipped)" in result.stderr
+def test_too_many_skipped_spikes_in_a_row_stop_the_run(run: Run, tmp_path: Path) -> None:
+    said = run(1, "run", env={"POISON": "[[96, 140]]"}, code=1, **SKIP, train__max_skipped=2)
+    assert "step 19: loss 6." in said
+    assert "This and the 2 steps before it were skipped (train.max_skipped)" in said
     assert storage.find_steps(tmp_path / "run/checkpoints") == [6, 12, 18]
-    command = tiny(text, tmp_path, run__name="run", **keys)
-    said = succeeded(
-        ranks(1, *command, "--replay=19", entry="tests.training.spike_worker", env={"POISON": "[[96, 140]]"})
-    )
-    assert "equal   bit for bit: loss" in said
 
 
 def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
@@ -162,9 +162,9 @@ def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
 # --- rewind -----------------------------------------------------------------------------------------------------
 
 
-def test_a_rewind_is_bit_for_bit_a_run_that_was_told_to_skip(rewound: Path, text: Path, tmp_path: Path) -> None:
-    succeeded(run(2, text, tmp_path, "told", **PLAIN, **TOLD))
-    assert_same_end(rewound, tmp_path / "told")
+def test_a_rewind_is_bit_for_bit_a_run_that_was_told_to_skip(rewound: Path, run: Run, tmp_path: Path) -> None:
+    run(2, "told", **PLAIN, **TOLD)
+    ends_as(rewound, tmp_path / "told")
     each, once = ({r["step"]: r["mean_loss"] for r in records(f) if "loss" in r} for f in (rewound, tmp_path / "told"))
     assert each == once, "the sums of the abandoned steps are gone"
     mine, theirs = (storage.read_state(checkpoint(folder, 24)) for folder in (rewound, tmp_path / "told"))
@@ -172,29 +172,42 @@ def test_a_rewind_is_bit_for_bit_a_run_that_was_told_to_skip(rewound: Path, text
     assert (mine.samples_consumed, mine.tokens) == (theirs.samples_consumed, theirs.tokens) == (174, 24 * 6 * 32)
 
 
-@pytest.mark.parametrize(
-    ("keys", "poison"),
-    [
-        # the loss scale has grown by the spike, and goes back too
-        ({"fsdp__param_dtype": "float16", "grad_scaler__growth_interval": 3, "grad_scaler__init_scale": 64.0}, 96),
-        ({"train__batch_schedule": "[[8,4]]"}, 8 * 6 + 8 * 4),
-    ],
-    ids=["float16", "batch schedule"],
-)
-def test_a_rewind_restores_what_changes_from_step_to_step(
-    keys: dict[str, Any], poison: int, text: Path, tmp_path: Path
-) -> None:
+RETAINED = {"checkpoint__every": 3, "checkpoint__keep_latest": 1, "spike__rewind_steps": 6}
+BACKGROUND = {"checkpoint__async_save": True, **IN_THE_NEXT_STEP}
+SHARDED = {"checkpoint__state_dict": "sharded", "checkpoint__api": "dcp"}
+# name -> number of ranks, the first poisoned sample, options, and what is skipped
+REWINDS: dict[str, tuple[int, int, dict[str, Any], str]] = {
+    # the loss scale has grown by the spike, and goes back too
+    "float16": (1, 96, FLOAT16 | {"grad_scaler__growth_interval": 3, "grad_scaler__init_scale": 64.0}, "[[72,102]]"),
+    "batch schedule": (1, 80, {"train__batch_schedule": "[[8,4]]"}, "[[64,84]]"),
+    "saved by DTensor, in the background": (2, 96, SGD | BACKGROUND, "[[72,102]]"),
+    "saved by DCP, in the background": (2, 96, MUON | BACKGROUND | SHARDED, "[[72,102]]"),
+    "further back": (1, 96, RETAINED, "[[54,102]]"),
+    "with a range of its own": (1, 96, {"data__skip_samples": "[[104,110]]"}, "[[72,102],[104,110]]"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in [*REWINDS][:2] else extended) for n in REWINDS])
+def test_a_rewind_restores_what_changes_from_step_to_step(name: str, run: Run, tmp_path: Path) -> None:
+    n, poison, keys, skipped = REWINDS[name]
     poisoned = {"POISON": f"[[{poison}, {poison + 6}]]"}
-    said = succeeded(run(1, text, tmp_path, "rewound", env=poisoned, **REWIND, **keys))
-    assert "REWOUND from step 17" in said
-    skip = re.findall(r"as a run with --data.skip_samples=(\S+)", said)[-1]  # it names all ranges
-    succeeded(run(1, text, tmp_path, "told", env=poisoned, **PLAIN, **keys, data__skip_samples=skip))
-    assert_same_end(tmp_path / "rewound", tmp_path / "told")
+    said = run(n, "rewound", env=poisoned, **REWIND | keys)
+    assert re.findall(r"REWOUND from step 17.* as a run with --data.skip_samples=(\S+)", said, re.S) == [skipped]
+    plain = {key: value for key, value in keys.items() if not key.startswith("spike")}
+    run(n, "told", env=poisoned, **PLAIN | plain | {"data__skip_samples": skipped})
+    ends_as(tmp_path / "rewound", tmp_path / "told", every=keys.get("log__every", 1))
     states = [storage.read_state(checkpoint(tmp_path / name, 24)) for name in ("rewound", "told")]
     for field in ("samples_consumed", "tokens", "grad_scaler", "jumps"):
-        assert getattr(states[0], field) == getattr(states[1], field), field
-    if "fsdp__param_dtype" in keys:
+        same = getattr(states[0], field) == getattr(states[1], field)
+        assert same or (field == "jumps" and "data__skip_samples" in keys), field  # two jumps that meet are one there
+    if name == "float16":
         assert states[0].grad_scaler["scale"] > 64
+    if name == "further back":
+        aside = sorted(path.name for path in (tmp_path / "rewound/checkpoints").glob(".old-*"))
+        assert aside == [".old-step-00000012", ".old-step-00000015"]
+    if name == "with a range of its own":
+        record = read_record(tmp_path / "rewound")
+        assert [record.samples(step).start for step in (12, 13, 14)] == [66, 110, 116]
 
 
 def test_what_was_abandoned_is_in_spikes_jsonl(rewound: Path) -> None:
@@ -207,261 +220,11 @@ def test_what_was_abandoned_is_in_spikes_jsonl(rewound: Path) -> None:
     assert (mark["step"], mark["rewound_from"], mark["rewound_samples"]) == (13, 17, [72, 102])
 
 
-@extended
-def test_a_rewind_ends_as_a_run_that_never_saw_the_samples(rewound: Path, text: Path, tmp_path: Path) -> None:
-    succeeded(run(2, text, tmp_path, "clean", env={}, **PLAIN))
-    last = [
-        sum(values[step][0] for step in range(19, 25)) / 6 for values in (losses(rewound), losses(tmp_path / "clean"))
-    ]
-    assert last[0] == pytest.approx(last[1], abs=0.1)
-
-
-def test_killed_after_a_rewind_it_does_the_same_again(rewound: Path, text: Path, tmp_path: Path) -> None:
-    """Between the rewind and the next save: the resume meets the spike again."""
-    shutil.copytree(rewound, tmp_path / "run")
-    folder = tmp_path / "run"
-    for step in (18, 24):
-        shutil.rmtree(checkpoint(folder, step))
-    killed = run(2, text, tmp_path, "run", env=POISON | {"KILL": "1:15"}, **REWIND)
-    assert killed.returncode
-    assert "REWOUND from step 17" in killed.stdout
-    assert "KILLED at step 15" in killed.stdout
-    said = succeeded(run(2, text, tmp_path, "run", **REWIND))
-    assert "resumed after step 12" in said
-    assert "REWOUND from step 17" in said
-    assert_same_end(folder, rewound)
-    assert [r["step"] for r in lines(folder)] == [r["step"] for r in lines(rewound)], "no record stands twice"
-
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"optim__name": "sgd", "optim__lr": 0.5},
-    "muon": {"optim__name": "muon", "optim__lr": 5e-3},
-}
-LOW = {"spike__loss_deviations": 2.0}  # these learn less in so few steps
-IN_THE_NEXT_STEP = {"log__every": 5}  # where the result is read, unless a step is logged or saved
-
-
-@pytest.fixture(scope="module")
-def told(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
-    """A run on so many ranks that was told to skip, once for each optimizer."""
-    folder = tmp_path_factory.mktemp("told")
-
-    @functools.cache
-    def made(n: int, optimizer: str) -> Path:
-        succeeded(run(n, text, folder, f"{optimizer}{n}", **PLAIN, **TOLD, **OPTIMIZERS[optimizer], **IN_THE_NEXT_STEP))
-        return folder / f"{optimizer}{n}"
-
-    return made
-
-
-WAYS = [
-    pytest.param(*way, n, n == 2, marks=extended)
-    for way in (("full", "dtensor"), ("full", "dcp"), ("sharded", "dtensor"), ("sharded", "dcp"))
-    for n in (1, 2)
-]
-
-
-@pytest.mark.parametrize(("state_dict", "api", "n", "async_save"), WAYS)
-def test_all_ways_of_saving_rewind(
-    state_dict: str, api: str, n: int, async_save: bool, told: Callable[[int, str], Path], text: Path, tmp_path: Path
-) -> None:
-    keys = {"checkpoint__state_dict": state_dict, "checkpoint__api": api, "checkpoint__async_save": async_save}
-    optimizer = "muon" if api == "dcp" else "sgd"
-    said = succeeded(run(n, text, tmp_path, "run", **REWIND | LOW | OPTIMIZERS[optimizer] | keys | IN_THE_NEXT_STEP))
-    assert said.count("REWOUND") == 1
-    assert_same_end(tmp_path / "run", told(n, optimizer), every=5)
-
-
-@extended
-def test_further_spikes_rewind_again_up_to_the_limit(text: Path, tmp_path: Path) -> None:
-    """Steps 17 and 18 are poisoned: after the first rewind the second is step 13."""
-    env = {"POISON": "[[96, 108]]"}
-    said = succeeded(run(1, text, tmp_path, "run", env=env, **REWIND))
-    assert said.count("REWOUND") == 2
-    assert "without the samples 72 to 107" in said
-    succeeded(run(1, text, tmp_path, "told", env=env, **PLAIN, data__skip_samples="[[72,108]]"))
-    assert_same_end(tmp_path / "run", tmp_path / "told")
-    state = storage.read_state(checkpoint(tmp_path / "run", 24))
-    assert (state.spikes["rewinds"], state.jumps) == (2, [[12, 72, 108]])
-    assert [r["rewind"] for r in lines(tmp_path / "run") if "back_to" in r] == [1, 2]
-
-    assert "run: 2 rewinds, the last from step 13 to 12; " in notes([read_run(tmp_path / "run")])
-
-    result = run(1, text, tmp_path, "limited", env=env, **REWIND, spike__max_rewinds=1)
-    assert result.returncode == 1
-    assert "step 13: loss 6." in result.stderr
-    assert "The run has gone back 1 time (spike.max_rewinds), and does not again" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert json.loads((tmp_path / "limited/run.json").read_text())["status"] == "failed"
-    assert storage.find_steps(tmp_path / "limited/checkpoints") == [6, 12]
-    shutil.copytree(tmp_path / "limited", tmp_path / "by-hand")
-    by_hand = tiny(text, tmp_path, run__name="by-hand", **REWIND, data__skip_samples="[[72,108]]")
-    succeeded(ranks(1, *by_hand, "--resume-with-changes", entry="tests.training.spike_worker", env=env))
-    assert_same_end(tmp_path / "by-hand", tmp_path / "told")
-    assert lines(tmp_path / "by-hand") == lines(tmp_path / "limited"), "what was abandoned is not made again"
-    command = tiny(text, tmp_path, run__name="limited", **REWIND)
-    said = succeeded(
-        ranks(1, *command, "--replay=13", entry="tests.training.spike_worker", env=env)
-    )  # the one that it ended at
-    assert "equal   bit for bit" in said
-    succeeded(run(1, text, tmp_path, "limited", env=env, **REWIND))  # the next command may go back more often
-    assert_same_end(tmp_path / "limited", tmp_path / "told")
-
-
-@extended
-def test_without_a_checkpoint_a_spike_is_skipped(text: Path, tmp_path: Path) -> None:
-    said = succeeded(run(1, text, tmp_path, "run", **REWIND | {"checkpoint__every": 20}))
-    assert "note    there is no checkpoint to go back to: step 17 was skipped" in said
-    assert storage.read_state(checkpoint(tmp_path / "run", 24)).spikes["skipped"] == [17]
-
-
-@extended
-def test_a_rewind_can_go_further_back_and_sets_later_checkpoints_aside(text: Path, tmp_path: Path) -> None:
-    keys = REWIND | {"checkpoint__every": 3, "checkpoint__keep_latest": 1, "spike__rewind_steps": 6}
-    said = succeeded(run(1, text, tmp_path, "run", **keys))
-    assert f"REWOUND from step 17 to {checkpoint(tmp_path / 'run', 9)}" in said
-    aside = sorted(path.name for path in (tmp_path / "run/checkpoints").glob(".old-*"))
-    assert aside == [".old-step-00000012", ".old-step-00000015"]
-    assert not checkpoint(tmp_path / "run", 6).exists()
-    succeeded(run(1, text, tmp_path, "told", **PLAIN, data__skip_samples="[[54,102]]"))
-    assert_same_end(tmp_path / "run", tmp_path / "told")
-
-
-@extended
-@pytest.mark.parametrize("most", [1, 10])
-def test_a_spike_soon_after_a_rewind_goes_back_to_the_same_checkpoint(most: int, text: Path, tmp_path: Path) -> None:
-    """Though spike.rewind_steps would go further back, where retention keeps nothing. Steps 29 and 23 (again) spike."""
-    keys = PLAIN | SPIKE | {"spike__action": "rewind", "spike__rewind_steps": 6, "train__steps": 30}
-    keys |= {"checkpoint__every": 3, "checkpoint__keep_latest": 1, "spike__max_rewinds": most}
-    result = run(1, text, tmp_path, "run", env={"POISON": "[[168, 174], [180, 186]]"}, **keys)
-    if most == 1:
-        assert result.returncode == 1
-        assert "step 23: loss 6." in result.stderr
-        return
-    assert re.findall(r"REWOUND from step (\d+) to .*step-(\d+) ", succeeded(result)) == [
-        ("29", "00000021"),
-        ("23", "00000021"),
-    ]
-
-
-@extended
-def test_the_option_of_a_rewind_has_all_samples_that_were_skipped(text: Path, tmp_path: Path) -> None:
-    said = succeeded(run(1, text, tmp_path, "run", **REWIND, data__skip_samples="[[104,110]]"))
-    (option,) = re.findall(r"as a run with --(data\.skip_samples=.*)$", said, re.M)
-    assert option == "data.skip_samples=[[72,102],[104,110]]"
-    record = read_record(tmp_path / "run")
-    assert [record.samples(step).start for step in (12, 13, 14)] == [66, 110, 116]
-    succeeded(run(1, text, tmp_path, "told", **PLAIN, data__skip_samples=option.partition("=")[2]))
-    assert_same_end(tmp_path / "run", tmp_path / "told")
-
-
-@extended
-def test_a_rewind_behind_a_change_moves_its_record(text: Path, tmp_path: Path) -> None:
-    """A resume after step 12 makes batches smaller; step 19 goes back to step 9."""
-    keys = REWIND | {"checkpoint__every": 3, "spike__rewind_steps": 9, "optim__schedule": "constant"}
-    env = {"POISON": "[[96, 100]]"}
-    succeeded(run(1, text, tmp_path, "run", env=env, **keys | {"train__steps": 12}))
-    smaller = tiny(text, tmp_path, run__name="run", **keys | {"train__global_batch_size": 4})
-    said = succeeded(ranks(1, *smaller, "--resume-with-changes", entry="tests.training.spike_worker", env=env))
-    assert "REWOUND from step 19" in said
-    (change,) = [json.loads(line) for line in (tmp_path / "run/changes.jsonl").read_text().splitlines()]
-    assert (change["step"], change["changed"]["train.global_batch_size"]) == (9, [6, 4])
-    record = read_record(tmp_path / "run")
-    assert [len(record.samples(step)) for step in (9, 10, 11, 13)] == [6, 4, 4, 4]
-
-
-@extended
-def test_a_damaged_checkpoint_is_passed_over(text: Path, tmp_path: Path) -> None:
-    file = checkpoint(tmp_path / "run", 12) / "model.safetensors"
-    said = succeeded(run(2, text, tmp_path, "run", env=POISON | {"DAMAGE": str(file)}, **REWIND))
-    assert f"note    damaged: {file}: " in said
-    assert f"REWOUND from step 17 to {checkpoint(tmp_path / 'run', 6)}" in said
-    assert (tmp_path / "run/checkpoints/.old-step-00000012").is_dir()
-    assert lines(tmp_path / "run")[0]["skipped"] == [36, 102]
-    assert [record["step"] for record in records(tmp_path / "run") if "loss" in record] == list(range(1, 25))
-
-
-@extended
-def test_tensorboard_has_each_step_once_after_a_rewind(text: Path, tmp_path: Path) -> None:
-    succeeded(run(1, text, tmp_path, "run", **REWIND, log__trackers='["tensorboard"]'))
-    ours = [(r["step"], r["loss"]) for r in records(tmp_path / "run") if "loss" in r]
-    theirs = scalars_of(tmp_path / "run/tensorboard", "loss")
-    assert [step for step, _ in theirs] == [step for step, _ in ours] == list(range(1, 25))
-    assert [value for _, value in theirs] == pytest.approx([value for _, value in ours])
-    assert scalars_of(tmp_path / "run/tensorboard", "rewound_from") == [(13, 17.0)]
-
-
-# --- recheck ----------------------------------------------------------------------------------------------------
-
-EQUAL = (
-    "Computed again, it is equal bit for bit: this step was computed right. The cause is the data, the model, or "
-    "weights that were damaged before"
-)
-CHECK = (
-    PLAIN | SPIKE | {"train__steps": 18, "spike__action": "skip", "spike__recheck": True, "train__on_nonfinite": "skip"}
-)
-
-
-def test_a_flipped_bit_in_a_product_is_told_from_the_data_and_names_its_rank(text: Path, tmp_path: Path) -> None:
-    """Step 11 is hit on rank 1, step 17 is poisoned. The other steps do not notice that one was computed again."""
-    said = succeeded(run(2, text, tmp_path, "run", env=POISON | {"FLIP": "1:11"}, **CHECK | IN_THE_NEXT_STEP))
-    assert "FLIP at step 11" in said
-    (hit, poisoned) = re.findall(r"^note    step (1[17])( is not finite\.|:) (Computed again.*)$", said, re.M)
-    assert (hit[0], poisoned[0]) == ("11", "17")
-    assert re.match(r"Computed again, it differs, so a machine computed wrong: rank 1: the sum of its losses", hit[2])
-    assert "rank 0" not in hit[2]
-    assert poisoned[2] == EQUAL
-    (found,) = [record["spike"] for record in records(tmp_path / "run") if record.get("spike") and record["step"] == 17]
-    assert found["recheck"] == EQUAL
-    succeeded(
-        run(
-            2,
-            text,
-            tmp_path,
-            "without",
-            env=POISON | {"FLIP": "1:11"},
-            **CHECK | IN_THE_NEXT_STEP | {"spike__recheck": False},
-        )
-    )
-    assert_same_end(tmp_path / "run", tmp_path / "without", 18, every=5)
-
-
-@extended
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_step_that_is_not_finite_is_computed_again_before_the_run_stops(n: int, text: Path, tmp_path: Path) -> None:
-    """A NaN of the first forward pass only: the second time it is finite. Without [spike] action."""
-    keys = PLAIN | {"train__steps": 8, "spike__recheck": True, "train__micro_batch_size": 6}
-    result = ranks(n, *tiny(text, tmp_path, run__name="run", **keys), fault=f"nan:{n - 1}:6:forward")
-    assert result.returncode == 1
-    assert f"step 6: the loss is not finite on rank {n - 1}" in result.stderr
-    assert (
-        f"Computed again, it differs, so a machine computed wrong: rank {n - 1}: the sum of its losses" in result.stderr
-    )
-    keys |= {"run__name": "always", "optim__lr": 1e30, "optim__max_norm": "inf"}
-    result = ranks(n, *tiny(text, tmp_path, **keys))
-    assert result.returncode == 1
-    assert "not finite" in result.stderr
-    assert EQUAL in result.stderr
-
-
-@extended
-def test_a_second_look_changes_nothing_in_float16_with_muon(text: Path, tmp_path: Path) -> None:
-    more = {"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 256.0, "grad_scaler__growth_interval": 4}
-    more |= {
-        "optim__name": "muon",
-        "optim__lr": 5e-3,
-        "fsdp__grad_sync": "last",
-        "model__dropout": 0.1,
-        **LOW,
-        **IN_THE_NEXT_STEP,
-    }
-    said = succeeded(run(2, text, tmp_path, "run", **CHECK | more))
-    assert EQUAL in said
-    succeeded(run(2, text, tmp_path, "without", **CHECK | more | {"spike__recheck": False}))
-    assert_same_end(tmp_path / "run", tmp_path / "without", 18, every=5)
-
-
-# --- tools ------------------------------------------------------------------------------------------------------
+def test_tensorboard_has_each_step_once_after_a_rewind(rewound: Path) -> None:
+    theirs = scalars_of(rewound / "tensorboard", "loss")
+    assert [step for step, _ in theirs] == list(range(1, 25))
+    assert dict(theirs) == pytest.approx({step: loss for step, (loss, _) in losses(rewound).items()})
+    assert scalars_of(rewound / "tensorboard", "rewound_from") == [(13, 17.0)]
 
 
 def forget(folder: Path, copy: Path, *steps: int) -> Path:
@@ -472,12 +235,147 @@ def forget(folder: Path, copy: Path, *steps: int) -> Path:
     return copy
 
 
+def test_killed_after_a_rewind_it_does_the_same_again(rewound: Path, run: Run, tmp_path: Path) -> None:
+    """Between the rewind and the next save: the resume meets the spike again."""
+    folder = forget(rewound, tmp_path / "run", 18, 24)
+    killed = run(2, "run", env=POISON | {"KILL": "1:15"}, code=1, **REWIND)
+    assert "REWOUND from step 17" in killed
+    assert "KILLED at step 15" in killed
+    said = run(2, "run", **REWIND)
+    assert "resumed after step 12" in said
+    assert "REWOUND from step 17" in said
+    ends_as(folder, rewound)
+    assert [r["step"] for r in lines(folder)] == [r["step"] for r in lines(rewound)], "no record stands twice"
+
+
+@extended
+def test_further_spikes_rewind_again_up_to_the_limit(run: Run, tmp_path: Path) -> None:
+    """Steps 17 and 18 are poisoned: after the first rewind the second is step 13."""
+    run = functools.partial(run, env={"POISON": "[[96, 108]]"})
+    said = run(1, "run", **REWIND)
+    assert said.count("REWOUND") == 2
+    assert "without the samples 72 to 107" in said
+    run(1, "told", **PLAIN, data__skip_samples="[[72,108]]")
+    ends_as(tmp_path / "run", tmp_path / "told")
+    state = storage.read_state(checkpoint(tmp_path / "run", 24))
+    assert (state.spikes["rewinds"], state.jumps) == (2, [[12, 72, 108]])
+    assert [r["rewind"] for r in lines(tmp_path / "run") if "back_to" in r] == [1, 2]
+    assert "run: 2 rewinds, the last from step 13 to 12; " in notes([read_run(tmp_path / "run")])
+
+    said = run(1, "limited", code=1, **REWIND, spike__max_rewinds=1)
+    assert "step 13: loss 6." in said
+    assert "The run has gone back 1 time (spike.max_rewinds), and does not again" in said
+    assert json.loads((tmp_path / "limited/run.json").read_text())["status"] == "failed"
+    assert storage.find_steps(tmp_path / "limited/checkpoints") == [6, 12]
+    shutil.copytree(tmp_path / "limited", tmp_path / "by-hand")
+    run(1, "by-hand", "--resume-with-changes", **REWIND, data__skip_samples="[[72,108]]")
+    ends_as(tmp_path / "by-hand", tmp_path / "told")
+    assert lines(tmp_path / "by-hand") == lines(tmp_path / "limited"), "what was abandoned is not made again"
+    assert "equal   bit for bit" in run(1, "limited", "--replay=13", **REWIND), "the step that it ended at"
+    run(1, "limited", **REWIND)  # the next command may go back more often
+    ends_as(tmp_path / "limited", tmp_path / "told")
+
+
+@extended
+def test_without_a_checkpoint_a_spike_is_skipped(run: Run, tmp_path: Path) -> None:
+    said = run(1, "run", **REWIND | {"checkpoint__every": 20})
+    assert "note    there is no checkpoint to go back to: step 17 was skipped" in said
+    assert storage.read_state(checkpoint(tmp_path / "run", 24)).spikes["skipped"] == [17]
+
+
+@extended
+@pytest.mark.parametrize("most", [1, 10])
+def test_a_spike_soon_after_a_rewind_goes_back_to_the_same_checkpoint(most: int, run: Run) -> None:
+    """Though spike.rewind_steps would go further back, where retention keeps nothing. Steps 29 and 23 (again) spike."""
+    keys = REWIND | RETAINED | {"train__steps": 30, "spike__max_rewinds": most}
+    said = run(1, "run", env={"POISON": "[[168, 174], [180, 186]]"}, code=int(most == 1), **keys)
+    expected = [("29", "00000021"), ("23", "00000021")][:most]
+    assert re.findall(r"REWOUND from step (\d+) to .*step-(\d+) ", said) == expected
+    assert ("step 23: loss 6." in said.split("REWOUND")[-1]) == (most == 1)
+
+
+@extended
+def test_a_rewind_behind_a_change_moves_its_record(run: Run, tmp_path: Path) -> None:
+    """A resume after step 12 makes batches smaller; step 19 goes back to step 9."""
+    keys = REWIND | {"checkpoint__every": 3, "spike__rewind_steps": 9, "optim__schedule": "constant"}
+    run = functools.partial(run, 1, "run", env={"POISON": "[[96, 100]]"})
+    run(**keys | {"train__steps": 12})
+    assert "REWOUND from step 19" in run("--resume-with-changes", **keys, train__global_batch_size=4)
+    (change,) = lines(tmp_path / "run", "changes.jsonl")
+    assert (change["step"], change["changed"]["train.global_batch_size"]) == (9, [6, 4])
+    record = read_record(tmp_path / "run")
+    assert [len(record.samples(step)) for step in (9, 10, 11, 13)] == [6, 4, 4, 4]
+
+
+@extended
+def test_a_damaged_checkpoint_is_passed_over(run: Run, tmp_path: Path) -> None:
+    file = checkpoint(tmp_path / "run", 12) / "model.safetensors"
+    said = run(2, "run", env=POISON | {"DAMAGE": str(file)}, **REWIND)
+    assert f"note    damaged: {file}: " in said
+    assert f"REWOUND from step 17 to {checkpoint(tmp_path / 'run', 6)}" in said
+    assert (tmp_path / "run/checkpoints/.old-step-00000012").is_dir()
+    assert lines(tmp_path / "run")[0]["skipped"] == [36, 102]
+    assert [record["step"] for record in records(tmp_path / "run") if "loss" in record] == list(range(1, 25))
+
+
+# --- recheck ----------------------------------------------------------------------------------------------------
+
+EQUAL = (
+    "Computed again, it is equal bit for bit: this step was computed right. The cause is the data, the model, or "
+    "weights that were damaged before"
+)
+DIFFERS = "Computed again, it differs, so a machine computed wrong: rank {}: the sum of its losses"
+CHECK = SKIP | {"train__steps": 18, "spike__recheck": True, "train__on_nonfinite": "skip"} | IN_THE_NEXT_STEP
+
+
+def test_a_flipped_bit_in_a_product_is_told_from_the_data_and_names_its_rank(run: Run, tmp_path: Path) -> None:
+    """Step 11 is hit on rank 1, step 17 is poisoned. The other steps do not notice that one was computed again."""
+    run = functools.partial(run, 2, env=POISON | {"FLIP": "1:11"})
+    said = run("run", **CHECK)
+    assert "FLIP at step 11" in said
+    (hit, poisoned) = re.findall(r"^note    step (1[17])(?: is not finite\.|:) (Computed again.*)$", said, re.M)
+    assert hit[0] == "11"
+    assert hit[1].startswith(DIFFERS.format(1))
+    assert "rank 0" not in hit[1]
+    assert poisoned == ("17", EQUAL)
+    (found,) = [record["spike"] for record in records(tmp_path / "run") if record.get("spike") and record["step"] == 17]
+    assert found["recheck"] == EQUAL
+    run("without", **CHECK | {"spike__recheck": False})
+    ends_as(tmp_path / "run", tmp_path / "without", 18, every=5)
+
+
+@extended
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_step_that_is_not_finite_is_computed_again_before_the_run_stops(n: int, text: Path, tmp_path: Path) -> None:
+    """A NaN of the first forward pass only: the second time it is finite. Without [spike] action."""
+    keys = PLAIN | {"train__steps": 8, "spike__recheck": True, "train__micro_batch_size": 6}
+    result = ranks(n, *tiny(text, tmp_path, run__name="run", **keys), fault=f"nan:{n - 1}:6:forward")
+    assert result.returncode == 1
+    assert f"step 6: the loss is not finite on rank {n - 1}" in result.stderr
+    assert DIFFERS.format(n - 1) in result.stderr
+    result = ranks(n, *tiny(text, tmp_path, run__name="always", **keys, optim__lr=1e30, optim__max_norm="inf"))
+    assert result.returncode == 1
+    assert "not finite" in result.stderr
+    assert EQUAL in result.stderr
+
+
+@extended
+def test_a_second_look_changes_nothing_in_float16_with_muon(run: Run, tmp_path: Path) -> None:
+    keys = CHECK | FLOAT16 | MUON | {"fsdp__grad_sync": "last", "model__dropout": 0.1}
+    assert EQUAL in run(2, "run", **keys)
+    run(2, "without", **keys | {"spike__recheck": False})
+    ends_as(tmp_path / "run", tmp_path / "without", 18, every=5)
+
+
+# --- tools ------------------------------------------------------------------------------------------------------
+
+
 def positions(folder: Path) -> list[tuple[int, int]]:
     record = read_record(folder)
     return [(record.samples(step).start, record.samples(step).stop) for step in range(1, 25)]
 
 
-def test_each_step_of_a_run_that_rewound_has_its_samples(rewound: Path, text: Path, tmp_path: Path) -> None:
+def test_each_step_of_a_run_that_rewound_has_its_samples(rewound: Path, tmp_path: Path) -> None:
     expected = [(6 * i, 6 * i + 6) for i in range(12)] + [(102 + 6 * i, 108 + 6 * i) for i in range(12)]
     assert positions(rewound) == expected
     assert positions(forget(rewound, tmp_path / "killed", 18, 24)) == expected  # metrics.jsonl alone tells it
@@ -489,25 +387,28 @@ def test_each_step_of_a_run_that_rewound_has_its_samples(rewound: Path, text: Pa
 
 
 def test_which_tells_what_was_skipped(rewound: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not which.main([str(rewound), "--step", "13"])
-    said = capsys.readouterr().out
-    assert "note    the samples 72 to 101 were skipped before step 13" in said
-    assert "step 13: samples 102 to 107" in said
-    assert not which.main([str(rewound), "--samples", "72", "102"])
-    said = capsys.readouterr().out
-    assert said.startswith("samples 72 to 101: ")
-    assert {int(line.split()[3]) for line in said.splitlines() if line.startswith("step -")} == set(range(72, 102))
-    assert not which.main([str(rewound), "--find", "e", "--step", "11", "--to", "14"])
-    found = {int(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step 1")}
-    assert found == {*range(60, 72), *range(102, 114)}
+    def said(*words: str) -> str:
+        assert not which.main([str(rewound), *words])
+        return capsys.readouterr().out
+
+    def samples(said: str, beginning: str) -> set[int]:
+        return {int(line.split()[3]) for line in said.splitlines() if line.startswith(beginning)}
+
+    step = said("--step", "13")
+    assert "note    the samples 72 to 101 were skipped before step 13" in step
+    assert "step 13: samples 102 to 107" in step
+    skipped = said("--samples", "72", "102")
+    assert skipped.startswith("samples 72 to 101: ")
+    assert samples(skipped, "step -") == set(range(72, 102))
+    found = said("--find", "e", "--step", "11", "--to", "14")
+    assert samples(found, "step 1") == {*range(60, 72), *range(102, 114)}
     assert which.main([str(rewound), "--samples", "9", "9"]) == 2
     assert "--samples needs the first sample and the one after the last" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("step", [14, pytest.param(24, marks=extended)])
 def test_a_run_that_rewound_is_replayed(step: int, rewound: Path, text: Path) -> None:
-    command = tiny(text, rewound.parent, run__name="run", **REWIND)
-    said = succeeded(ranks(2, *command, f"--replay={step}", entry="tests.training.spike_worker", env=POISON))
+    said = trained(text, rewound.parent, 2, "run", f"--replay={step}", **REWIND)
     assert f"replay  steps {13 if step == 14 else 19} to {step}" in said
     assert ("note    rewind 1, from step 17 to 12, abandoned a step 14. The step that" in said) == (step == 14)
     assert "equal   bit for bit" in said
@@ -516,8 +417,7 @@ def test_a_run_that_rewound_is_replayed(step: int, rewound: Path, text: Path) ->
 def test_the_report_marks_spikes_and_rewinds(rewound: Path, tmp_path: Path) -> None:
     run = read_run(rewound)
     assert marks(run) == [(13, "rewound from step 17")]
-    shown = page([run])
-    assert "run: 1 rewind, the last from step 17 to 12; what was abandoned is in spikes.jsonl." in shown
+    assert "run: 1 rewind, the last from step 17 to 12; what was abandoned is in spikes.jsonl." in page([run])
     with (forget(rewound, tmp_path / "run") / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 20, "spike": {"action": "skip"}}\n{"step": 21, "spike": 3, "rewound_from": "<b>"}\n')
     run = read_run(tmp_path / "run")
@@ -544,9 +444,6 @@ def test_no_batch_touches_a_skipped_range_and_none_is_lost_without_need(bounds: 
         lost = set(range(at, first)) - {i for begin, end in skipped for i in range(begin, end)}
         assert len(lost) <= (size - 1) * len(skipped)
         at = first + size
-
-
-def test_a_range_that_a_run_begins_with_is_skipped() -> None:
     assert DataConfig(skip_samples=[[0, 10], [10, 20]]).position(0, 4) == 20
 
 
@@ -559,13 +456,11 @@ def test_ranges_that_are_none_are_a_mistake_in_the_config(wrong: list[list[int]]
 
 
 @extended
-def test_ranges_hold_on_other_world_sizes_and_across_a_resume(rewound: Path, text: Path, tmp_path: Path) -> None:
-    told = PLAIN | TOLD
-    succeeded(run(2, text, tmp_path, "run", **told | {"train__steps": 10, "optim__schedule": "constant"}))
-    succeeded(run(1, text, tmp_path, "run", **told | {"optim__schedule": "constant"}))
-    succeeded(run(2, text, tmp_path, "straight", **told | {"optim__schedule": "constant"}))
+def test_ranges_hold_on_other_world_sizes_and_across_a_resume(run: Run, tmp_path: Path) -> None:
+    keys = PLAIN | {"optim__schedule": "constant"}
+    run(2, "run", **keys | TOLD | {"train__steps": 10})
+    run(1, "run", **keys, **TOLD)
+    run(2, "straight", **keys, **TOLD)
     one, other = losses(tmp_path / "run"), losses(tmp_path / "straight")
     assert [value[0] for value in one.values()] == pytest.approx([value[0] for value in other.values()], rel=1e-4)
-    result = run(2, text, tmp_path, "straight", **PLAIN, optim__schedule="constant")
-    assert result.returncode, "the launcher's exit code"
-    assert "data.skip_samples = [[72, 102]] so far, [] here" in result.stderr
+    assert "data.skip_samples = [[72, 102]] so far, [] here" in run(2, "straight", code=1, **keys)

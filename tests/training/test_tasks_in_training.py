@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import checkpoint, losses, ranks, records, succeeded, tensors, tiny
+from tests.helpers import assert_same_end, losses, ranks, records, succeeded, tiny
 from tests.scoring.test_tasks import CHOICE, WORD, jsonl
 from torchtitan_lite.config.schema import Config, DataConfig, EvalConfig, ModelConfig
 from torchtitan_lite.training.checks import check_prompts
@@ -46,9 +46,7 @@ def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, 
     wanted = {"eval__tasks": files, "eval__tasks_every": 2}
     said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="tasks", **more, **wanted)))
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="none", **more)))
-    assert losses(tmp_path / "tasks") == losses(tmp_path / "none")
-    ours, theirs = (tensors(checkpoint(tmp_path / name, 5)) for name in ("tasks", "none"))
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert_same_end(tmp_path / "tasks", tmp_path / "none", 5)
     found = scores(tmp_path / "tasks")
     assert found.keys() == {2, 4, 5}
     for values in found.values():
@@ -86,21 +84,6 @@ def test_any_number_of_ranks_finds_the_same(text: Path, files: str, tmp_path: Pa
         found.append(scores(tmp_path / str(n)))
     assert found[0] == found[1] == found[2]
     assert found[0][1]["task_bits_per_byte/choice"] > 0
-
-
-@pytest.mark.extended
-def test_a_resume_finds_the_same(text: Path, files: str, tmp_path: Path) -> None:
-    """Killed while tasks are scored at a step that is also saved: each step is recorded once, with the same bits."""
-    more = {"train__steps": 7, "checkpoint__every": 3, "eval__every": 0, "eval__tasks": files, "eval__tasks_every": 3}
-    succeeded(ranks(2, *tiny(text, tmp_path, run__name="straight", **more)))
-    command = tiny(text, tmp_path, run__name="killed", **more)
-    assert ranks(2, *command, fault="kill:1:6:task").returncode != 0
-    assert scores(tmp_path / "killed").keys() == {3}
-    said = succeeded(ranks(2, *command))
-    assert "resumed after step 3" in said
-    assert scores(tmp_path / "killed") == scores(tmp_path / "straight")
-    assert scores(tmp_path / "killed").keys() == {3, 6, 7}
-    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
 
 
 def test_which_runs_score_brackets() -> None:
@@ -142,14 +125,6 @@ def test_wrong_tasks_are_found_before_the_run(text: Path, files: str, tmp_path: 
 
 
 @pytest.mark.extended
-def test_an_interval_may_be_an_epoch(text: Path, files: str, tmp_path: Path) -> None:
-    from torchtitan_lite.training import epochs
-
-    config = epochs.in_steps(Config(eval=EvalConfig(every="epoch", tasks_every="epoch")), 9)  # type: ignore[arg-type]
-    assert (config.eval.every, config.eval.tasks_every) == (9, 9)
-
-
-@pytest.mark.extended
 def test_the_first_run_scores_brackets_at_its_end(tmp_path: Path) -> None:
     """On the default text, without any option about tasks."""
     options = [o for o in tiny(tmp_path, tmp_path, train__steps=3, run__name="run") if "data.path" not in o]
@@ -161,20 +136,24 @@ def test_the_first_run_scores_brackets_at_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("log_every", [1, 3])
-def test_a_step_at_which_a_run_is_asked_to_stop_is_scored_by_the_resume(
+def test_a_resume_scores_a_step_at_which_the_run_was_stopped_or_killed(
     text: Path, files: str, tmp_path: Path, log_every: int
 ) -> None:
-    """Also the last one, whose run is complete. Signals come during the step before, and during the step itself."""
+    """Once, with the same bits, also the last step. Signals come during the step before, and during the step itself."""
     more = {"train__steps": 6, "checkpoint__every": 0, "eval__every": 0, "eval__tasks": files, "eval__tasks_every": 3}
     more |= {"log__every": log_every}
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="straight", **more)))
-    for step in (2, 3, 5, 6):
-        command = tiny(text, tmp_path, run__name=f"stopped-{step}", **more)
-        succeeded(ranks(2, *command, fault=f"term:1:{step}"))
-        succeeded(ranks(2, *command))
-        assert scores(tmp_path / f"stopped-{step}") == scores(tmp_path / "straight"), step
-        assert losses(tmp_path / f"stopped-{step}").items() >= losses(tmp_path / "straight").items(), step
-        if step == 5:
-            said = succeeded(ranks(2, *command))
-            assert "finished: step 6" in said
-            assert "task " not in said
+    straight = tmp_path / "straight"
+    assert scores(straight).keys() == {3, 6}
+    for fault in ("term:1:2", "term:1:3", "term:1:5", "term:1:6", "kill:1:6:task"):
+        killed = fault.startswith("kill")
+        run = tmp_path / fault.replace(":", "-")
+        command = tiny(text, tmp_path, run__name=run.name, **more | {"checkpoint__every": 3 * killed})
+        assert bool(ranks(2, *command, fault=fault).returncode) == killed
+        said = succeeded(ranks(2, *command))
+        assert not killed or "resumed after step 3" in said
+        assert scores(run) == scores(straight), fault
+        assert losses(run).items() >= losses(straight).items(), fault
+    again = succeeded(ranks(2, *command))
+    assert "finished: step 6" in again
+    assert "task " not in again

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import checkpoint, losses, ranks, succeeded, tensors, tiny
+from tests.helpers import checkpoint, forget_after, losses, ranks, succeeded, tensors, tiny
+from tests.training.test_resume import T5
 
 TOLERANCE = 1e-4  # relative; sums in another order, in float32
 
@@ -21,6 +22,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"model__family": "llama", "model__dim": 36, "model__n_heads": 6, "model__n_kv_heads": 2},
         **{"model__hidden_dim": 50, "model__tie_embeddings": True},
     },
+    "t5": T5,
+    "muon": {"optim__name": "muon"},
+    "rms_scaling": {"optim__rms_scaling": True, "optim__lr": 0.02},
 }
 LAST = 12  # steps
 STEPS = {"train__steps": LAST, "checkpoint__every": LAST // 2, "train__micro_batch_size": 2}
@@ -52,7 +56,7 @@ extended = pytest.mark.extended
 
 @pytest.mark.parametrize(
     ("family", "n"),
-    [("llama", 2), ("llama", 3), pytest.param("llama", 4, marks=extended), pytest.param("gpt", 2, marks=extended)],
+    [("llama", 2), ("llama", 3), *(pytest.param(*p, marks=extended) for p in (("llama", 4), ("gpt", 2), ("t5", 4)))],
 )
 def test_loss_curves_agree(family: str, n: int, runs: Runs) -> None:
     """On 2 and 4 processes, 2 of 8 sequences are masked to make up the batch of 6; on 1 and 3 none."""
@@ -64,16 +68,19 @@ def test_loss_curves_agree(family: str, n: int, runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     ("family", "n", "more"),
-    [("llama", 1, {}), pytest.param("llama", 3, {}, marks=extended), ("llama", 4, {"fsdp__dp_replicate": 2})],
+    [
+        *(("llama", 1, {}), ("llama", 3, {}), ("llama", 4, {"fsdp__dp_replicate": 2}), ("t5", 3, {}), ("muon", 3, {})),
+        ("rms_scaling", 3, {}),
+    ],
 )
-@pytest.mark.extended
+@extended
 def test_a_run_of_2_ranks_resumes_on_other_world_sizes(
     family: str, n: int, more: dict[str, Any], runs: Runs, text: Path, tmp_path: Path
 ) -> None:
     """1, 3, and 2 copies of 2 shards: the same samples from step 7 on."""
     run = tmp_path / "resumed"
     shutil.copytree(runs(family, 2), run)
-    shutil.rmtree(checkpoint(run, LAST))
+    forget_after(run, LAST // 2)
     command = tiny(text, tmp_path, run__name="resumed", **STEPS, **FAMILIES[family], **more)
     output = succeeded(ranks(n, *command))
     assert f"resumed after step {LAST // 2}" in output

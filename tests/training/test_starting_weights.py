@@ -1,0 +1,55 @@
+"""model.init_from: checked before a run is queued, and only read by a run that begins."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import python, ranks, succeeded, tiny
+
+
+@pytest.fixture(scope="module")
+def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 2 steps."""
+    folder = tmp_path_factory.mktemp("weights")
+    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=2, optim__warmup_steps=1)))
+    return folder / "run"
+
+
+def test_the_check_of_a_config_refuses_weights_that_are_missing_or_of_another_model(
+    first: Path, text: Path, tmp_path: Path
+) -> None:
+    """scripts/slurm.sbatch runs it first. Also if the run has a checkpoint already: it has never started from them."""
+    shutil.copytree(first, tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    for name, source, more, problem in (
+        ("run", "runs/nosuch", {}, "model.init_from: nothing at runs/nosuch"),
+        ("new", "runs/nosuch", {}, "model.init_from: nothing at runs/nosuch"),
+        ("new", tmp_path / "empty", {}, "is not a run with a checkpoint, a checkpoint or a Hugging Face folder"),
+        ("new", first, {"model__dim": 64}, "dim is 32 in the checkpoint and 64 here"),
+        ("new", first, {}, ""),
+    ):
+        result = python("--check-config", *tiny(text, tmp_path, run__name=name, model__init_from=source, **more))
+        assert result.returncode == (2 if problem else 0), result.stdout + result.stderr
+        assert problem in result.stderr
+
+
+def test_weights_of_another_tokenizer_are_reported(first: Path, text: Path, tmp_path: Path) -> None:
+    """`tiny` trains a tokenizer on each text: that of another text has other tokens of the same number."""
+    (tmp_path / "other.txt").write_text("".join(file.read_text() for file in text.glob("*.txt"))[::-1])
+    more = {"run__name": "new", "model__init_from": first, "train__steps": 3}
+    other = ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more))
+    file = first / "tokenizer.json"
+    assert f"another tokenizer, so most tokens stand for other text here: --tokenizer.path={file}" in other.stdout
+    again = succeeded(ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more | {"train__steps": 4})))
+    assert "another tokenizer" not in again, "a resume does not read them"
+    theirs = tiny(tmp_path / "other.txt", tmp_path, **more | {"run__name": "theirs", "tokenizer__path": file})
+    kept = [option for option in theirs if not option.startswith("--tokenizer.vocab_size")]
+    assert "another tokenizer" not in succeeded(ranks(1, *kept))
+
+
+def test_a_run_resumes_whose_source_is_gone(first: Path, text: Path, tmp_path: Path) -> None:
+    shutil.copytree(first, tmp_path / "run")
+    config = tmp_path / "run/config.toml"
+    config.write_text(config.read_text().replace('init_from = ""', 'init_from = "runs/gone"'))
+    succeeded(python("--check-config", *tiny(text, tmp_path, run__name="run", model__init_from="runs/gone")))
