@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fake_cuda.operators import OperatorLog
 from tests.helpers import ROOT
 from tests.models import triton_stand_in
+from tests.models.test_z_loss import gradients
 from torchtitan_lite.models import loss as head
 from torchtitan_lite.models import loss_operators
 from torchtitan_lite.models.loss import IGNORE
@@ -91,16 +92,6 @@ def test_the_kernel_runs_in_tritons_interpreter() -> None:
 # --- chunks -----------------------------------------------------------------------------------------------------
 
 
-def results(compute: Callable[..., Tensor], dtype: torch.dtype, n: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(2, n, 16, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(91, 16, generator=generator).to(dtype).requires_grad_()
-    targets = torch.randint(91, (2, n), generator=generator)
-    targets[:, ::5] = IGNORE
-    loss = compute(x, weight, targets)
-    return [loss.detach(), *torch.autograd.grad(loss * 0.3, [x, weight])]
-
-
 def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return head.summed_cross_entropy(F.linear(x, weight), targets)
 
@@ -109,7 +100,7 @@ def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_in_the_gpus_chunks_is_the_loss(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
-    found, expected = (results(way, dtype, n) for way in (head.chunked_cross_entropy, plainly))
+    found, expected = (gradients(way, dtype, n) for way in (head.chunked_cross_entropy, plainly))
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
