@@ -2,7 +2,6 @@
 
 import ast
 import builtins
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import torchtitan_lite as ttl
+from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, ranks, run_python, succeeded, tensors, tiny
 
-PAGE = (ROOT / "docs/checkpoints.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+BLOCKS = blocks((ROOT / "docs/checkpoints.md").read_text(), "python")
 FULL, SHARDED, EXPORTED = BLOCKS
 
 
@@ -45,13 +44,7 @@ def run(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 def a_run(name: str, text: Path, folder: Path, n: int, **more: Any) -> Path:
     """The last checkpoint of a run of two steps. A link has the name of the page."""
-    values = {
-        "train__steps": 2,
-        "optim__warmup_steps": 1,
-        "eval__every": 0,
-        "eval__samples": 64,
-        "model__family": "llama",
-    }
+    values = {"train__steps": 2, "optim__warmup_steps": 1, "eval__every": 0, "model__family": "llama"}
     succeeded(ranks(n, *tiny(text, folder / "runs", run__name=name, **values, **more)))
     last = checkpoint(folder / "runs" / name, 2)
     last.with_name("step-00000500").symlink_to(last)
