@@ -320,7 +320,8 @@ def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) 
 
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 2.5, 6: None}
+    """The best is the lowest that is a number."""
+    losses = {1: float("nan"), 2: 1.0, 3: float("-inf"), 4: None, 5: 2.5, 6: float("inf")}
 
     def fill() -> None:
         for step, loss in losses.items():

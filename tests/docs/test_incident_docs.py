@@ -12,7 +12,8 @@ from tests.helpers import ROOT, checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 
 # the sections after that are tested by test_operator_docs.py
-PAGE = (ROOT / "docs/incidents.md").read_text().split("\n## A lost machine")[0]
+WHOLE = (ROOT / "docs/incidents.md").read_text()
+PAGE = WHOLE.split("\n## A lost machine")[0]
 
 
 @pytest.mark.extended
@@ -43,18 +44,21 @@ def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
     assert "finished: step 8" in skip
 
 
-def test_the_page_quotes_what_is_said() -> None:
-    source = (ROOT / "torchtitan_lite/tools/incidents/replay.py").read_text()
-    spikes = ROOT / "torchtitan_lite/training/spikes"
-    for quoted in ("Computed again, it is equal bit for bit", "Computed again, it differs, ", "the gradient norm"):
-        assert quoted in (spikes / "recheck.py").read_text()
-        assert quoted in PAGE
-    for file, quoted in (("watch.py", "SPIKE"), ("rewind.py", "REWOUND")):
-        assert f"{quoted} " in (spikes / file).read_text()
-        assert f"`{quoted}`" in PAGE
-    for quoted in ("tensors differ", "differs: ", "; on all ranks", "the gradient norm", "equal   "):
-        assert quoted in source
-        assert quoted.strip() in PAGE
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        *(("tools/incidents/replay.py", s) for s in ("tensors differ", "differs: ", "; on all ranks", "equal   ")),
+        *(("training/spikes/recheck.py", s) for s in ("Computed again, it is equal bit for bit", "the gradient norm")),
+        *(("training/spikes/watch.py", "SPIKE "), ("training/spikes/rewind.py", "REWOUND ")),
+        ("checkpointing/storage.py", "its SHA-256 does not match the manifest"),
+        ("checkpointing/save.py", "copies of the model differ"),
+        ("data/token_files.py", "has changed since it was made"),
+        ("training/spikes/recheck.py", "Computed again, it differs"),
+    ],
+)
+def test_the_page_quotes_what_is_said(file: str, said: str) -> None:
+    assert said in (ROOT / "torchtitan_lite" / file).read_text()
+    assert said.strip() in WHOLE
 
 
 def test_the_table_at_the_top_has_real_lines_sections_and_commands() -> None:

@@ -143,15 +143,3 @@ def test_a_flipped_bit(text: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "mine") == losses(tmp_path / "whole")
     aside = sorted(path.name for path in (tmp_path / "mine/checkpoints").glob(".old-*"))
     assert aside == [".old-step-00000006", ".old-step-00000008"]
-
-
-def test_the_page_quotes_what_is_said_of_damage() -> None:
-    package = ROOT / "torchtitan_lite"
-    for file, said in (
-        ("checkpointing/storage.py", "its SHA-256 does not match the manifest"),
-        ("checkpointing/save.py", "copies of the model differ"),
-        ("data/token_files.py", "has changed since it was made"),
-        ("training/spikes/recheck.py", "Computed again, it differs"),
-    ):
-        assert said in (package / file).read_text()
-        assert f"`{said}`" in section("A flipped bit")
