@@ -115,7 +115,10 @@ def test_initial_parameters_are_those_of_the_cpu() -> None:
         assert one.equal(other.cpu())
 
 
-def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("z", [0.0, 0.01])
+def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(
+    z: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(head, "LOGITS_BYTES", 2048 * 5000 * 2)  # three chunks
     x = torch.randn(2, 3000, 64, device="cuda", dtype=torch.bfloat16)
     weight = (torch.randn(5000, 64, device="cuda") * 0.1).bfloat16()
@@ -123,11 +126,11 @@ def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(monk
     targets[:, ::7] = IGNORE
     assert loss_operators.kernel_works(x.device, x.dtype, 5000)
     found = []
-    for way in (head.chunked_cross_entropy, lambda x, w, t: summed_cross_entropy(x @ w.T, t)):
+    for way in (head.chunked_cross_entropy, lambda x, w, t, z: summed_cross_entropy(x @ w.T, t, z)):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            loss = way(*leaves, targets)
+            loss = way(*leaves, targets, z)
             loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
