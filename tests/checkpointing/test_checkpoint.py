@@ -22,14 +22,6 @@ from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of,
 from torchtitan_lite.errors import CheckpointError
 
 
-@pytest.fixture(scope="module")
-def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 4 steps with checkpoints at 2 and 4."""
-    folder = tmp_path_factory.mktemp("finished")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2)))
-    return folder / "run"
-
-
 def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:
     """The error of the same command, changed."""
     if not (tmp_path / "run").exists():
@@ -78,23 +70,6 @@ def cut_short(path: Path) -> None:
 
 def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
-
-
-@pytest.mark.extended
-def test_the_run_resumes_from_the_newest_complete_checkpoint_and_logs_it(
-    finished: Path, text: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    flip_a_bit(checkpoint(tmp_path / "run", 4) / "optimizer.safetensors")
-    command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2)
-    output = succeeded(ranks(2, *command))
-    assert "resumed after step 2" in output
-    assert "optimizer.safetensors: its SHA-256 does not match the manifest: the file is damaged" in output
-    assert "step-00000004 was set aside as " in output
-    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert names == [".bad-step-00000004", "step-00000002", "step-00000004", "step-00000006"]
-    assert storage.verify(checkpoint(tmp_path / "run", 4)) == []
-    assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
 def test_without_a_complete_checkpoint_the_run_does_not_start_over(finished: Path, text: Path, tmp_path: Path) -> None:
@@ -416,15 +391,6 @@ def test_tensor_files_equal_those_of_the_safetensors_library(
     back = load_file(tmp_path / "x")
     assert back.keys() == tensors.keys()
     assert all(back[name].equal(tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
-
-
-@pytest.fixture(scope="module")
-def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sharded run of 4 steps on two ranks."""
-    folder = tmp_path_factory.mktemp("sharded")
-    more = {"checkpoint__state_dict": "sharded", "model__tie_embeddings": True}
-    succeeded(ranks(2, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2, **more)))
-    return folder / "run"
 
 
 def test_verify_names_what_is_damaged(finished: Path, sharded: Path, tmp_path: Path) -> None:
