@@ -17,6 +17,7 @@ import tempfile
 import time
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from tests.forkserver import Ranks
 from tests.helpers import HANGS_S, checkpoint, losses, tensors, tiny
@@ -29,9 +30,9 @@ STEPS = 24
 def arguments(folder: Path, text: Path, name: str, way: tuple[str, str, bool]) -> list[str]:
     """A tiny run that saves all the time."""
     kind, api, beside = way
-    more = {"model__dropout": 0.1, "train__micro_batch_size": 3, "eval__every": 0, "run__timeout_minutes": 10}
-    more |= {"checkpoint__every": 2, "checkpoint__keep_latest": 3, "checkpoint__async_save": str(beside).lower()}
-    more |= {"checkpoint__state_dict": kind, "checkpoint__api": api}
+    more: dict[str, Any] = {"model__dropout": 0.1, "train__micro_batch_size": 3, "run__timeout_minutes": 10}
+    more |= {"eval__every": 0, "checkpoint__every": 2, "checkpoint__keep_latest": 3}
+    more |= {"checkpoint__state_dict": kind, "checkpoint__api": api, "checkpoint__async_save": str(beside).lower()}
     return tiny(text, folder, run__name=name, train__steps=STEPS, **more)
 
 
