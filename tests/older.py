@@ -149,11 +149,10 @@ def write_texts(folder: Path) -> None:
 
 def different_files(mine: Path, theirs: Path) -> list[str]:
     """The files of two folders that are not the same bytes."""
-    names = [
-        {str(f.relative_to(d)) for f in d.rglob("*") if f.is_file() and f.suffix != ".lock"} for d in (mine, theirs)
-    ]
-    same = {name for name in names[0] & names[1] if (mine / name).read_bytes() == (theirs / name).read_bytes()}
-    return sorted((names[0] | names[1]) - same)
+    inside = ({f.relative_to(d) for f in d.rglob("*") if f.is_file() and f.suffix != ".lock"} for d in (mine, theirs))
+    both = set.intersection(*(sets := [*inside]))
+    same = {name for name in both if (mine / name).read_bytes() == (theirs / name).read_bytes()}
+    return sorted(map(str, set.union(*sets) - same))
 
 
 def repeatable(run: Path) -> list[dict[str, str]]:
@@ -179,14 +178,11 @@ def different_tensors(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, tor
 def different_runs(mine: Path, theirs: Path) -> str:
     """What is not the same in two runs: the first record, and tensors of the last checkpoint."""
     found = []
-    a, b = repeatable(mine), repeatable(theirs)
-    if a != b:
-        first = next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), None)
-        if first is None:
-            found.append(f"{len(a)} records, {len(b)} before")
-        else:
-            key = min(k for k in a[first] | b[first] if a[first].get(k) != b[first].get(k))
-            found.append(f"step {b[first].get('step')}: {key} {a[first].get(key)}, {b[first].get(key)} before")
+    for one, other in itertools.zip_longest(repeatable(mine), repeatable(theirs), fillvalue=dict[str, str]()):
+        if one != other:
+            key = min(k for k in one | other if one.get(k) != other.get(k))
+            found = [f"step {(other or one).get('step')}: {key} {one.get(key)}, {other.get(key)} before"]
+            break
     wrong = different_tensors(*(tensors(checkpoint(run, STEPS)) for run in (mine, theirs)))
     if wrong:
         found.append(f"{len(wrong)} tensors, the first {wrong[0]}")
@@ -224,20 +220,11 @@ def compare(name: str, way: str, older: Checkout, newer: Checkout) -> str:
         return f"failed: {error}"
 
 
-def folders(names: list[str]) -> list[str]:
-    """The prepared folders that these runs use, each after the one whose tokenizer it has."""
-    used = str([BASE | RUNS[name][1] for name in names])
-    for name in reversed(PREPARE):
-        if re.search(rf"@data/{name}\b", used):
-            used += str(PREPARE[name])
-    return [name for name in PREPARE if re.search(rf"@data/{name}\b", used)]
-
-
 def compare_all(names: list[str], older: Checkout, newer: Checkout, fresh: bool) -> int:
     """A line for each. Returns the exit code."""
     counts = {"equal": 0, "different": 0, "not compared": 0}
     ways = ("resumed", "fresh") if fresh else ("resumed",)
-    for name, compared in (*((name, ("prepared",)) for name in folders(names)), *((name, ways) for name in names)):
+    for name, compared in (*((name, ("prepared",)) for name in PREPARE), *((name, ways) for name in names)):
         try:
             if "prepared" in compared:
                 older.prepare(name)
@@ -261,17 +248,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("checkout", type=Path, metavar="OLD_CHECKOUT")
     parser.add_argument("names", nargs="*", help=f"of runs, * for any letters: {' '.join(RUNS)} (default: all)")
     parser.add_argument("--fresh", action="store_true", help="also make each run from its first step")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work in this new folder, and keep it")
     given = parser.parse_intermixed_args(argv)
     if not (given.checkout / "train.py").is_file():
         parser.error(f"{given.checkout} has no train.py: make it with git worktree add {given.checkout} COMMIT")
-    patterns = given.names or ["*"]
-    chosen = {name for name in RUNS if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    chosen = {name for name in RUNS if any(fnmatch.fnmatchcase(name, given_name) for given_name in given.names or "*")}
     if not chosen:
-        parser.error(f"no run is called {' or '.join(patterns)}; there are {' '.join(RUNS)}")
+        parser.error(f"no run is called {' or '.join(given.names)}; there are {' '.join(RUNS)}")
     names = [name for name in RUNS if name in chosen | {NEEDS.get(other) for other in chosen}]
     with tempfile.TemporaryDirectory() as temporary:
-        work = (given.keep or Path(temporary)).resolve()
+        work = Path(temporary).resolve()
         write_texts(work / "raw")
         code = work / "code"  # without its tests/: this forkserver serves both
         code.mkdir()

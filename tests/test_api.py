@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import json
 import os
 import re
@@ -18,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_lite as ttl
+from tests.docs.pages import blocks
 from tests.helpers import ROOT, TINY, losses, ranks, run_python, succeeded, tiny
 from torchtitan_lite import api
 from torchtitan_lite.data.loader import MicroBatch
 
+CELLS = blocks((ROOT / "docs/notebook.md").read_text(), "python")
 STEPS = 5
 MORE: dict[str, Any] = {
     "train.steps": STEPS,
@@ -82,12 +85,10 @@ def test_ten_names_that_are_documented_and_typed() -> None:
     stub = ast.parse((ROOT / "torchtitan_lite/__init__.pyi").read_text())
     typed = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert typed == set(ttl.__all__)
-    page = (ROOT / "docs/notebook.md").read_text()
-    cells = "".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
     for name in ttl.__all__:
         found = getattr(ttl, name)
         assert found.__doc__, name
-        assert f"ttl.{name}" in cells, name
+        assert f"ttl.{name}" in "".join(CELLS), name
         assert name in dir(ttl)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ttl.nothing  # type: ignore[attr-defined]  # noqa: B018
@@ -109,10 +110,6 @@ def test_mypy_sees_the_types(tmp_path: Path) -> None:
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     assert "schema.Config" in said
     assert 'Missing positional arguments "tokenizer", "data"' in said
-
-
-def test_the_stub_is_installed() -> None:
-    assert '"__init__.pyi"' in (ROOT / "pyproject.toml").read_text()
 
 
 # --- what it computes -----------------------------------------------------------------------------------------------
@@ -255,7 +252,6 @@ def test_bfloat16_by_autocast(place: Path) -> None:
             "tokenizer.decode([5, -100])",
             "tokens[1]=-100 should be 0 or more, and below 2**32; leave masked targets out",
         ),
-        ("tokenizer.decode(data.batches)", "tokens should be whole numbers: "),
         ("tokenizer.decode([0.5])", "tokens should be whole numbers: "),
         (
             "ttl.build_optimizer(torch.nn.Linear(2, 2).requires_grad_(False), config)",
@@ -276,7 +272,6 @@ def test_bfloat16_by_autocast(place: Path) -> None:
         ("ttl.evaluate(model, tokenizer, data, batch_size=0)", "batch_size=0 should be at least 1"),
         ("ttl.evaluate(model, tokenizer, '')", "no text to score"),
         ("ttl.load_model(None)", "path should be str or os.PathLike, not None: None"),
-        ("ttl.load_model(b'runs/default')", "not bytes"),
         ("ttl.load_model('runs/default', dtype='float32')", "dtype should be torch.dtype, not str"),
         ("ttl.load_model('runs/default', dtype=torch.int32)", "should be a floating-point type, e.g. torch.bfloat16"),
         ("ttl.load_config({'train.steps': 5})", "file should be str or os.PathLike or None, not dict"),
@@ -286,21 +281,19 @@ def test_bfloat16_by_autocast(place: Path) -> None:
         ),
         ("ttl.load_config(overrides={1: 2})", "overrides should be"),
         ("ttl.open_data('my_text')", "config should be torchtitan_lite.config.schema.Config, not str"),
-        ("ttl.build_model(config, '517')", "vocab_size should be int, not str"),
         ("ttl.build_model(config, -1)", "the vocabulary size is missing"),
         ("ttl.build_optimizer(None, config)", "model should be torch.nn"),
         ("ttl.clip_grad_norm(torch.nn.Linear(2, 2), optimizer, 1.0)", "call backward before clip_grad_norm"),
         ("ttl.set_learning_rate(optimizer, config, True)", "step should be int, not bool: True"),
         ("ttl.generate(model, tokenizer, None)", "prompt should be str, not None"),
         ("ttl.generate(model, tokenizer.tokenizer, 'a')", "tokenizer should be torchtitan_lite.api.Tokenizer, not tok"),
-        ("ttl.generate('runs/default', tokenizer, 'a')", "model should be torchtitan_lite.models.transformer.Transf"),
         ("ttl.evaluate(model, tokenizer, 5)", "data should be"),
         ("ttl.evaluate(model, tokenizer, data, documents=2.0)", "documents should be int or None, not float: 2.0"),
     ],
 )
 def test_mistakes_are_user_errors(place: Path, mistake: str, message: str) -> None:
     with pytest.raises(ttl.UserError) as raised:
-        eval(mistake, example_names())
+        eval(mistake, dict(example_names()))
     assert message in str(raised.value)
 
 
@@ -318,20 +311,17 @@ def test_numbers_of_numpy_and_compiled_models_are_as_good(place: Path) -> None:
 
 # --- what is documented ---------------------------------------------------------------------------------------------
 
-_NAMES: dict[str, Any] = {}
 
-
+@functools.cache
 def example_names() -> dict[str, Any]:
     """What the examples in the docstrings use."""
-    if not _NAMES:
-        config = tiny_config()
-        data = ttl.open_data(config)
-        model = ttl.build_model(config, data.vocab_size)
-        optimizer = ttl.build_optimizer(model, config)
-        tokens = torch.tensor([data.tokenizer.encode("def main")])
-        _NAMES.update(ttl=ttl, torch=torch, config=config, data=data, model=model, optimizer=optimizer)
-        _NAMES.update(tokenizer=data.tokenizer, tokens=tokens, tiny_config=tiny_config)
-    return _NAMES
+    config = tiny_config()
+    data = ttl.open_data(config)
+    model = ttl.build_model(config, data.vocab_size)
+    optimizer = ttl.build_optimizer(model, config)
+    tokens = torch.tensor([data.tokenizer.encode("def main")])
+    names = {"ttl": ttl, "torch": torch, "config": config, "data": data, "model": model, "optimizer": optimizer}
+    return names | {"tokenizer": data.tokenizer, "tokens": tokens, "tiny_config": tiny_config}
 
 
 @pytest.mark.parametrize("name", [name for name in ttl.__all__ if name != "UserError"])
@@ -347,10 +337,9 @@ def test_each_cell_of_the_page(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
-    cells = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/notebook.md").read_text(), re.M | re.S)
-    assert len(cells) >= 9
+    assert len(CELLS) >= 9
     names: dict[str, Any] = {"__name__": "__main__"}
-    for number, cell in enumerate(cells):
+    for number, cell in enumerate(CELLS):
         exec(compile(cell, f"cell {number}", "exec"), names)
         assert not dist.is_initialized()
     said = capsys.readouterr().out

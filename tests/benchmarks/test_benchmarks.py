@@ -5,8 +5,6 @@ import math
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -117,23 +115,6 @@ def test_figures_have_a_title_a_description_and_a_ground() -> None:
     assert len(scores) == 12
     plotted = (ROOT / "docs/learning.svg").read_text()
     assert all(f"{float(score):.4g} at" in plotted for score in scores)
-
-
-def test_error_bars_are_drawn_where_there_are_several_seeds(tmp_path: Path) -> None:
-    search = learning.Search(tmp_path, tmp_path / "results.jsonl")
-    for x, scores in ((60, [2.0]), (120, [1.0, 1.5, 2.0])):
-        for seed, bits in enumerate(scores):
-            search.results[json.dumps(["final", "mine", {"x": x}, seed])] = {"bits_per_byte": bits}
-    drawn: dict[str, Any] = {}
-
-    def plot(x: list[float], y: tuple[float, ...], **more: Any) -> tuple[Any]:
-        drawn["line"] = x, y
-        return (SimpleNamespace(get_color=lambda: "#000000"),)
-
-    axis = SimpleNamespace(plot=plot, errorbar=lambda x, y, yerr, **more: drawn.update(error=yerr))
-    learning.curve(axis, search, "final", {x: ("mine", {"x": x}, 0) for x in (60, 120, 300)}, "mine")
-    assert drawn["line"] == ([60, 120], (2.0, 1.5))
-    assert drawn["error"] == (pytest.approx(math.nan, nan_ok=True), 0.5)
 
 
 @pytest.mark.extended

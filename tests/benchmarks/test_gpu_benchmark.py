@@ -137,11 +137,3 @@ def test_throughput_of_torchtitan_is_read_from_its_log() -> None:
     assert (found.tokens_per_second, found.peak_memory_gib) == (8 * 6667, 76.5)
     assert math.isnan(found.data_share)
     assert gpu.read_torchtitan("no such lines", 8) is None
-
-
-def test_the_rows_that_are_likely_to_win_are_there() -> None:
-    rows = {tuple(options) for options in gpu.SETTINGS.values()}
-    assert (*gpu.FIELD, gpu.NO_CHECKPOINTING, "--train.micro_batch_size=8") in rows
-    for variant in gpu_variants.VARIANTS:
-        assert variant == "float8-emulated" or (*gpu.BEST, f"variant={variant}") in rows
-    assert {"--fsdp.grad_sync=last", "--fsdp.reshard_after_forward=false", "--compile.enabled=true"} < set(gpu.BEST)

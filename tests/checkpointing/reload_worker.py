@@ -56,16 +56,26 @@ class State:
         return Checkpointer(folder, self.model, self.optimizer, way, self.world)
 
 
+def save_now(checkpointer: Checkpointer, step: int = 1) -> Path:
+    """The folder of a save that must succeed."""
+    checkpointer.save(TrainState(step=step))
+    return saved_folder(checkpointer)
+
+
+def saved_folder(checkpointer: Checkpointer) -> Path:
+    """The folder of the save in progress, which must succeed."""
+    saved = checkpointer.wait()
+    assert saved is not None
+    assert not saved.error, saved.error
+    return saved.folder
+
+
 def save(world: World, folder: Path, mesh: str, family: str) -> None:
     """Save in all four ways, and the whole tensors as `mesh`.safetensors."""
     state = State(mesh, 1, family, world)
     state.step()
     for kind, api in WAYS:
-        checkpointer = state.checkpointer(folder / f"{mesh} {kind} {api}", kind, api)
-        checkpointer.save(TrainState(step=1))
-        saved = checkpointer.wait()
-        assert saved is not None
-        assert not saved.error, saved.error
+        save_now(state.checkpointer(folder / f"{mesh} {kind} {api}", kind, api))
     expected = state.whole()
     if world.rank == 0:
         save_file({name: t.contiguous() for name, t in expected.items()}, folder / f"{mesh}.safetensors")

@@ -23,14 +23,6 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.errors import CheckpointError
 
 
-@pytest.fixture(scope="module")
-def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 4 steps with checkpoints at 2 and 4."""
-    folder = tmp_path_factory.mktemp("finished")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2)))
-    return folder / "run"
-
-
 def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:
     """The error of the same command, changed."""
     if not (tmp_path / "run").exists():
@@ -67,15 +59,6 @@ def test_a_checkpoint_of_another_run_is_refused(finished: Path, text: Path, tmp_
     assert "--run.name=NAME" in message
 
 
-@pytest.mark.extended
-def test_other_text_or_vocabulary_is_refused(finished: Path, text: Path, tmp_path: Path) -> None:
-    message = again(finished, text, tmp_path, tokenizer__vocab_size=400)
-    assert "tokenizer is " in message
-    assert "data is " in message
-    message = again(finished, text, tmp_path, data__path=text / "typing.txt")
-    assert "data is " in message
-
-
 def flip_a_bit(path: Path, bit: int = 12_345) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8 % len(content)] ^= 1 << bit % 8
@@ -88,38 +71,6 @@ def cut_short(path: Path) -> None:
 
 def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
-@pytest.mark.parametrize("harm", [flip_a_bit, cut_short, Path.unlink])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    file: str, harm: Callable[[Path], None], finished: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    folder = checkpoint(tmp_path / "run", 4)
-    harm(folder / file)
-    if file == "manifest.json" and harm is cut_short:
-        assert storage.verify(folder) == [], "only the end of its last line was lost"
-        return
-    problems = storage.verify(folder)
-    assert any(file in problem for problem in problems), problems
-
-
-@pytest.mark.extended
-def test_the_run_resumes_from_the_newest_complete_checkpoint_and_logs_it(
-    finished: Path, text: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    flip_a_bit(checkpoint(tmp_path / "run", 4) / "optimizer.safetensors")
-    command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2)
-    output = succeeded(ranks(2, *command))
-    assert "resumed after step 2" in output
-    assert "optimizer.safetensors: its SHA-256 does not match the manifest: the file is damaged" in output
-    assert "step-00000004 was set aside as " in output
-    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert names == [".bad-step-00000004", "step-00000002", "step-00000004", "step-00000006"]
-    assert storage.verify(checkpoint(tmp_path / "run", 4)) == []
-    assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
 def test_without_a_complete_checkpoint_the_run_does_not_start_over(finished: Path, text: Path, tmp_path: Path) -> None:
@@ -150,7 +101,7 @@ def test_verification_can_be_cheaper(finished: Path, text: Path, tmp_path: Path)
     assert not storage.verify_file(folder, "model.safetensors", record, "off")
 
 
-def test_100_flipped_bits_and_100_cuts_are_all_found(finished: Path, tmp_path: Path) -> None:
+def test_100_flipped_bits_and_100_cuts_are_all_found_and_named(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint(finished, 4), tmp_path / "step-00000004")
     folder = tmp_path / "step-00000004"
     random = Random(1)
@@ -164,7 +115,8 @@ def test_100_flipped_bits_and_100_cuts_are_all_found(finished: Path, tmp_path: P
         else:
             file.write_bytes(honest[: random.randrange(len(honest))])
         only_the_line_end = file.name == "manifest.json" and file.read_bytes() == honest[:-1]
-        assert storage.verify(folder) or only_the_line_end, (number, file)
+        named = any(file.name in problem for problem in storage.verify(folder))
+        assert named or only_the_line_end, (number, file)
         file.write_bytes(honest)
     assert storage.verify(folder) == []
 
@@ -227,7 +179,6 @@ def from_the_step_before(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [lengthen, zero_a_sector, swap_shards, from_the_step_before, Path.unlink])
-@pytest.mark.extended
 def test_a_damaged_shard_is_found(harm: Callable[[Path], None], sharded: Path, tmp_path: Path) -> None:
     shutil.copytree(sharded, tmp_path / "run")
     folder = checkpoint(tmp_path / "run", 4)
@@ -261,36 +212,24 @@ def replace_by(content: bytes, folder: Path, name: str) -> None:
     edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
 
 
-HEADER = 10**15
-NESTED = b"[" * 100_000
-
-
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.extended), "sharded"])
 @pytest.mark.parametrize("harm", ["a pickle", "a huge header", "deep JSON", "twice the same key", "other shapes"])
 def test_a_malicious_checkpoint_is_refused_and_executes_nothing(
-    harm: str, kind: str, finished: Path, sharded: Path, text: Path, tmp_path: Path
+    harm: str, sharded: Path, text: Path, tmp_path: Path
 ) -> None:
     """The hashes match, yet the file is named in an error, nothing is executed, and memory stays small."""
-    source = finished if kind == "full" else sharded
-    shutil.copytree(source, tmp_path / "run")
+    shutil.copytree(sharded, tmp_path / "run")
     folder = checkpoint(tmp_path / "run", 4)
-    tensors_in = "model.safetensors" if kind == "full" else "shard-00000-of-00002.safetensors"
-    names_in = "state.json" if kind == "full" else "index.json"
-    canary = tmp_path / "canary"
-    honest = (folder / names_in).read_bytes()
+    shard, canary = "shard-00000-of-00002.safetensors", tmp_path / "canary"
+    honest = (folder / "index.json").read_bytes()
     file, content = {
-        "a pickle": (tensors_in, pickle.dumps(Bomb(canary))),
-        "a huge header": (tensors_in, HEADER.to_bytes(8, "little") + b"{}"),
-        "deep JSON": (names_in, NESTED),
-        "twice the same key": (names_in, honest.replace(b"{", b'{"step": 2, "step": 4, ', 1)),
-        "other shapes": (
-            tensors_in,
-            save({"tok_embeddings.weight": torch.ones(1), "model.norm.weight@0": torch.ones(1)}),
-        ),
+        "a pickle": (shard, pickle.dumps(Bomb(canary))),
+        "a huge header": (shard, (10**15).to_bytes(8, "little") + b"{}"),
+        "deep JSON": ("index.json", b"[" * 100_000),
+        "twice the same key": ("index.json", honest.replace(b"{", b'{"step": 2, "step": 4, ', 1)),
+        "other shapes": (shard, save({"model.norm.weight@0": torch.ones(1)})),
     }[harm]
     replace_by(content, folder, file)
-    more = {"model__tie_embeddings": True} if kind == "sharded" else {}
-    result = ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6, **more))
+    result = ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6, model__tie_embeddings=True))
     assert result.returncode == 2, result.stdout + result.stderr
     assert str(folder) in result.stderr
     assert "Traceback" not in result.stderr, result.stderr
@@ -330,26 +269,19 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.extended
-def test_resume_selects_a_checkpoint(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_resume_selects_a_checkpoint_of_this_run_or_of_another(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, checkpoint__resume="step-3")
     assert 'checkpoint.resume = "step-3" does not exist in ' in message
     assert "found step-2, step-4" in message
     command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2, checkpoint__resume="step-2")
-    output = succeeded(ranks(1, *command))
-    assert "resumed after step 2" in output
+    assert "resumed after step 2" in succeeded(ranks(1, *command))
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == [".old-step-00000004", "step-00000002", "step-00000004", "step-00000006"]
-
-
-@pytest.mark.slow
-def test_a_run_can_resume_from_another_run(finished: Path, text: Path, tmp_path: Path) -> None:
-    message = again(finished, text, tmp_path, run__name="other", checkpoint__resume=tmp_path)
+    message = again(finished, text, tmp_path, run__name="fork", checkpoint__resume=tmp_path)
     assert "is not a checkpoint, or a run with one" in message
-    command = tiny(text, tmp_path, run__name="fork", train__steps=6, checkpoint__resume=finished)
+    command = tiny(text, tmp_path, run__name="fork", train__steps=5, checkpoint__resume=finished)
     assert "resumed after step 4" in succeeded(ranks(1, *command))
-    assert storage.find_steps(tmp_path / "fork/checkpoints") == [6]
-    # its own come first from then on
-    assert "resumed after step 6" in succeeded(ranks(1, *command, "--train.steps=7"))
+    assert "resumed after step 5" in succeeded(ranks(1, *command, "--train.steps=6")), "its own come first"
 
 
 def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) -> None:
@@ -364,7 +296,8 @@ def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) 
 
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 2.5, 6: None}
+    """The best is the lowest that is a number."""
+    losses = {1: float("nan"), 2: 1.0, 3: float("-inf"), 4: None, 5: 2.5, 6: float("inf")}
 
     def fill() -> None:
         for step, loss in losses.items():
@@ -409,7 +342,6 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     result = limited("FSIZE", 64 << 10, arguments, tmp_path)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr, result.stderr
-    assert "NOT SAVED  step 6: " in result.stdout
     assert re.search(
         r"NOT SAVED  step 6: .*File too large: the limit of this process is 65,536 bytes \(ulimit -f\): "
         rf"'{tmp_path}/run/checkpoints/\S+/model.safetensors'; older checkpoints are untouched, training continues",
@@ -462,15 +394,6 @@ def test_tensor_files_equal_those_of_the_safetensors_library(
     assert all(back[name].equal(tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
 
 
-@pytest.fixture(scope="module")
-def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sharded run of 4 steps on two ranks."""
-    folder = tmp_path_factory.mktemp("sharded")
-    more = {"checkpoint__state_dict": "sharded", "model__tie_embeddings": True}
-    succeeded(ranks(2, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2, **more)))
-    return folder / "run"
-
-
 def test_verify_names_what_is_damaged(finished: Path, sharded: Path, tmp_path: Path) -> None:
     result = python("verify", str(finished), str(sharded), script="checkpoint.py")
     assert succeeded(result).count("complete ") == 4
@@ -498,10 +421,9 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
     folder = checkpoint(tmp_path / "run", 4)
     assert storage.verify(folder) == []
     assert tensors(folder)["exp_avg.tok_embeddings.weight"].shape == (517, 32)
-    more = {"train__steps": 6, "checkpoint__every": 2, "model__tie_embeddings": True}
+    shutil.copytree(sharded, tmp_path / "straight")
+    more = {"train__steps": 6, "model__tie_embeddings": True}
     for name in ("run", "straight"):
-        if name == "straight":
-            shutil.copytree(sharded, tmp_path / name)
         assert "resumed after step 4" in succeeded(ranks(1, *tiny(text, tmp_path, run__name=name, **more)))
     one, other = (tensors(checkpoint(tmp_path / name, 6)) for name in ("run", "straight"))
     assert all(one[name].equal(other[name]) for name in other)
@@ -516,14 +438,9 @@ def test_a_sharded_checkpoint_becomes_a_full_one_that_resumes(sharded: Path, tex
     again = python("convert", str(sharded), str(tmp_path / "run/checkpoints"), script="checkpoint.py")
     assert again.returncode == 2
     assert "step-00000004 exists already" in again.stderr
-
-
-@pytest.mark.slow
-def test_a_sharded_run_can_be_exported_and_used_as_init_from(sharded: Path, text: Path, tmp_path: Path) -> None:
-    more = {"model__init_from": sharded, "model__tie_embeddings": True, "train__steps": 3}
-    succeeded(ranks(1, *tiny(text, tmp_path, run__name="next", **more)))
-    succeeded(python("export", str(sharded), str(tmp_path / "hf"), script="checkpoint.py"))
-    assert load_file(tmp_path / "hf/model.safetensors")["transformer.wte.weight"].shape == (517, 32)
+    # model.init_from reads a sharded run too
+    command = tiny(text, tmp_path, run__name="next", train__steps=3, model__tie_embeddings=True)
+    succeeded(ranks(1, *command, f"--model.init_from={sharded}"))
 
 
 def test_nothing_in_a_checkpoint_is_unpickled(finished: Path, sharded: Path) -> None:

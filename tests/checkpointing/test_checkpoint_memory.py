@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import train
 from checkpoint import Checkpointer
+from tests.checkpointing.reload_worker import save_now
 from tests.helpers import run_distributed
-from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialise
@@ -89,18 +89,11 @@ def measure(world: World, folder: Path, hf_folder: Path) -> dict[str, float]:
         way = CheckpointConfig.model_validate({"state_dict": kind, "api": api})
         return Checkpointer(folder / f"{kind} {api}", model, optimizer, way, world)
 
-    def save(kind: str, api: str, step: int) -> None:
-        saver = checkpointer(kind, api)
-        saver.save(TrainState(step=step))
-        saved = saver.wait()
-        assert saved is not None
-        assert not saved.error, saved.error
-
     for kind in ("full", "sharded"):
         for api in ("dtensor", "dcp"):
-            save(kind, api, 1)  # buffers that every later save finds
-            peaks[f"save {kind} {api}"] = peak_of(lambda kind=kind, api=api: save(kind, api, 2))  # type: ignore[misc]
-            peaks[f"load {kind} {api}"] = peak_of(lambda kind=kind, api=api: checkpointer(kind, api).load({}))  # type: ignore[misc]
+            save_now(checkpointer(kind, api))  # buffers that every later save finds
+            peaks[f"save {kind} {api}"] = peak_of(lambda way=(kind, api): save_now(checkpointer(*way), 2))  # type: ignore[misc]
+            peaks[f"load {kind} {api}"] = peak_of(lambda way=(kind, api): checkpointer(*way).load({}))  # type: ignore[misc]
     importer = checkpointer("full", "dtensor")
     peaks["import"] = peak_of(
         lambda: importer.load_weights(lambda verify: weights.open_weights(hf_folder, config.model, verify))

@@ -2,7 +2,7 @@
 
 import ast
 import builtins
-import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 import torchtitan_lite as ttl
-from tests.helpers import ROOT, checkpoint, ranks, run_python, succeeded, tensors, tiny
+from tests.docs.pages import blocks
+from tests.helpers import ROOT, checkpoint, run_python, succeeded, tensors
 
-PAGE = (ROOT / "docs/checkpoints.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+BLOCKS = blocks((ROOT / "docs/checkpoints.md").read_text(), "python")
 FULL, SHARDED, EXPORTED = BLOCKS
 
 
@@ -43,45 +43,36 @@ def run(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     return names
 
 
-def a_run(name: str, text: Path, folder: Path, n: int, **more: Any) -> Path:
-    """The last checkpoint of a run of two steps. A link has the name of the page."""
-    values = {
-        "train__steps": 2,
-        "optim__warmup_steps": 1,
-        "eval__every": 0,
-        "eval__samples": 64,
-        "model__family": "llama",
-    }
-    succeeded(ranks(n, *tiny(text, folder / "runs", run__name=name, **values, **more)))
-    last = checkpoint(folder / "runs" / name, 2)
+def copied(source: Path, run: Path) -> Path:
+    """The last checkpoint of a copy of a run. A link has the name of the page."""
+    last = checkpoint(shutil.copytree(source, run), 4)
     last.with_name("step-00000500").symlink_to(last)
     return last
 
 
-def test_a_checkpoint(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = a_run("default", text, tmp_path, 1)
+def test_a_checkpoint(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied(finished, tmp_path / "runs/default")
     names = run(FULL, tmp_path, monkeypatch)
     model, _ = ttl.load_model(folder)
     assert names["weights"].keys() == dict(model.named_parameters()).keys()
     model.load_state_dict(names["weights"])
     assert names["weights"].keys() | names["optimizer"].keys() == tensors(folder).keys()
-    assert names["state"]["step"] == 2
+    assert names["state"]["step"] == 4
 
 
 @pytest.mark.extended
-def test_an_export(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    folder = a_run("default", text, tmp_path, 1)
-    model, _ = ttl.load_model(folder)
-    succeeded(run_python(["checkpoint.py", "export", str(folder), str(tmp_path / "exported")]))
+    model, _ = ttl.load_model(finished)
+    succeeded(run_python(["checkpoint.py", "export", str(finished), str(tmp_path / "exported")]))
     names = run(EXPORTED, tmp_path, monkeypatch)
     ids = names["tokenizer"]("def main", return_tensors="pt").input_ids
     torch.testing.assert_close(names["model"](ids).logits, model(ids))
     assert names["weights"].keys() == load_file(tmp_path / "exported/model.safetensors").keys()
 
 
-def test_a_sharded_checkpoint(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = a_run("sharded", text, tmp_path, 2, checkpoint__state_dict="sharded")
+def test_a_sharded_checkpoint(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied(sharded, tmp_path / "runs/sharded")
     weights = run(SHARDED, tmp_path, monkeypatch)["weights"]
     wanted = {name: tensor for name, tensor in tensors(folder).items() if not name.startswith(("exp_avg", "step"))}
     assert weights.keys() == wanted.keys()

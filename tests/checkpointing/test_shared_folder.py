@@ -12,19 +12,10 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tools import checkpoints
 
 
-@pytest.fixture(scope="module")
-def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a sharded checkpoint of step 2."""
-    folder = tmp_path_factory.mktemp("shared")
-    more = {"train__steps": 2, "eval__every": 0, "optim__warmup_steps": 1, "checkpoint__state_dict": "sharded"}
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", **more)))
-    return folder / "run"
-
-
-def test_convert_leaves_the_save_of_a_run_alone(finished: Path, tmp_path: Path) -> None:
+def test_convert_leaves_the_save_of_a_run_alone(sharded: Path, tmp_path: Path) -> None:
     saving = storage.begin(tmp_path, 5)
     (saving / "model.safetensors").write_bytes(b"half")
-    checkpoints.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
+    checkpoints.convert(storage.step_folder(sharded / "checkpoints", 2), tmp_path)
     assert (saving / "model.safetensors").read_bytes() == b"half"
     assert storage.find_steps(tmp_path) == [2]
 
@@ -40,16 +31,14 @@ def while_it_writes(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
     monkeypatch.setattr(checkpoints, "write_tensors", write_tensors)
 
 
-def test_the_save_of_a_run_leaves_convert_alone(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_save_of_a_run_leaves_convert_alone(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     while_it_writes(monkeypatch, lambda: storage.begin(tmp_path, 5))
-    folder = checkpoints.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
+    folder = checkpoints.convert(storage.step_folder(sharded / "checkpoints", 2), tmp_path)
     assert storage.verify(folder) == []
 
 
 def test_convert_does_not_replace_what_a_run_has_saved_meanwhile(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save() -> None:
         if not storage.find_steps(tmp_path):
@@ -57,7 +46,7 @@ def test_convert_does_not_replace_what_a_run_has_saved_meanwhile(
 
     while_it_writes(monkeypatch, save)
     with pytest.raises(CheckpointError, match="step-00000002 already exists"):
-        checkpoints.convert(storage.step_folder(finished / "checkpoints", 2), tmp_path)
+        checkpoints.convert(storage.step_folder(sharded / "checkpoints", 2), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"], "nothing is left of it"
     assert storage.read_state(storage.step_folder(tmp_path, 2)).tokens == 77
 

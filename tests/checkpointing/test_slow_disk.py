@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
+from tests.checkpointing.reload_worker import save_now
 from tests.distributed.distributed_cases import MESHES, make_mesh, sharded
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import full_state, safetensors_file, storage
-from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
@@ -60,10 +60,7 @@ def save_and_load_slowly(world: World, folder: Path) -> dict[str, Any]:
     write = SlowDisk(world, safetensors_file.HashingStream.write)
     safetensors_file.HashingStream.write = lambda *args: write(*args)  # type: ignore[method-assign]
     DTensor.full_tensor = write.counted(DTensor.full_tensor)  # type: ignore[method-assign]
-    saver.save(TrainState(step=1))
-    saved = saver.wait()
-    assert saved is not None
-    assert not saved.error, saved.error
+    saved = save_now(saver)
 
     parameters = [parameter.detach().to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
     before = [parameter.clone() for parameter in parameters]
@@ -81,12 +78,12 @@ def save_and_load_slowly(world: World, folder: Path) -> dict[str, Any]:
         def __init__(self, file: Path) -> None:
             self.get_tensor = lambda name: read(file, name)
 
-    manifest = storage.read_manifest(saved.folder)
+    manifest = storage.read_manifest(saved)
     full_state.PIECE = PIECE
     for name in ("broadcast", "scatter"):
         setattr(dist, name, read.counted(getattr(dist, name)))
     storage.open_tensors = lambda file: Slow(file)
-    peak = peak_of(lambda: saver.load_tensors(saved.folder, manifest))
+    peak = peak_of(lambda: saver.load_tensors(saved, manifest))
     dist.barrier(group=world.untimed)
     return {
         "save ahead": write.ahead,

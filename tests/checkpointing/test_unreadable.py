@@ -115,12 +115,3 @@ def test_retention_does_not_delete_what_it_can_t_compare(tmp_path: Path, monkeyp
         small(tmp_path, step, val_loss=float(step))
     failing(monkeypatch, storage.step_folder(tmp_path, 1) / "state.json", errno.EIO)
     assert select.to_keep(tmp_path, 1, 0, True, ()) == {1, 2, 4}
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_the_best_is_a_number(bad: float, tmp_path: Path) -> None:
-    """A validation loss that is not finite, which JSON has as NaN or Infinity."""
-    for step, loss in enumerate([bad, 3.0, 2.0, bad, 2.5], start=1):
-        small(tmp_path, step, loss)
-    assert ("NaN" in (storage.step_folder(tmp_path, 1) / "state.json").read_text()) == (bad != bad)
-    assert select.to_keep(tmp_path, 1, 0, True, ()) == {3, 5}

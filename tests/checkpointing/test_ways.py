@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint import Checkpointer
-from tests.checkpointing.reload_worker import WAYS, State
+from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import full_state, storage
 from torchtitan_lite.checkpointing.state import TrainState
@@ -21,15 +21,6 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.huggingface.weights import whole_weights
-
-
-def saved_files(checkpointer: Checkpointer) -> dict[str, Any]:
-    """The manifest's records of a save that must have succeeded."""
-    saved = checkpointer.wait()
-    assert saved is not None
-    assert not saved.error, saved.error
-    return dict(storage.read_manifest(saved.folder).files)
-
 
 # --- background saves -------------------------------------------------------------------------------------------
 
@@ -60,7 +51,7 @@ def train_while_saving(world: World, folder: Path, mesh: str) -> None:
                     same = [name for name, tensor in state.whole().items() if tensor.equal(before[name])]
                     assert not same, f"the step did not change {same}, so nothing is tested of them"
                     trained.set()
-                saves[background] = saved_files(checkpointer)
+                saves[background] = storage.read_manifest(saved_folder(checkpointer)).files
         assert saves[True] == saves[False], f"{kind} {api}: another step, or bytes of two"
 
 
@@ -80,8 +71,7 @@ def save_after_a_load(world: World, folder: Path) -> list[list[int]]:
         return Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1, **options), world)
 
     def save(saver: Checkpointer, step: int) -> list[int]:
-        saver.save(TrainState(step=step))
-        saved_files(saver)
+        save_now(saver, step)
         return storage.find_steps(folder)
 
     state.step()
@@ -117,9 +107,7 @@ def on_two_machines(world: World, folder: Path, api: str, mesh: str, background:
         state.step()
         saver.save(TrainState(step=step))
         expected[step] = state.whole()
-        saved = saver.wait()
-        assert saved is not None
-        assert not saved.error, saved.error
+        saved_folder(saver)
     if world.rank == 0:
         assert storage.find_steps(run) == [2, 3], "retention"
 

@@ -133,23 +133,22 @@ def used(_world: World, shape: str) -> None:
     model = sharded(mesh, neighbours=neighbours)
     apply_shared_memory(model, mesh)
 
-    def sent(*_: Any, **__: Any) -> None:
-        raise AssertionError("through gloo")
+    def loss() -> Tensor:
+        return model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
 
-    names_of_gloo = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
-    honest: list[tuple[Any, str, Any]] = [(dist, n, getattr(dist, n)) for n in names_of_gloo if hasattr(dist, n)]
-    honest.append((dist.ProcessGroup, "allreduce", dist.ProcessGroup.allreduce))
-    honest.append((shared_memory, "_all_gather", shared_memory._all_gather))
-    loss = model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
     if "/" in shape:  # the neighbours find each other's memory with gloo once
-        loss.backward()
+        loss().backward()
         model.zero_grad()
-        loss = model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
-    for owner, name, _ in honest:
-        setattr(owner, name, sent)
-    loss.backward()
-    for owner, name, function in honest:
-        setattr(owner, name, function)
+    of_gloo: list[tuple[Any, str]] = [
+        (dist, f"{name}_{way}") for name in ("all_gather", "reduce_scatter") for way in ("single", "tensor")
+    ]
+    of_gloo += [(dist, "all_gather_into_tensor"), (dist.ProcessGroup, "allreduce"), (shared_memory, "_all_gather")]
+    total = loss()
+    with contextlib.ExitStack() as stack:
+        for owner, name in of_gloo:
+            if hasattr(owner, name):
+                stack.enter_context(patch.object(owner, name, side_effect=AssertionError("through gloo")))
+        total.backward()
     for parameter, whole in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), whole)
 

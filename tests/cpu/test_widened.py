@@ -13,14 +13,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cpu.test_speed import made
 from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite import cpu
-from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, Config, ModelConfig, SpeedConfig
+from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
 from torchtitan_lite.cpu import attention, widened
-from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
-from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import Transformer
 from torchtitan_lite.models import attention as plain
 
 # what oneDNN then offers is what a CPU with AVX2 has
@@ -70,15 +69,9 @@ def test_attention_computes_in_float32(attend: widened.Attend) -> None:
     assert found.equal(expected.bfloat16())
 
 
-def made(family: str, *, widen: bool, chunked: bool = True, mode: str = "none", backend: str = "") -> Transformer:
-    with torch.device("meta"):
-        model = build(ModelConfig(family=family, **SIZES), 97)
-    model.output.chunked = chunked
-    cpu.apply(model, SpeedConfig(), widen=widen)
-    apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
-    apply_compile(model, CompileConfig.model_validate({"enabled": bool(backend), "backend": backend or "eager"}))
-    materialise(model, torch.device("cpu"), seed=3)
-    return model.bfloat16()
+def model_of(family: str, *, widen: bool, chunked: bool = True, mode: str = "none", backend: str = "") -> Transformer:
+    config, speed = ModelConfig(family=family, **SIZES), SpeedConfig(chunked_loss=chunked)
+    return made(config, speed, mode, backend, widen=widen).bfloat16()
 
 
 class Products16(TorchDispatchMode):
@@ -102,7 +95,7 @@ class Products16(TorchDispatchMode):
 def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bool, documents: bool) -> None:
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([*range(10), *range(13)]).repeat(2, 1) if documents else None
-    plain, wide = (made(family, widen=widen, chunked=chunked) for widen in (False, True))
+    plain, wide = (model_of(family, widen=widen, chunked=chunked) for widen in (False, True))
     assert list(wide.state_dict()) == list(plain.state_dict())
     values = []
     for model in (plain, wide):
@@ -125,7 +118,7 @@ def test_all_blocks_are_compiled_as_one(family: str, mode: str) -> None:
     counters.clear()
     gradients = []
     for backend in ("", "aot_eager"):
-        model = made(family, widen=True, mode=mode, backend=backend)
+        model = model_of(family, widen=True, mode=mode, backend=backend)
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
     assert counters["stats"]["unique_graphs"] == 1

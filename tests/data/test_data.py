@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, models
 
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.loader import Batch, Loader, SampleSource
-from torchtitan_lite.data.loader import Batch, Loader, MicroBatch
+from torchtitan_lite.data.loader import Batch, Loader, MicroBatch, SampleSource
 from torchtitan_lite.data.order import sample_index
 from torchtitan_lite.data.prepare import corpus
 from torchtitan_lite.data.prepare.plan import Options

@@ -1,35 +1,24 @@
 """Runs the commands of docs/data.md, from a folder of text to a training run."""
 
-import re
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, losses, ranks, run_python, succeeded, tiny
+from tests.docs.pages import blocks, obeyed
+from tests.helpers import ROOT, losses, tiny
 from torchtitan_lite.data.token_files import read_meta
 
 PAGE = (ROOT / "docs/data.md").read_text()
-COMMANDS = [shlex.split(line) for line in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)[0].splitlines()]
 
 
 @pytest.mark.extended
 def test_from_a_folder_of_text_to_a_run_in_three_commands(text: Path, tmp_path: Path) -> None:
     shutil.copytree(text, tmp_path / "my_text")
-    assert len(COMMANDS) == 3
-    paths = {"my_text": str(tmp_path / "my_text"), "data/mine": str(tmp_path / "data/mine")}
-    for words in COMMANDS:
-        command = [paths.get(word, word) for word in words]
-        if command[0] == "torchrun":
-            command = [re.sub(r"data/mine$", paths["data/mine"], word) for word in command]
-            ours = [o for o in tiny(text, tmp_path, train__steps=4) if "data.path" not in o and "tokenizer" not in o]
-            assert command[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
-            said = succeeded(ranks(2, *command[4:], *ours))
-            assert "vocabulary 4096" in said
-        else:
-            assert command[0] == "python"
-            said = succeeded(run_python(command[1:]))
+    places = {name: tmp_path / name for name in ("my_text", "data/mine")}
+    ours = [o for o in tiny(text, tmp_path, train__steps=4) if "data.path" not in o and "tokenizer" not in o]
+    *_, said = (obeyed(command, places, last=ours) for command in blocks(PAGE)[0].splitlines())
+    assert "vocabulary 4096" in said
     assert read_meta(tmp_path / "data/mine").vocab_size == 4096
     assert len(losses(tmp_path / "mine")) == 4
 

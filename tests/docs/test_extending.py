@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.docs.pages import blocks
 from tests.docs.sources import Copy
 from tests.helpers import ROOT, checkpoint, losses, records, tensors, tiny
 from torchtitan_lite.config.schema import OptimConfig
 
 PAGE = (ROOT / "docs/extending.md").read_text()
 FILES = dict(re.findall(r"`(torchtitan_lite/[\w/]+\.py)`:\n\n```python\n(.*?)^```", PAGE, re.M | re.S))
-DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S)
+DIFFS = blocks(PAGE, "diff")
 
 
 @pytest.fixture

@@ -3,36 +3,33 @@
 import ast
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, checkpoint, ranks, run_python, succeeded, tiny
+from tests.docs.pages import commands, obeyed
+from tests.helpers import ROOT, checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 
 # the sections after that are tested by test_operator_docs.py
-PAGE = (ROOT / "docs/incidents.md").read_text().split("\n## A lost machine")[0]
-COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines()]
-LAUNCH = "torchrun --nproc-per-node 2 train.py "
+WHOLE = (ROOT / "docs/incidents.md").read_text()
+PAGE = WHOLE.split("\n## A lost machine")[0]
 
 
 @pytest.mark.extended
 def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
     plain = [o for o in tiny(text, tmp_path, train__steps=8, checkpoint__every=4, eval__every=0) if "model.f" not in o]
     succeeded(ranks(2, *plain))
-    said = {}
-    for line in COMMANDS:
-        command = line.replace("120", "6").replace("118 --to 122", "5 --to 7").replace("step-100", "step-4")
-        command = command.replace("800 960", "24 36").replace("[[800, 960]]", "[[24, 36]]")
-        command = command.replace("runs/default", str(tmp_path / "default")).replace(
-            "seen.json", f"{tmp_path}/seen.json"
-        )
-        if command.startswith(LAUNCH):
-            said[line] = succeeded(ranks(2, *plain, *shlex.split(command.removeprefix(LAUNCH))))
-        else:
-            said[line] = succeeded(run_python(shlex.split(command)[1:]))
-    replay, step, several, ranked, find, skip, spike, samples, by_hand = said.values()
+    places: dict[str, object] = {
+        "120": 6,
+        "118 --to 122": "5 --to 7",
+        "step-100": "step-4",
+        "800 960": "24 36",
+        "800, 960": "24, 36",
+    }
+    places |= {"runs/default": tmp_path / "default", "seen.json": tmp_path / "seen.json"}
+    said = (obeyed(command, places, first=plain) for command in commands(PAGE))
+    replay, step, several, ranked, find, skip, spike, samples, by_hand = said
     assert "equal   bit for bit" in replay
     assert "step 6: samples 30 to 35" in step
     assert "steps 5 to 7: samples 24 to 41" in several
@@ -47,32 +44,31 @@ def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
     assert "finished: step 8" in skip
 
 
-def test_the_page_quotes_what_is_said() -> None:
-    source = (ROOT / "torchtitan_lite/tools/incidents/replay.py").read_text()
-    spikes = ROOT / "torchtitan_lite/training/spikes"
-    for quoted in ("Computed again, it is equal bit for bit", "Computed again, it differs, ", "the gradient norm"):
-        assert quoted in (spikes / "recheck.py").read_text()
-        assert quoted in PAGE
-    for file, quoted in (("watch.py", "SPIKE"), ("rewind.py", "REWOUND")):
-        assert f"{quoted} " in (spikes / file).read_text()
-        assert f"`{quoted}`" in PAGE
-    for quoted in ("tensors differ", "differs: ", "; on all ranks", "the gradient norm", "equal   "):
-        assert quoted in source
-        assert quoted.strip() in PAGE
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        *(("tools/incidents/replay.py", s) for s in ("tensors differ", "differs: ", "; on all ranks", "equal   ")),
+        *(("training/spikes/recheck.py", s) for s in ("Computed again, it is equal bit for bit", "the gradient norm")),
+        *(("training/spikes/watch.py", "SPIKE "), ("training/spikes/rewind.py", "REWOUND ")),
+        ("checkpointing/storage.py", "its SHA-256 does not match the manifest"),
+        ("checkpointing/save.py", "copies of the model differ"),
+        ("data/token_files.py", "has changed since it was made"),
+        ("training/spikes/recheck.py", "Computed again, it differs"),
+    ],
+)
+def test_the_page_quotes_what_is_said(file: str, said: str) -> None:
+    assert said in (ROOT / "torchtitan_lite" / file).read_text()
+    assert said.strip() in WHOLE
 
 
 def test_the_table_at_the_top_has_real_lines_sections_and_commands() -> None:
     """Each line is printed by the source, each section exists, and each command is in a block that a test runs."""
-    texts = []
-    for file in (ROOT / "train.py", *(ROOT / "torchtitan_lite").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-    printed = "\n".join(texts)
+    nodes = (ast.walk(ast.parse(f.read_text())) for f in (ROOT / "train.py", *(ROOT / "torchtitan_lite").rglob("*.py")))
+    constants = (node.value for inside in nodes for node in inside if isinstance(node, ast.Constant))
+    printed = "\n".join(value for value in constants if isinstance(value, str))
     pages = {name: (ROOT / name).read_text() for name in ("docs/incidents.md", "docs/data.md")}
     pages |= {f"docs/{name}.md": (ROOT / f"docs/{name}.md").read_text() for name in ("checkpoints", "plan", "commands")}
-    blocks = "\n".join(b for page in pages.values() for b in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S))
-    run = {line.split("  #")[0].strip() for line in blocks.splitlines()}
+    run = {line.split("  #")[0].strip() for page in pages.values() for line in commands(page)}
     rows = re.findall(r"^\| `(.*?)` \| \[.*?\]\((.*?)\) \| `(.*?)` \|$", PAGE.split("\n## ")[0], re.M)
     assert len(rows) == PAGE.split("\n## ")[0].count("\n| `")
     assert len(rows) > 12

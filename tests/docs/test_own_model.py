@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+from tests.docs.pages import blocks
 from tests.docs.sources import Copy
 from tests.helpers import ROOT, losses, tiny
 
@@ -11,7 +12,7 @@ from tests.helpers import ROOT, losses, tiny
 def test_the_model_of_the_page_trains_resumes_and_writes(text: Path, tmp_path: Path) -> None:
     """In a copy of the sources: `git apply` reads the page's diff there, as a reader would."""
     page = (ROOT / "docs/own_model.md").read_text()
-    ((code,), (edits,)) = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S) for kind in ("python", "diff"))
+    ((code,), (edits,)) = (blocks(page, language) for language in ("python", "diff"))
     (family,) = re.findall(r"`train.py (--model.family=\w+)`", page)
     assert len(code.splitlines()) + edits.count("\n+") < 60
     copy = Copy(tmp_path / "copy", {"torchtitan_lite/models/parallel.py": code}, [edits])

@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, ranks, run_python, succeeded, tiny
+from tests.docs.pages import blocks, commands, obeyed
+from tests.helpers import ROOT, ranks, succeeded, tiny
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
-
-
 def test_the_types_are_installed_with_the_package() -> None:
     assert (ROOT / "torchtitan_lite/py.typed").is_file()
-    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["torchtitan_lite"]
+    assert PROJECT["tool"]["setuptools"]["package-data"]["torchtitan_lite"] == ["py.typed", "__init__.pyi"]
     assert "Typing :: Typed" in PROJECT["project"]["classifiers"]
 
 
@@ -59,7 +56,8 @@ def test_the_glossary_has_the_words_of_the_log() -> None:
 
 @pytest.mark.extended
 def test_the_recipe_for_sweeps_runs(text: Path, tmp_path: Path) -> None:
-    (block,) = blocks("sweeps.md")
+    page = (ROOT / "docs/sweeps.md").read_text()
+    (block,) = blocks(page)
     loop = re.fullmatch(r"for lr in (.+?); do\n  torchrun --nproc-per-node 2 train.py (.+)\ndone\n(.+)\n", block)
     assert loop
     rates = loop[1].split()
@@ -68,10 +66,8 @@ def test_the_recipe_for_sweeps_runs(text: Path, tmp_path: Path) -> None:
         succeeded(ranks(2, *shlex.split(loop[2].replace("$lr", rate)), *ours))
     runs = sorted(tmp_path.glob("sweep-*"))
     assert [run.name for run in runs] == sorted(f"sweep-{rate}" for rate in rates)
-    command = loop[3].replace("runs/sweep-*", " ".join(map(str, runs)))
-    head, *rows = succeeded(run_python(shlex.split(command)[1:])).splitlines()
-    shown = re.findall(r"^```text\n(.*?)\n", (ROOT / "docs/sweeps.md").read_text(), re.M)
-    assert re.split(r"  +", head) == re.split(r"  +", shown[0])
+    head, *rows = obeyed(loop[3], {"runs/sweep-*": " ".join(map(str, runs))}).splitlines()
+    assert re.split(r"  +", head) == re.split(r"  +", blocks(page, "text")[0].splitlines()[0])
     losses = [float(re.split(r"  +", row)[2].split()[0]) for row in rows]
     assert len(losses) == len(rates)
     assert losses == sorted(losses)
@@ -82,11 +78,10 @@ def test_the_commands_about_watching_a_run(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="default", train__steps=2, optim__warmup_steps=1)))
     shutil.copytree(tmp_path / "default", tmp_path / "mine")
-    lines = [line for block in blocks("watching.md") for line in block.splitlines()]
-    commands = [line for line in lines if "torchtitan_lite.report" in line]
-    assert len(commands) == 3
-    for command in commands:
-        output = succeeded(run_python(shlex.split(command.replace("runs/", f"{tmp_path}/"))[1:]))
+    reports = [line for line in commands((ROOT / "docs/watching.md").read_text()) if "torchtitan_lite.report" in line]
+    assert len(reports) == 3
+    for command in reports:
+        output = obeyed(command, {"runs/": f"{tmp_path}/"})
         assert "report  " in output or "best val_loss" in output
     assert (tmp_path / "report.html").is_file()
     assert (tmp_path / "default/report.html").is_file()

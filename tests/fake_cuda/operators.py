@@ -1,9 +1,8 @@
-"""A log of every operator: devices, bytes read and written, the line of ours that called it, and whether it waits.
+"""A log of every operator: bytes read and written, the line of ours that called it, and whether it waits.
 
     with FakeTensorMode(), OperatorLog() as log:
-        loss = model(tokens, targets)
-        loss.backward()
-    print(log.table())
+        model(tokens, targets).backward()
+    print(log.bytes(), log.waits)
 
 Bytes are those that a kernel of its own moves between memory and the chip: each input once, each output once. Views and
 allocations move none. A lookup reads only the rows that it needs. Inside a compiled function nothing is logged but its
@@ -49,13 +48,11 @@ class Operator:
     """One call of an operator."""
 
     name: str  # "aten.mm.default"
-    devices: tuple[str, ...]  # of its tensors: "cpu", "cuda"
     read: int  # bytes
     written: int  # bytes
     where: str  # "train.py:251", the innermost line of ours; else `within`
     within: str  # the innermost line of torch's Python, if it is further in: "torch/nn/modules/linear.py:134"
     waits: str = ""  # why the host waits for the device; "": it does not
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the outputs
 
     @property
     def bytes(self) -> int:
@@ -89,16 +86,13 @@ class OperatorLog(TorchDispatchMode):
         self._remember_pinned(function, args, kwargs, out)
         if not getattr(self._paused, "now", False):
             read, written = moved_bytes(function, args, kwargs, out)
-            tensors = [*_tensors((args, kwargs)), *_tensors(out)]
-            devices = tuple(sorted({t.device.type for t in tensors}))
-            shapes = tuple(tuple(t.shape) for t in _tensors(out))
-            self.operators.append(Operator(str(function), devices, read, written, *calling_lines(), waits, shapes))
+            self.operators.append(Operator(str(function), read, written, *calling_lines(), waits))
         return out
 
     def add(self, name: str, read: int = 0, written: int = 0, waits: str = "") -> None:
         """Log something that is no operator of torch's: a wait for an event, a compiled function."""
         if not self.silent:
-            self.operators.append(Operator(name, ("cuda",), read, written, *calling_lines(), waits))
+            self.operators.append(Operator(name, read, written, *calling_lines(), waits))
 
     def compiled(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a function as if its operators were one kernel, which reads its inputs and writes its outputs."""
@@ -122,18 +116,6 @@ class OperatorLog(TorchDispatchMode):
         """Bytes read and written, without operators whose names contain one of these words."""
         words = tuple(without)
         return sum(o.bytes for o in self.operators if not any(word in o.name for word in words))
-
-    def table(self, n: int = 20) -> str:
-        """The operators and lines that move the most bytes, in MiB."""
-        total: dict[tuple[str, str], list[int]] = {}
-        for o in self.operators:
-            entry = total.setdefault((o.name, o.where), [0, 0, 0])
-            for i, value in enumerate((1, o.read, o.written)):
-                entry[i] += value
-        most = sorted(total.items(), key=lambda item: -sum(item[1][1:]))[:n]
-        lines = [f"{'calls':>6} {'read MiB':>10} {'written':>10}  operator, line"]
-        lines += [f"{c:6} {r / 2**20:10.1f} {w / 2**20:10.1f}  {name}, {at}" for (name, at), (c, r, w) in most]
-        return "\n".join(lines)
 
     def _waits(self, function: Any, args: Any, kwargs: Any) -> str:
         """Why the host waits for the device during this operator, or ""."""

@@ -1,4 +1,4 @@
-"""Machines that are killed and come back at random: `python -m tests.faults.machines [events [seed]] [--forked]`.
+"""Machines that are killed and come back at random: `python -m tests.faults.machines [events [seed]]`.
 
 Up to two of three machines train one run (`python -m torchtitan_lite.tools.elastic`), and the third is a spare. At
 random moments, also while they start, one of them is killed with all its processes (SIGKILL), or comes back, or leaves
@@ -8,8 +8,8 @@ poisoned, so that the loss jumps and the run rewinds. Each step must have seen e
 machines trained it, rewinds must have skipped all others, and the losses must be those of an undisturbed process that
 was told to skip the same samples.
 
-With --forked the machines and their processes are forked from a process that has torch, instead of importing it each
-time: ten times as fast, and the same signals.
+The machines and their processes are forked from a process that has torch, instead of importing it each time: ten
+times as fast, and the same signals.
 """
 
 import argparse
@@ -32,30 +32,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from tests.helpers import HANGS_S, losses, options, ranks, succeeded
+from tests.helpers import HANGS_S, losses, ranks, succeeded, tiny
 from tests.tools.elastic_machines import ELASTIC, Machines, until
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.process import env_int
 
 NAMES = ("a", "b", "c")
 BATCH = 6
 LEARNED = 45 * BATCH  # samples after which a poisoned batch is far above the loss
 COMPARED = 1000  # steps: later, two undisturbed runs on other world sizes differ by 1e-3 and more, as rounding grows
 SPIKE = {"spike__action": "rewind", "spike__window": 12, "spike__max_rewinds": 10_000, "spike__recheck": True}
-WORKER = "tests/faults/machine_worker.py"
+PACE_S = 0.02  # the least duration of a step
 
 
 def arguments(folder: Path, text: Path, name: str, **more: Any) -> list[str]:
     """A tiny run without dropout, whose masks would depend on the number of ranks."""
-    values = {
-        **{"run.name": name, "run.out_dir": folder, "data.path": text, "run.device": "cpu", "run.timeout_minutes": 10},
-        **{"model.family": "gpt", "model.dim": 32, "model.n_layers": 2, "model.n_heads": 2, "model.max_seq_len": 37},
-        **{"tokenizer.vocab_size": 517, "train.seq_len": 32, "train.micro_batch_size": 2, "run.threads": 1},
-        **{"train.global_batch_size": BATCH, "train.steps": 100_000, "optim.warmup_steps": 2, "optim.lr": 0.004},
-        **{"optim.schedule": "constant", "eval.every": 0, "sample.every": 0, "log.every": 1, "checkpoint.every": 3},
-        **{"checkpoint.state_dict": "sharded", "checkpoint.keep_latest": 3},
-        "checkpoint.resume": "never",
-    }
-    return options(values | {key.replace("__", "."): value for key, value in more.items()})
+    values = {"optim__name": "muon", "optim__lr": 0.004, "optim__schedule": "constant", "train__steps": 100_000}
+    values |= {"eval__every": 0, "run__timeout_minutes": 10, "checkpoint__every": 3, "checkpoint__keep_latest": 3}
+    values |= {"checkpoint__state_dict": "sharded", "checkpoint__resume": "never"}
+    return tiny(text, folder, run__name=name, **values | more)
 
 
 class Forked(Machines):
@@ -131,7 +126,7 @@ def _machine(words: Sequence[str]) -> int:
     from torchtitan_lite.tools.elastic import __main__, machine
 
     def forked(command: Sequence[str], env: dict[str, str], **_: Any) -> ForkedProcess:
-        assert command[2] == WORKER, command
+        assert command[2] == "train.py", command
         return ForkedProcess(lambda: _worker(command[3:]), env, dies=True)
 
     vars(machine)["subprocess"] = SimpleNamespace(Popen=forked)
@@ -140,30 +135,74 @@ def _machine(words: Sequence[str]) -> int:
 
 def _worker(argv: Sequence[str]) -> NoReturn:
     import train
-    from tests.faults import machine_worker
     from torchtitan_lite.distributed.process_group import exit_process
 
-    machine_worker.install()
+    install()
     exit_process(train.main(argv))
+
+
+class Recorded:
+    """A source of samples that keeps which ones were drawn last."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+        self.last: list[int] = []
+
+    def draw(self, numbers: Any, seed: Any) -> Any:
+        self.last = numbers.tolist()
+        return self._samples.draw(numbers, seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
+
+
+def install() -> None:
+    """Write down which samples each rank trained on in which world, at a pace; and poison some of them."""
+    import train
+    from tests.training import spike_worker
+    from torchtitan_lite.data.loader import Loader
+
+    spike_worker.poison()
+    drawn: dict[int, list[int]] = {}
+    batch, train_step = Loader.batch, train.train_step
+    file = Path(os.environ["SAMPLES"]) / f"{env_int('RANK', 0)}.txt"
+    # a coordinator that was killed with all that knew it counts worlds from 1 again
+    world = f"{env_int('TORCHELASTIC_RESTART_COUNT', 0)}.{os.environ['MASTER_PORT']}"
+
+    def recorded_batch(self: Loader, first: int, size: int) -> Any:
+        source: Any = self.samples
+        if not isinstance(source, Recorded):
+            source = Recorded(source)
+            object.__setattr__(self, "samples", source)  # it is frozen
+        result = batch(self, first, size)
+        drawn[first] = source.last
+        return result
+
+    def recorded_step(s: Any, step: int) -> Any:
+        began, first = time.monotonic(), s.state.samples_consumed
+        result = train_step(s, step)
+        line = f"{world} {step} {time.time():.3f} {','.join(map(str, drawn.pop(first)))}\n"
+        with file.open("a") as out:  # one write: a kill cuts no line
+            out.write(line)
+        time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))
+        return result
+
+    Loader.batch = recorded_batch  # type: ignore[method-assign]
+    train.train_step = recorded_step
 
 
 class Soak:
     """One run, and what happens to it."""
 
-    def __init__(self, folder: Path, text: Path, seed: int, forked: bool) -> None:
+    def __init__(self, folder: Path, text: Path, seed: int) -> None:
         self._rng, self._folder, self._text = random.Random(seed), folder, text
         self._samples = folder / "samples"
         self._samples.mkdir()
         self.run = folder / "run"
         self.poisoned = self._poison()
-        env = {
-            "SAMPLES": str(self._samples),
-            "PACE_S": "0.02" if forked else "0.2",
-            "POISON": json.dumps(self.poisoned),
-        }
-        kind = Forked if forked else Machines
-        command = [WORKER, *arguments(folder, text, "run", **SPIKE)]
-        self.machines = kind(folder, command, "--nnodes", "1:2", "--settle", "0.5", env=env)
+        env = {"SAMPLES": str(self._samples), "POISON": json.dumps(self.poisoned)}
+        command = ["train.py", *arguments(folder, text, "run", **SPIKE)]
+        self.machines = Forked(folder, command, "--nnodes", "1:2", "--settle", "0.5", env=env)
         events = "killed", "killed with rank 0", "all killed", "returned", "left", "coordinator", "and its world"
         self.counts = dict.fromkeys(events, 0)
         self.recoveries: list[float] = []
@@ -280,25 +319,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("events", nargs="?", type=int, default=20)
     parser.add_argument("seed", nargs="?", type=int, default=1)
-    parser.add_argument("--forked", action="store_true")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no event after so long")
     given = parser.parse_args()
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
-    if given.forked:
-        for module in ("train", "torch._dynamo"):
-            importlib.import_module(module)
-        gc.freeze()
-    print(soak(given.events, given.seed, minutes=given.minutes, forked=given.forked))
+    for module in ("train", "torch._dynamo"):
+        importlib.import_module(module)
+    gc.freeze()
+    print(soak(given.events, given.seed, given.minutes))
 
 
-def soak(events: int, seed: int, *, minutes: float, forked: bool) -> str:
+def soak(events: int, seed: int, minutes: float) -> str:
     """Let the events happen and check the run. Returns a summary."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = folder / "text"
         text.mkdir()
         (text / "argparse.txt").write_text(inspect.getsource(argparse))
-        s = Soak(folder, text, seed, forked)
+        s = Soak(folder, text, seed)
         try:
             happened = s.events(events, minutes)
             s.end()

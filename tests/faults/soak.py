@@ -17,13 +17,11 @@ import tempfile
 import time
 from itertools import product
 from pathlib import Path
-
-from safetensors.torch import load_file
-from torch import Tensor
+from typing import Any
 
 from tests.forkserver import Ranks
-from tests.helpers import HANGS_S, losses, options
-from torchtitan_lite.checkpointing import dcp_storage, storage
+from tests.helpers import HANGS_S, checkpoint, losses, tensors, tiny
+from torchtitan_lite.checkpointing import storage
 
 WAYS = list(product(("full", "sharded"), ("dtensor", "dcp"), (False, True)))
 STEPS = 24
@@ -32,15 +30,10 @@ STEPS = 24
 def arguments(folder: Path, text: Path, name: str, way: tuple[str, str, bool]) -> list[str]:
     """A tiny run that saves all the time."""
     kind, api, beside = way
-    values = {
-        **{"run.name": name, "run.out_dir": folder, "data.path": text, "run.device": "cpu", "run.timeout_minutes": 10},
-        **{"model.family": "gpt", "model.dim": 32, "model.n_layers": 2, "model.n_heads": 2, "model.max_seq_len": 37},
-        **{"model.dropout": 0.1, "tokenizer.vocab_size": 517, "train.seq_len": 32, "train.micro_batch_size": 3},
-        **{"train.global_batch_size": 6, "train.steps": STEPS, "optim.warmup_steps": 2, "eval.every": 0},
-        **{"log.every": 1, "checkpoint.every": 2, "checkpoint.state_dict": kind, "checkpoint.api": api},
-        **{"checkpoint.async_save": str(beside).lower(), "checkpoint.keep_latest": 3},
-    }
-    return options(values)
+    more: dict[str, Any] = {"model__dropout": 0.1, "train__micro_batch_size": 3, "run__timeout_minutes": 10}
+    more |= {"eval__every": 0, "checkpoint__every": 2, "checkpoint__keep_latest": 3}
+    more |= {"checkpoint__state_dict": kind, "checkpoint__api": api, "checkpoint__async_save": str(beside).lower()}
+    return tiny(text, folder, run__name=name, train__steps=STEPS, **more)
 
 
 def reported(run: Path) -> list[int]:
@@ -51,14 +44,7 @@ def reported(run: Path) -> list[int]:
 
 def whole(run: Path) -> dict[str, bytes]:
     """Every tensor of the last checkpoint, as bytes."""
-    folder = storage.step_folder(run / "checkpoints", STEPS)
-    tensors: dict[str, Tensor] = {}
-    if storage.read_manifest(folder).state_dict == "sharded":
-        tensors = dict(dcp_storage.WholeTensors(folder, ""))
-    else:
-        for prefix, file in (("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)):
-            tensors |= {prefix + name: tensor for name, tensor in load_file(folder / file).items()}
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors(checkpoint(run, STEPS)).items()}
 
 
 def check_after_a_kill(run: Path) -> None:

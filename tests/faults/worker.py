@@ -117,21 +117,20 @@ def _at_site(action: str, step: int, site: str, times: int) -> None:
     setattr(owner, name, faulty)
 
 
-def _kill(_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def _signal(number: signal.Signals) -> Callable[[Any], None]:
+    return lambda _: os.kill(os.getpid(), number)
+
+
+def _os_error(number: int) -> Callable[[Any], None]:
+    def fail(_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def _halve(args: Any) -> None:
     next(Path(args[0]).glob("*.*")).unlink()
-    _kill(args)
-
-
-def _error(_: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def _eio(_: Any) -> None:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _full(_: Any) -> None:
@@ -140,30 +139,6 @@ def _full(_: Any) -> None:
 
 def _raise(_: Any) -> None:
     raise ZeroDivisionError("a bug in somebody's loader")
-
-
-def _exit(_: Any) -> None:
-    os._exit(0)
-
-
-def _hang(_: Any) -> None:
-    time.sleep(10_000)
-
-
-def _slow(_: Any) -> None:
-    time.sleep(float(os.environ["FAULT_SECONDS"]))
-
-
-def _term(_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _int(_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def _hup(_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGHUP)
 
 
 def _stop(_: Any) -> None:
@@ -183,28 +158,24 @@ def _flip(args: Any) -> None:
         rows.view(torch.int32)[0, 0] ^= 1 << 3
 
 
-def _nan(_: Any) -> Callable[[Any], Any]:
-    return lambda loss: loss * torch.nan
-
-
 ACTIONS: dict[str, Callable[[Any], Any]] = {
-    "kill": _kill,
+    "kill": _signal(signal.SIGKILL),
     "halve": _halve,
-    "rotate": _kill,
-    "error": _error,
-    "eio": _eio,
+    "rotate": _signal(signal.SIGKILL),
+    "error": _os_error(errno.ENOSPC),
+    "eio": _os_error(errno.EIO),
     "full": _full,
     "raise": _raise,
-    "exit": _exit,
-    "hang": _hang,
-    "slow": _slow,
-    "term": _term,
-    "int": _int,
-    "hup": _hup,
+    "exit": lambda _: os._exit(0),
+    "hang": lambda _: time.sleep(10_000),
+    "slow": lambda _: time.sleep(float(os.environ["FAULT_SECONDS"])),
+    "term": _signal(signal.SIGTERM),
+    "int": _signal(signal.SIGINT),
+    "hup": _signal(signal.SIGHUP),
     "stop": _stop,
     "vanish": _vanish,
     "flip": _flip,
-    "nan": _nan,
+    "nan": lambda _: lambda loss: loss * torch.nan,
 }
 
 if __name__ == "__main__":

@@ -84,14 +84,21 @@ def test_resume_is_bitwise_when_deterministic(api: str, text: Path, tmp_path: Pa
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_documents_are_masked_as_on_the_cpu(family: str, compiled: bool, text: Path, tmp_path: Path) -> None:
-    """FlexAttention against SDPA with a mask."""
-    more = {"data__packing": "best_fit", "data__document_mask": True, "model__family": family, "model__dim": 64}
+MASKED = {"data__packing": "best_fit", "data__document_mask": True, "model__dim": 64}
+RECOMPUTED = {"activation_checkpointing__mode": "full"}
+
+
+@pytest.mark.parametrize(("more", "on_cuda"), [
+    ({}, {}),
+    *(
+        ({**MASKED, "model__family": family}, {**RECOMPUTED, "compile__enabled": compiled})
+        for family in ("gpt", "llama") for compiled in (False, True)
+    ),
+])  # fmt: skip
+def test_losses_are_those_of_the_cpu(more: dict[str, Any], on_cuda: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    """With a mask of documents: FlexAttention against SDPA."""
     succeeded(torchrun(1, *tiny(text, tmp_path, run__name="cpu", **more)))
-    cuda = {"run__device": "cuda", "compile__enabled": compiled, "activation_checkpointing__mode": "full"}
-    succeeded(torchrun(1, *tiny(text, tmp_path, run__name="cuda", **more, **cuda)))
+    succeeded(torchrun(1, *tiny(text, tmp_path, run__name="cuda", run__device="cuda", **more, **on_cuda)))
     ours, theirs = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
     assert all(ours[step] == pytest.approx(theirs[step], rel=1e-3) for step in theirs)
 
@@ -107,14 +114,10 @@ def test_initial_parameters_are_those_of_the_cpu() -> None:
         assert one.equal(other.cpu())
 
 
-def test_losses_are_those_of_the_cpu(text: Path, tmp_path: Path) -> None:
-    for device in ("cpu", "cuda"):
-        succeeded(torchrun(1, *tiny(text, tmp_path, run__name=device, run__device=device)))
-    ours, theirs = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
-    assert all(ours[step] == pytest.approx(theirs[step], rel=1e-3) for step in theirs)
-
-
-def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("z", [0.0, 0.01])
+def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(
+    z: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 2048 * 5000 * 2)  # three chunks
     x = torch.randn(2, 3000, 64, device="cuda", dtype=torch.bfloat16)
     weight = (torch.randn(5000, 64, device="cuda") * 0.1).bfloat16()
@@ -122,11 +125,11 @@ def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(monk
     targets[:, ::7] = IGNORE
     assert loss_operators.kernel_works(x.device, x.dtype, 5000)
     found = []
-    for way in (chunked_loss.chunked_cross_entropy, lambda x, w, t: summed_cross_entropy(x @ w.T, t)):
+    for way in (chunked_loss.chunked_cross_entropy, lambda x, w, t, z: summed_cross_entropy(x @ w.T, t, z)):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            loss = way(*leaves, targets)
+            loss = way(*leaves, targets, z)
             loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

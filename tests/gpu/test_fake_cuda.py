@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda import library
+from tests.fake_cuda.cases import TABLE
 from tests.helpers import start, succeeded
 
 # .ci/run installs g++: there nothing may be skipped for its lack
@@ -16,52 +17,21 @@ pytestmark = pytest.mark.skipif(
     reason=library.unavailable(),
 )
 
-TABLE = [
-    "HSDP, full checkpointing, explicit prefetching",
-    "document mask, selective checkpointing",
-    "world of one, float16, tied",
-    "accumulation, kept gathered, gradients synchronised once",
-]
-MORE = [
-    *("plain", "float32", "float16", "HSDP", "full checkpointing", "selective checkpointing", "tied"),
-    *("explicit prefetching", "document mask", "document mask, full checkpointing", "world of one", "accumulation"),
-    *("accumulation, gradients synchronised once", "accumulation, kept gathered", "gpt, dropout", "gpt, document mask"),
-    *("logits of all tokens", "RMS scaling, HSDP"),
-]
-
-
-def facts_of(tmp_path_factory: pytest.TempPathFactory, *names: str) -> Any:
-    file = tmp_path_factory.mktemp("fake_cuda") / "found.json"
-    succeeded(start([sys.executable, "-m", "tests.fake_cuda", "tests.fake_cuda.cases", str(file), *names]))
-    return json.loads(file.read_text())
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return facts_of(tmp_path_factory, *TABLE)
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return facts_of(tmp_path_factory, *MORE)
-
-
-def require_no_wait(step: dict[str, Any]) -> None:
-    """Two small copies of the step before are read: the guard's and the preemption's."""
-    assert step["operators"] > 300
-    expected = "waits for an event of the step before"
-    assert [waits for _, _, waits in step["waits"]] == [expected, expected], step["waits"]
+    file = tmp_path_factory.mktemp("fake_cuda") / "found.json"
+    succeeded(start([sys.executable, "-m", "tests.fake_cuda", "tests.fake_cuda.cases", str(file)]))
+    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_host_waits_only_for_the_step_before(name: str, found: Any) -> None:
-    require_no_wait(found["steps"][name])
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", MORE)
-def test_the_host_waits_only_for_the_step_before_in_more_settings(name: str, more: Any) -> None:
-    require_no_wait(more["steps"][name])
+    """Two small copies of the step before are read: the guard's and the preemption's."""
+    step = found["steps"][name]
+    assert step["operators"] > 300
+    expected = "waits for an event of the step before"
+    assert [waits for _, _, waits in step["waits"]] == [expected, expected], step["waits"]
 
 
 def kernels(step: dict[str, Any]) -> list[str]:
@@ -73,7 +43,7 @@ def test_selective_checkpointing_keeps_attention_within_documents(found: Any) ->
     step = kernels(found["steps"]["document mask, selective checkpointing"])
     forward, backward = (f"compiled flex_attention {way}" for way in ("forward", "backward"))
     assert step == [forward, forward, backward, backward]  # of two blocks: none is recomputed
-    full = kernels(found["steps"]["HSDP, full checkpointing, explicit prefetching"])
+    full = kernels(found["steps"]["HSDP, full checkpointing, explicit prefetching, RMS scaling"])
     assert full.count("cudnn_attention") == 4, "full checkpointing recomputes it"
 
 

@@ -45,18 +45,6 @@ def test_each_document_is_as_if_it_were_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_changing_a_document_changes_no_other(family: str) -> None:
-    model = make(family)
-    changed = TOKENS.clone()
-    changed[0, 5:8] = 60
-    before, after = model(TOKENS, None, None, POSITIONS), model(changed, None, None, POSITIONS)
-    assert before[0, :5].equal(after[0, :5])
-    assert before[0, 8:].equal(after[0, 8:])
-    assert before[1].equal(after[1])
-    assert not before[0, 5:8].equal(after[0, 5:8])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["none", "full", "selective", pytest.param("compiled", marks=pytest.mark.extended)])
 def test_no_gradient_flows_between_documents(family: str, mode: str) -> None:
     model = make(family)

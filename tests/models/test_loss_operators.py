@@ -1,9 +1,5 @@
 """The loss as a GPU computes it: its kernel, its chunks, its bytes. Here on the CPU; test_cuda.py runs the kernel."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +10,27 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.fake_cuda.operators import OperatorLog
-from tests.helpers import ROOT
 from tests.models import triton_stand_in
+from tests.models.test_z_loss import gradients
 from torchtitan_lite.models import chunked_loss, loss_operators
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 
 Launch = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
 
 
-def compare(launch: Launch, columns: int, dtype: torch.dtype, z_loss: float = 0.0) -> None:
-    """The kernel on nine rows of a wider matrix, some of them without a target, against plain operators."""
+@pytest.fixture
+def launch() -> Launch:
+    """The kernel, run by the stand-in for Triton in blocks of 64 columns."""
+    module = triton_stand_in.kernel_module()
+    module.MAX_BLOCK = 64
+    return module.launch
+
+
+@pytest.mark.parametrize("columns", [5, 64, 91, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_the_kernel_computes_loss_and_gradient(columns: int, dtype: torch.dtype, z_loss: float, launch: Launch) -> None:
+    """On nine rows of a wider matrix, some of them without a target, against plain operators."""
     generator = torch.Generator().manual_seed(columns)
     wide = (torch.randn(9, columns + 5, generator=generator) * 4).to(dtype)
     targets = torch.randint(columns, (9,), generator=generator)
@@ -42,21 +49,6 @@ def compare(launch: Launch, columns: int, dtype: torch.dtype, z_loss: float = 0.
             assert made.equal(wide)
 
 
-@pytest.fixture
-def launch() -> Launch:
-    """The kernel, run by the stand-in for Triton in blocks of 64 columns."""
-    module = triton_stand_in.kernel_module()
-    module.MAX_BLOCK = 64
-    return module.launch
-
-
-@pytest.mark.parametrize("columns", [5, 64, 91, 200])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
-def test_the_kernel_computes_loss_and_gradient(columns: int, dtype: torch.dtype, z_loss: float, launch: Launch) -> None:
-    compare(launch, columns, dtype, z_loss)
-
-
 def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
     logits = torch.zeros(5, 70)
     logits[0, 3], logits[1, 69], logits[2, :] = float("nan"), float("inf"), -float("inf")
@@ -67,37 +59,7 @@ def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
     assert logits[3].isfinite().all()
 
 
-_INTERPRETED = """
-import torch
-from tests.models.test_loss_operators import compare
-from torchtitan_lite.models import loss_kernel
-for block in (32768, 1024):
-    loss_kernel.MAX_BLOCK = block
-    for columns in (91, 4096, 5000):
-        for dtype in (torch.float32, torch.bfloat16):
-            compare(loss_kernel.launch, columns, dtype)
-            compare(loss_kernel.launch, columns, dtype, 0.01)
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
-def test_the_kernel_runs_in_tritons_interpreter() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    subprocess.run([sys.executable, "-c", _INTERPRETED], cwd=ROOT, env=env, check=True)
-
-
 # --- chunks -----------------------------------------------------------------------------------------------------
-
-
-def results(compute: Callable[..., Tensor], dtype: torch.dtype, n: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(2, n, 16, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(91, 16, generator=generator).to(dtype).requires_grad_()
-    targets = torch.randint(91, (2, n), generator=generator)
-    targets[:, ::5] = IGNORE
-    loss = compute(x, weight, targets)
-    return [loss.detach(), *torch.autograd.grad(loss * 0.3, [x, weight])]
 
 
 def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -108,7 +70,7 @@ def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_in_the_gpus_chunks_is_the_loss(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
-    found, expected = (results(way, dtype, n) for way in (chunked_loss.chunked_cross_entropy, plainly))
+    found, expected = (gradients(way, dtype, n) for way in (chunked_loss.chunked_cross_entropy, plainly))
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 

@@ -35,55 +35,51 @@ def built(width: int, base: int, family: str = "llama") -> models.Transformer:
     return model
 
 
-def sizes_after(model: models.Transformer, steps: int, **config: Any) -> dict[str, float]:
-    """The root mean square of each module's output after some steps on the same batch, by the module's name."""
+def optimizer_of(model: models.Transformer, config: dict[str, Any]) -> torch.optim.Optimizer:
     settings = OptimConfig.model_validate({"lr": 4e-3, "warmup_steps": 0, **config})
     optimizer = optim.build_optimizer(model, settings)
     optim.set_learning_rate(optimizer, settings.lr)
+    model.output.chunked = False
+    return optimizer
+
+
+def batch() -> tuple[Tensor, Tensor]:
     tokens = torch.randint(VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def rms(values: Tensor) -> float:
+    return values.detach().square().mean().sqrt().item()
+
+
+def sizes_after(model: models.Transformer, steps: int, **config: Any) -> dict[str, float]:
+    """The root mean square of each module's output after some steps on the same batch, by the module's name."""
+    optimizer = optimizer_of(model, config)
     for _ in range(steps):
-        model(tokens[:, :-1], tokens[:, 1:]).div(4 * 32).backward()
+        model(*batch()).div(4 * 32).backward()
         optimizer.step()
         optimizer.zero_grad()
     found: dict[str, float] = {}
-
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, given: Any, out: Tensor) -> None:
-            found[name] = out.detach().square().mean().sqrt().item()
-
-        return hook
-
-    model.output.chunked = False
     wanted = "wq", "wk", "wv", "wo", "w1", "w2", "layers.0", "layers.1", "output"
-    hooks = [m.register_forward_hook(keep(n)) for n, m in model.named_modules() if n.endswith(wanted)]
+    for name, module in model.named_modules():
+        if name.endswith(wanted):
+            module.register_forward_hook(lambda _, __, out, name=name: found.update({name: rms(out)}))
     with torch.no_grad():
-        model(tokens[:, :-1])
-    for hook in hooks:
-        hook.remove()
+        model(batch()[0])
     return found
 
 
 def changes_of_a_step(model: models.Transformer, **config: Any) -> dict[str, float]:
     """The root mean square of what the first update of each matrix changes in its output, by the matrix's name."""
-    settings = OptimConfig.model_validate({"lr": 4e-3, "warmup_steps": 0, **config})
-    optimizer = optim.build_optimizer(model, settings)
-    optim.set_learning_rate(optimizer, settings.lr)
-    tokens = torch.randint(VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(1))
+    optimizer = optimizer_of(model, config)
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     inputs: dict[str, Tensor] = {}
-    model.output.chunked = False
     for name, matrix in matrices.items():
         matrix.register_forward_pre_hook(lambda _, given, name=name: inputs.update({name: given[0].detach()}))
-    nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    model(*batch()).div(4 * 32).backward()
     before = {name: matrix.weight.detach().clone() for name, matrix in matrices.items()}
     optimizer.step()
-    changes = {name: inputs[name] @ (matrix.weight.detach() - before[name]).T for name, matrix in matrices.items()}
-    return {name: change.square().mean().sqrt().item() for name, change in changes.items()}
-
-
-def growth(widths: tuple[int, ...], base: int, **config: Any) -> dict[str, float]:
-    """By module: the power of the width with which its output grows after some steps (0: flat)."""
-    return powers(widths, [sizes_after(built(width, base), **config) for width in widths])
+    return {name: rms(inputs[name] @ (matrix.weight - before[name]).T) for name, matrix in matrices.items()}
 
 
 def powers(widths: tuple[int, ...], by_width: list[dict[str, float]]) -> dict[str, float]:
@@ -99,8 +95,9 @@ def powers(widths: tuple[int, ...], by_width: list[dict[str, float]]) -> dict[st
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_activations_have_one_size_at_every_width(name: str, widths: tuple[int, ...]) -> None:
     """The coordinate check of muP (Yang et al., 2022, appendix D); in the extended test for widths 64 to 1,024."""
-    scaled, plain = (growth(widths, base, steps=3, name=name) for base in (64, 0))
-    print({key: (round(scaled[key], 2), round(plain[key], 2)) for key in scaled})
+    scaled, plain = (
+        powers(widths, [sizes_after(built(width, base), 3, name=name) for width in widths]) for base in (64, 0)
+    )
     assert max(abs(power) for power in scaled.values()) < 0.2, scaled
     assert min(plain.values()) > 0.3, "without the scaling, every activation grows"
 

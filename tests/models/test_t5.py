@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -68,15 +67,6 @@ def test_initial_values_are_those_of_the_paper() -> None:
         assert parameter.std().item() == pytest.approx(expected, rel=0.15 if "bias" in name else 0.02), name
 
 
-@pytest.mark.parametrize("more", [{}, V1_0], ids=["v1.1", "v1.0"])
-def test_loss_at_the_start_is_that_of_guessing(more: dict[str, Any]) -> None:
-    """Logits have a deviation of 1, which adds about 1/2."""
-    model = make(vocab_size=2000, dim=128, **more)
-    tokens = torch.randint(2, 2000, (4, 60), generator=torch.Generator().manual_seed(0))
-    loss = model(tokens, tokens).item() / tokens.numel()
-    assert loss == pytest.approx(torch.tensor(2000.0).log().item() + 0.5, abs=0.3)
-
-
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_buckets_are_those_of_transformers(both_ways: bool) -> None:
     t5_of = pytest.importorskip("transformers.models.t5.modeling_t5")
@@ -109,29 +99,12 @@ def test_the_amount_of_padding_changes_nothing() -> None:
     torch.testing.assert_close(model(tokens, targets, per_sequence=True)[2:], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_positions_matter() -> None:
-    model = make(moved=0.1)
-    tokens, targets = torch.tensor([[5, 6, 7, 1]]), torch.tensor([[8, 9, 1]])
-    assert abs((model(tokens, targets) - model(tokens.flip(1), targets)).item()) > 1e-3
-
-
 def test_dropout_is_active_in_training_only() -> None:
     model = make(dropout=0.5)
     tokens, targets = batch()
     assert model(tokens, targets) != model(tokens, targets)
     model.eval()
     assert model(tokens, targets) == model(tokens, targets)
-
-
-def test_widened_products_are_close_to_16_bit_ones() -> None:
-    from torchtitan_lite.cpu import widened
-
-    model = make().to(torch.bfloat16)
-    tokens, targets = batch()
-    expected = model(tokens, targets).item()
-    widened.widen(model)
-    assert type(model.layers[0].attention.wq) is widened.Linear
-    assert model(tokens, targets).item() == pytest.approx(expected, rel=1e-2)
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------
@@ -144,23 +117,19 @@ def test_widened_products_are_close_to_16_bit_ones() -> None:
         ({"model.tie_embeddings": True}, "needs model.scale_output = true.*scale_output = true works"),
         ({"model.n_kv_heads": 2}, "model.n_kv_heads = 2 has no effect"),
         ({"model.size": "t5-huge"}, "no such size of t5; known: 1M, .*t5-v1_1-xxl"),
+        (
+            {"model.family": "llama", "data.objective": "causal", "model.n_decoder_layers": 3},
+            'model.n_decoder_layers = 3 has no effect without model.family = "t5"',
+        ),
     ],
 )
-def test_combinations_that_t5_refuses(values: dict[str, Any], expected: str) -> None:
+def test_what_does_not_go_with_t5_is_refused(values: dict[str, Any], expected: str) -> None:
     given = {"model.family": "t5", "data.objective": "span_corruption"} | values
     with pytest.raises(ConfigError, match=expected):
         load.load(None, {key: load.ConfigValue(value, "command line") for key, value in given.items()})
 
 
-def test_a_decoder_refuses_the_keys_of_t5() -> None:
-    given = {"model.family": "llama", "model.n_decoder_layers": 3}
-    with pytest.raises(ConfigError, match='model.n_decoder_layers = 3 has no effect without model.family = "t5"'):
-        load.load(None, {key: load.ConfigValue(value, "command line") for key, value in given.items()})
-
-
 # --- Hugging Face -----------------------------------------------------------------------------------------------
-
-KINDS = list(itertools.product((True, False), repeat=3))  # gated, scaled, with a head of its own
 
 
 def theirs_of(folder: Path) -> Any:
@@ -218,13 +187,8 @@ def assert_the_same(ours: Any, theirs: Any) -> None:
         assert distance(gradient, expected[name]) < 1e-4, name
 
 
-PUBLISHED = [(True, False, True), (False, True, False)]  # v1.1 and v1.0
-
-
-@pytest.mark.parametrize(
-    ("gated", "scaled", "own_head"),
-    [pytest.param(*kind, marks=[] if kind in PUBLISHED else [pytest.mark.extended]) for kind in KINDS],
-)
+# v1.1 and v1.0
+@pytest.mark.parametrize(("gated", "scaled", "own_head"), [(True, False, True), (False, True, False)])
 def test_an_imported_folder_computes_the_same(gated: bool, scaled: bool, own_head: bool, tmp_path: Path) -> None:
     folder = their_folder(tmp_path, gated=gated, scaled=scaled, own_head=own_head)
     model = ours_of(folder)
@@ -309,15 +273,15 @@ def test_logits_are_the_same_with_the_cache(chunks: list[int]) -> None:
     torch.testing.assert_close(parts, model(tokens, answer=answer), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.extended)])
-def test_generated_tokens_are_those_of_transformers(gated: bool, tmp_path: Path) -> None:
-    folder = their_folder(tmp_path, gated=gated, scaled=not gated, own_head=True)
+def test_generated_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = their_folder(tmp_path, gated=True, scaled=False, own_head=True)
     theirs, ours = theirs_of(folder), ours_of(folder)
     generator = torch.Generator().manual_seed(3)
     ended = 0
     for length in (3, 140):
         source = torch.randint(2, 97, (1, length), generator=generator)
-        first = list(new_tokens(ours, source[0].tolist(), 15, Sampler(temperature=0)))
+        prompt = source[0].tolist()
+        first = list(new_tokens(ours, prompt, 15, Sampler(temperature=0)))
         # the end is a token that the model is likely to draw
         for beams, penalty, end in itertools.product((1, 3, 4), (1.0, -1.0, 2.0), {first[0], first[4], 1}):
             out = theirs.generate(
@@ -325,21 +289,9 @@ def test_generated_tokens_are_those_of_transformers(gated: bool, tmp_path: Path)
             )[0, 1:].tolist()
             expected = out[: out.index(end)] if end in out else out
             ended += end in out
-            prompt = source[0].tolist()
             if beams == 1:
                 found = list(new_tokens(ours, prompt, 15, Sampler(temperature=0), (end,)))
             else:
                 found = beam_search(ours, prompt, 15, beams, (end,), penalty)
             assert found == expected, (length, beams, penalty, end)
     assert ended > 0, "no answer has met its end token"
-
-
-@torch.no_grad()
-def test_sampled_tokens_come_from_the_distribution() -> None:
-    model = make(moved=0.1).eval()
-    logits = model(torch.tensor([[5, 6, 1]]), answer=torch.tensor([[t5.PAD]]))[0, -1]
-    counts = torch.zeros(97)
-    for seed in range(100):
-        counts[next(iter(new_tokens(model, [5, 6, 1], 1, Sampler(1.0, seed=seed))))] += 1
-    likely = F.softmax(logits, -1) > 0.02
-    torch.testing.assert_close(counts[likely] / 100, F.softmax(logits, -1)[likely], rtol=0.9, atol=0.06)

@@ -22,16 +22,15 @@ Z = 0.01
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def gradients(way: Way, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and the gradients of x (2, 300, 16) and weight (91, 16). A fifth of the targets is masked."""
+def gradients(way: Way, dtype: torch.dtype, n: int = 300) -> list[Tensor]:
+    """The loss, and the gradients of x (2, n, 16) and weight (91, 16). A fifth of the targets is masked."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 300, 16, generator=generator).to(dtype).requires_grad_()
+    x = torch.randn(2, n, 16, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(91, 16, generator=generator).to(dtype).requires_grad_()
-    targets = torch.randint(91, (2, 300), generator=generator)
+    targets = torch.randint(91, (2, n), generator=generator)
     targets[:, ::5] = IGNORE
     loss = way(x, weight, targets)
-    dx, dw = torch.autograd.grad(loss * 0.3, [x, weight])
-    return loss.detach(), dx, dw
+    return [loss.detach(), *torch.autograd.grad(loss * 0.3, [x, weight])]
 
 
 def by_autograd(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

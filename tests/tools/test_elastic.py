@@ -720,7 +720,7 @@ def test_a_machine_that_does_not_answer_is_lost(started: Callable[..., Machines]
 @pytest.mark.extended
 def test_machines_that_are_killed_and_come_back_lose_nothing() -> None:
     """A small part of `python -m tests.faults.machines`, with real runs."""
-    said = succeeded(python("6", "3", "--forked", script="-m tests.faults.machines"))
+    said = succeeded(python("6", "3", script="-m tests.faults.machines"))
     assert "none lost or doubled" in said.splitlines()[-1]
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of the loss. Only a GPU imports it; tests run it in Triton's interpreter."""
+"""The Triton kernel of the loss. Only a GPU imports it; tests run it by a stand-in for Triton."""
 
 import torch
 import triton
