@@ -70,6 +70,12 @@ class Machines:
         machine.kill()  # its processes end with it: the kernel kills them
         machine.wait(HANGS_S)
 
+    def leave(self, name: str) -> int:
+        """The exit code of a machine that is told to leave."""
+        machine = self.alive.pop(name)
+        machine.send_signal(signal.SIGTERM)
+        return machine.wait(HANGS_S)
+
     def said(self, name: str = "coordinator") -> str:
         """What a process has printed."""
         file = self._folder / f"{name}.txt"
