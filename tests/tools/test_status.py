@@ -58,6 +58,9 @@ def test_a_killed_run_does_not_run_for_ever(run: Path, capsys: pytest.CaptureFix
     (checkpoint(run, 4) / "model.safetensors").write_bytes(b"")
     assert "saved   step-00000002, " in (out := said(capsys, run, 1))
     assert "step-00000004 is damaged" in out
+    checkpoint(run, 2).rename(checkpoint(run, 100_000_000))
+    checkpoint(run, 4).rename(checkpoint(run, 99_999_999))
+    assert "saved   step-100000000, " in said(capsys, run, 1), "the highest step, not the last name"
 
 
 def test_a_lock_that_is_held_is_a_run_that_is_alive(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,12 +128,6 @@ def test_the_last_events_and_what_is_damaged(run: Path, capsys: pytest.CaptureFi
         assert status.main([str(run)]) == 2
         assert message in capsys.readouterr().err
         (run / "run.json").touch()
-
-
-def test_the_newest_checkpoint_is_that_of_the_highest_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint(run, 4).rename(checkpoint(run, 100_000_000))
-    checkpoint(run, 2).rename(checkpoint(run, 99_999_999))
-    assert "saved   step-100000000, " in said(capsys, run, 1)
 
 
 def test_the_speed_beside_the_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,42 +5,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import python, ranks, succeeded, tiny
-from tests.tools.memory import VOCABULARY
+from tests.tools.memory import T5, VOCABULARY, config_with
+from tests.tools.test_plan import counted_flops
 from torchtitan_lite import plan
-from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import Config, ModelConfig
-from torchtitan_lite.distributed import initialize
-from torchtitan_lite.models import build
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
 from torchtitan_lite.tools.estimate import simulate
 from torchtitan_lite.tools.estimate.planned_run import make_plan
 
 
 def config_of(world_size: int, **more: Any) -> Config:
-    values = {
-        **{"model.family": "t5", "model.size": "1M", "data.objective": "span_corruption", "train.seq_len": 64},
-        **{"train.micro_batch_size": 4, "train.global_batch_size": 8, "run.device": "cpu"},
-    }
-    values |= {key.replace("__", "."): value for key, value in more.items()}
-    given = {key: load.ConfigValue(value, "command line") for key, value in values.items()}
-    return load.load(None, given, world_size=world_size).config
+    return config_with(T5 | {key.replace("__", "."): value for key, value in more.items()}, world_size)
 
 
 @pytest.mark.parametrize("more", [{}, {"tie_embeddings": True, "scale_output": True}], ids=["untied", "tied"])
 def test_flops_match_those_counted_by_torch(more: dict[str, Any]) -> None:
     """On the CPU, attention with a bias is two products; torch counts the efficient kernel's in another way."""
     values = {"family": "t5", "dim": 64, "n_heads": 4, "n_layers": 3, "n_decoder_layers": 2, "hidden_dim": 160} | more
-    with torch.device("meta"):
-        model = build(ModelConfig.model_validate(values), 97)
-    initialize.materialise(model, torch.device("cpu"), 0)
-    inputs, targets = torch.ones(2, 48, dtype=torch.int64), torch.ones(2, 32, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        model(inputs, targets).backward()
-    counts = counter.get_flop_counts()["Global"]
-    products = sum(n for operator, n in counts.items() if "attention" not in str(operator))
+    ones = torch.ones(2, 48, dtype=torch.int64)
+    model, products = counted_flops(values, ones, ones[:, :32])
     # self-attention is counted as products, cross-attention, which has a kernel, is not
     scores = 12 * 64 * 2 * 32 * 48
     assert flops_per_token(model, 48, 32) == pytest.approx((products / 2 + scores) / 32, rel=0.02)
