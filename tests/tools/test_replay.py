@@ -32,10 +32,9 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(
-    text: Path, folder: Path, step: int, *more: str, n: int = 2, flip: str = "", fault: str = ""
+    text: Path, folder: Path, step: int, *more: str, n: int = 2, fault: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    entry, env = ("tests.tools.replay_worker", {"FLIP": flip}) if flip else ("train", {})
-    return ranks(n, *tiny(text, folder, **PLAIN), f"--replay={step}", *more, entry=entry, env=env, fault=fault)
+    return ranks(n, *tiny(text, folder, **PLAIN), f"--replay={step}", *more, fault=fault)
 
 
 def config_of(folder: Path) -> Config:
@@ -68,20 +67,19 @@ def test_steps_before_the_first_checkpoint_are_made_from_the_beginning(trained: 
     assert "each rank's loss of 3 steps." in said
 
 
-FLIPS = {
-    "1:6:forward": r"step 6 differs: rank 1: the sum of its losses was [\d.]+, and is [\d.]+; equal on all other ranks",
-    "0:6:backward": "step 6 differs: the gradient norm .*; the loss of each rank is equal, so it was a backward pass",
-    "1:6:update": "step 7 differs: .*; on all ranks, so the parameters had differed before: the update of step 6",
-    "1:8:update": r"after step 8 1 of \d+ tensors differ from .*step-00000008, first model\.output\.weight",
+FAULTS = {
+    "wrong:1:6:forward": r"6 differs: rank 1: the sum of its losses was [\d.]+, and is [\d.]+; equal on all other",
+    "wrong_grad:0:6:forward": "6 differs: the gradient norm .*; .* rank is equal, so it was a backward pass",
+    "flip_after:1:6": "7 differs: .*; on all ranks, so the parameters had differed before: the update of step 6",
+    "flip_after:1:8": r"after step 8 1 of \d+ tensors differ from .*step-00000008, first model\.output\.weight",
 }
 
 
-@pytest.mark.parametrize("flip", [flip if "forward" in flip else pytest.param(flip, marks=extended) for flip in FLIPS])
-def test_a_flipped_bit_is_found_with_its_step_and_rank(flip: str, trained: Path, text: Path) -> None:
-    result = replay(text, trained, 8, flip=flip)
-    assert f"FLIP at step {flip.split(':')[1]}" in result.stdout
+@pytest.mark.parametrize("fault", [f if f.startswith("wrong:") else pytest.param(f, marks=extended) for f in FAULTS])
+def test_a_flipped_bit_is_found_with_its_step_and_rank(fault: str, trained: Path, text: Path) -> None:
+    result = replay(text, trained, 8, fault=fault)
     assert result.returncode == 1
-    assert re.search(FLIPS[flip], result.stderr), result.stderr
+    assert re.search(FAULTS[fault], result.stderr), result.stderr
     assert "if two replays agree with each other, a fault hit the run" in result.stderr
     assert "Traceback" not in result.stderr
 
