@@ -60,6 +60,15 @@ def loss_of(page: str) -> list[float | None]:
     return list(figures_of(page)["Loss"]["traces"][0]["y"])
 
 
+def page_of(tmp_path: Path, records: list[dict[str, Any]], **files: str) -> str:
+    """The page of a run of these records; `run_json` is the content of run.json, and so on."""
+    run = tmp_path / str(len(list(tmp_path.iterdir())))
+    write_run(run, records)
+    for name, content in files.items():
+        (run / name.replace("_", ".")).write_text(content, encoding="utf-8")
+    return made(tmp_path / "page.html", run)
+
+
 def made(out: Path, *runs: Path) -> str:
     assert report.main([*map(str, runs), "--out", str(out)]) == 0
     return out.read_text()
@@ -148,9 +157,9 @@ def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
     ([7.0, 7.1, 6.0], False),
 ])  # fmt: skip
 def test_a_run_that_has_diverged_is_named(losses: list[float | None], expected: bool, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [step(n, loss=loss) for n, loss in enumerate(losses, 1)])
-    (run / "run.json").write_text('{"status": "complete"}')
-    page = made(tmp_path / "page.html", run)
+    page = page_of(
+        tmp_path, [step(n, loss=loss) for n, loss in enumerate(losses, 1)], run_json='{"status": "complete"}'
+    )
     assert '<b class="status good">complete</b>' in page
     assert ('<b class="status bad">diverged</b>' in page) == expected
 
@@ -165,8 +174,8 @@ def test_a_run_that_has_diverged_is_named(losses: list[float | None], expected: 
 def test_the_axis_of_the_gradient_norm_begins_and_ends_at_a_label(
     norms: list[float | None], ticks: list[str], tmp_path: Path
 ) -> None:
-    run = write_run(tmp_path / "run", [step(n, grad_norm=norm) for n, norm in enumerate(norms, 1)])
-    axis = figures_of(made(tmp_path / "page.html", run))["Gradient norm, before clipping"]["axis"]
+    page = page_of(tmp_path, [step(n, grad_norm=norm) for n, norm in enumerate(norms, 1)])
+    axis = figures_of(page)["Gradient norm, before clipping"]["axis"]
     low, high = (10**end for end in axis["range"])
     inside = [text for value, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if low <= value <= high]
     assert (axis["type"], inside) == ("log", ticks)
@@ -191,7 +200,7 @@ def test_steps_become_tokens_and_time_of_training(tmp_path: Path, monkeypatch: p
 def test_a_thinned_curve_keeps_both_ends_of_each_interval_and_its_mean(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    page = made(tmp_path / "page.html", write_run(tmp_path / "run", [step(n) for n in range(1, 2002)]))
+    page = page_of(tmp_path, [step(n) for n in range(1, 2002)])
     assert "2,001 records, drawn as at most 2,000 points" in page
     assert all(len(t["x"]) <= 2000 for figure in figures_of(page).values() for t in figure["traces"])
     monkeypatch.setattr(figures_module, "POINTS", 4)
@@ -204,10 +213,8 @@ def test_a_thinned_curve_keeps_both_ends_of_each_interval_and_its_mean(
 
 def test_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:
     records = [step(1), step(2, loss=None, grad_norm=None), step(3), {"step": 2, "skipped_samples": [6, 12]}]
-    folder = write_run(tmp_path / "run", records)
-    with (folder / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 4, "loss": NaN}\n{"step": 5, "lo')
-    page = made(tmp_path / "page.html", folder)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    page = page_of(tmp_path, [], metrics_jsonl=lines + '{"step": 4, "loss": NaN}\n{"step": 5, "lo')
     assert [y is None for y in loss_of(page)] == [False, True, False, True]
     assert "the loss was not finite at" in page
     assert data_of(page)["runs"][0]["marks"] == [[2, "not finite"]], "a gap alone is overlooked"
@@ -239,7 +246,6 @@ def shown_config(page: str) -> dict[str, tuple[str, str]]:
 
 
 def test_the_config_is_shown_with_origins(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [step(1)])
     values = {
         "run.name": "a # b",
         "run.out_dir": 'C:\\"x" # y',
@@ -249,19 +255,16 @@ def test_the_config_is_shown_with_origins(tmp_path: Path) -> None:
     }
     origins = {"run.name": "command line", "run.out_dir": "a file # with a mark.toml", "optim.lr": "x.toml"}
     loaded = load.load(None, {key: load.ConfigValue(value, "") for key, value in values.items()})
-    (folder / "config.toml").write_text(
-        toml.to_toml_with_origins(toml.Loaded(loaded.config, origins)), encoding="utf-8"
-    )
-    shown = shown_config(made(tmp_path / "page.html", folder))
-    assert shown["run.name"] == ('"a # b"', "command line")
+    content = toml.to_toml_with_origins(toml.Loaded(loaded.config, origins))
+    shown = shown_config(page_of(tmp_path, [step(1)], config_toml=content))
     for key, value in values.items():
         assert tomli.loads(f"value = {shown[key][0]}")["value"] == value
         assert shown[key][1] == origins.get(key, "default")
     assert shown["optim.eps"] == ("1e-08", "default")
     assert shown.keys() == schema.known_keys().keys()
     fake = "[optim]\nlr = 5.0 # command line"  # only a person writes such a file
-    (folder / "config.toml").write_text(f'[run]\nname = """\n{fake}\n"""\n[optim]\nlr = 6.0 # x.toml\n[a.b]\nc = 1')
-    shown = shown_config(made(tmp_path / "page.html", folder))
+    content = f'[run]\nname = """\n{fake}\n"""\n[optim]\nlr = 6.0 # x.toml\n[a.b]\nc = 1'
+    shown = shown_config(page_of(tmp_path, [step(1)], config_toml=content))
     assert shown["optim.lr"] == ("6.0", "x.toml"), "a text of many lines gives no origin"
     assert tomli.loads(f"value = {shown['run.name'][0]}")["value"] == fake + "\n"
 
@@ -326,16 +329,12 @@ UNKNOWN = '<b class="status unknown">unknown</b>'
     ('{"status": ' + "9" * 5000 + "}", UNKNOWN),
 ])  # fmt: skip
 def test_the_status_has_a_colour_and_its_reason(about: str, shown: str, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [step(1)])
-    (folder / "run.json").write_text(about)
-    assert shown in made(tmp_path / "page.html", folder)
+    assert shown in page_of(tmp_path, [step(1)], run_json=about)
 
 
 def test_a_malformed_config_toml_does_not_stop_the_report(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [step(1)])
     for content in ("", "lr = 1", "[train]\nsteps = 0x" + "f" * 5000, "a = [" * 5000, "[train]\nsteps = '5' # x", "x"):
-        (folder / "config.toml").write_text(content)
-        made(tmp_path / "page.html", folder)
+        page_of(tmp_path, [step(1)], config_toml=content)
 
 
 def test_folders_without_a_step_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -492,7 +491,7 @@ def test_the_figures_zoom_hover_and_smooth_together(width: int, tmp_path: Path) 
 
 @pytest.mark.extended
 def test_a_browser_shows_a_single_record(tmp_path: Path) -> None:
-    made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
+    page_of(tmp_path, [step(1)])
     elements, console, asked = browse(tmp_path / "page.html", tmp_path)
     assert not console
     assert not asked
@@ -502,10 +501,8 @@ def test_a_browser_shows_a_single_record(tmp_path: Path) -> None:
 
 def test_nothing_can_be_fetched(tmp_path: Path) -> None:
     """What got into the page somehow: the page's policy forbids it. Without the policy it is asked for."""
-    page = made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
-    page = page.replace(
-        "<main>", '<main><img src="http://example.com/x.png"><script>fetch("http://example.com/y")</script>'
-    )
+    evil = '<main><img src="http://example.com/x.png"><script>fetch("http://example.com/y")</script>'
+    page = page_of(tmp_path, [step(1)]).replace("<main>", evil)
     (tmp_path / "page.html").write_text(page)
     _, console, asked = browse(tmp_path / "page.html", tmp_path)
     assert "Content Security Policy" in console
@@ -539,7 +536,7 @@ def test_tasks_have_errors_and_a_chance_level(tmp_path: Path) -> None:
     assert [trace["name"] for trace in several["traces"]] == [f"run {escaped}", "other b"]
     assert [level["text"] for level in several["levels"]] == [f"chance of {escaped}", "chance of b"]
     assert several["traces"][1]["errors"] == [None]
-    assert "Tasks" not in figures_of(made(tmp_path / "page.html", write_run(tmp_path / "none", [step(1)])))
+    assert "Tasks" not in figures_of(page_of(tmp_path, [step(1)]))
 
 
 @pytest.mark.parametrize(("n", "shown"), [
@@ -563,8 +560,7 @@ def test_of_many_marks_and_tasks_some_are_shown(tmp_path: Path, monkeypatch: pyt
     spikes = [{"step": n, "spike": {"action": "none"}} for n in (1, 2, 3)]
     rewinds = [{"step": n, "rewind": n, "rewound_from": 9} for n in (4, 5, 6)]
     task = {"step": 1, "task/a": 0.1, "task/b": 0.2, "task/c": 0.3}
-    folder = write_run(tmp_path / "run", [step(1), *spikes, *rewinds, task])
-    page = made(tmp_path / "page.html", folder)
+    page = page_of(tmp_path, [step(1), *spikes, *rewinds, task])
     rewound = "rewound from step 9"
     assert data_of(page)["runs"][0]["marks"] == [[1, "spike"], [2, "spike"], [4, rewound], [5, rewound]]
     assert "3 loss spikes, the first at step 1." in page

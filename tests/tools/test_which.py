@@ -120,70 +120,52 @@ def test_every_document_knows_its_file_and_place(workers: str, tmp_path: Path) -
     for file, place, text in found:
         if not file.endswith("e.jsonl"):
             assert places[file][place] == text
-    assert {(place, text) for file, place, text in found if file.endswith("e.jsonl")} == {
-        (1, "the only one"),
-        (3, "after a broken one"),
-    }
-    units = dict(json.loads((out / "origins.json").read_bytes())["files"])
-    assert {Path(file).name: unit for file, unit in units.items()} == {
-        **dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "e.jsonl"), "line"),
-        "d.parquet": "row",
-    }
+    in_e = {(place, text) for file, place, text in found if file.endswith("e.jsonl")}
+    assert in_e == {(1, "the only one"), (3, "after a broken one")}
+    units = json.loads((out / "origins.json").read_bytes())["files"]
+    lines = dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "e.jsonl"), "line")
+    assert {Path(file).name: unit for file, unit in units} == lines | {"d.parquet": "row"}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.fixture
-def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Prepare in.jsonl in chunks of 7 documents; it is stopped after some of them."""
+def test_a_stopped_preparation_keeps_its_origins_unless_an_older_version_began_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plan, "CHUNK_DOCUMENTS", 7)
     monkeypatch.setattr(writer, "COMMIT_EVERY_S", 0.0)
     write_jsonl(tmp_path / "in.jsonl", TEXTS)
+    honest, left = writer.Writer.add, 0
 
-    def prepare_some(chunks: int) -> None:
-        honest, done = writer.Writer.add, 0
+    def add(self: writer.Writer, *arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            self._origins[0].write(b"torn")  # not committed
+            self._origins[0].flush()
+            raise KeyboardInterrupt
+        honest(self, *arguments)
 
-        def add(self: writer.Writer, *arguments: Any) -> None:
-            nonlocal done
-            done += 1
-            if done > chunks:
-                self._origins[0].write(b"torn")  # not committed
-                self._origins[0].flush()
-                raise KeyboardInterrupt
-            honest(self, *arguments)
-
+    for name in ("new", "old"):
+        left = 5
         with monkeypatch.context() as patched:
             patched.setattr(writer.Writer, "add", add)
-            assert prepare([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer=bytes"]) == 130
-
-    return prepare_some
-
-
-def test_origins_are_the_same_after_a_stop(tmp_path: Path, stopped: Callable[[int], None]) -> None:
-    stopped(5)
-    prepared(tmp_path / "in.jsonl", tmp_path / "out")
-    prepared(tmp_path / "in.jsonl", tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert not verify(tmp_path / "out")
-
-
-def test_a_preparation_of_an_older_version_goes_to_its_end_without_origins(
-    tmp_path: Path, stopped: Callable[[int], None]
-) -> None:
-    stopped(5)
-    partial = tmp_path / "out.partial"
-    progress = json.loads((partial / "progress.json").read_bytes())
-    assert progress.pop("origins")
-    (partial / "progress.json").write_text(json.dumps(progress))
-    for split in ("train", "val"):
-        (partial / f"{split}.origins").unlink()
-    prepared(tmp_path / "in.jsonl", tmp_path / "out")
-    prepared(tmp_path / "in.jsonl", tmp_path / "whole")
-    with_origins = contents(tmp_path / "whole")
-    assert contents(tmp_path / "out").items() <= with_origins.items()
-    assert with_origins.keys() - contents(tmp_path / "out") == {"origins.json", "train.origins", "val.origins"}
+            assert prepare([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / name), "--tokenizer=bytes"]) == 130
+        if name == "old":
+            progress = json.loads((tmp_path / "old.partial/progress.json").read_bytes())
+            assert progress.pop("origins")
+            (tmp_path / "old.partial/progress.json").write_text(json.dumps(progress))
+            for split in ("train", "val"):
+                (tmp_path / f"old.partial/{split}.origins").unlink()
+        prepared(tmp_path / "in.jsonl", tmp_path / name)
+    whole = contents(prepared(tmp_path / "in.jsonl", tmp_path / "whole"))
+    assert contents(tmp_path / "new") == whole
+    assert not verify(tmp_path / "new")
+    old = contents(tmp_path / "old")
+    assert old.items() <= whole.items()
+    assert whole.keys() - old == {"origins.json", "train.origins", "val.origins"}
 
 
 def test_training_does_not_need_origins_and_verify_reads_them(
@@ -245,10 +227,8 @@ def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]
     first = sum(config.train.batch_size(before) for before in range(1, step))
     size, rows = config.train.batch_size(step), {}
     for rank in range(world_size):
-        batch = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed).batch(
-            first, size
-        )
-        for i, micro in enumerate(batch.micro_batches):
+        loader = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed)
+        for i, micro in enumerate(loader.batch(first, size).micro_batches):
             for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
                 rows[i * 2 * world_size + rank * 2 + row] = both
     return [rows[i][0] for i in range(size)], [rows[i][1] for i in range(size)]
@@ -372,11 +352,8 @@ def test_a_text_is_found_at_the_steps_that_hold_its_documents(
 
 def test_sizes_that_a_resume_changed_are_those_of_their_steps(texts: Path, tmp_path: Path) -> None:
     run = run_of(config_of(texts, train__global_batch_size=8), tmp_path)
-    changed = [
-        {"step": 10, "changed": {"train.global_batch_size": [6, 4], "optim.lr": [0.1, 0.2]}},
-        {"step": 20, "changed": {"train.global_batch_size": [4, 8]}},
-    ]
-    (run / "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    first = '{"step": 10, "changed": {"train.global_batch_size": [6, 4], "optim.lr": [0.1, 0.2]}}\n'
+    (run / "changes.jsonl").write_text(first + '{"step": 20, "changed": {"train.global_batch_size": [4, 8]}}\n')
     record = read_record(run)
     assert [len(record.samples(step)) for step in (1, 10, 11, 20, 21)] == [6, 6, 4, 4, 8]
     assert record.samples(21) == range(100, 108)
