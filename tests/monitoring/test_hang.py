@@ -100,7 +100,7 @@ def test_a_dead_rank_and_a_silent_one_are_told_apart(text: str, expected: str) -
     assert of[0].explain(RuntimeError(text), SAME, {2: 42.4}, [1]) == f"rank 0, step 4: {expected}"
 
 
-def test_a_rank_that_hangs_within_a_pass_is_named_by_the_barrier() -> None:
+def test_a_rank_that_hangs_within_a_pass_is_named_by_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = FakeStore()
     of = [StepTimer(World(rank, 3, torch.device("cpu"), 1, 3), store, 60, 1, Path("stacks")) for rank in range(3)]
     for timer in of[1:]:
@@ -110,6 +110,9 @@ def test_a_rank_that_hangs_within_a_pass_is_named_by_the_barrier() -> None:
     said = of[0].explain(error, SAME, {2: 42.4}, [])
     assert "rank 2 silent for 42 s" in said
     assert said.count("rank 2 ") == 1
+    monkeypatch.setattr(of[0], "_places", dict)  # what it returns if the store does not answer within five seconds
+    said = of[0].explain(RuntimeError("Timed out waiting 60000ms"), SAME, {}, [])
+    assert "where the others are is unknown: the store does not answer" in said
 
 
 def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_no_traceback() -> None:
@@ -121,13 +124,6 @@ def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_no_traceback() -> No
     for error, its_world in ((RuntimeError("size mismatch"), world), (reset, World(0, 1, torch.device("cpu"), 1))):
         with pytest.raises(RuntimeError), explained(its_world):
             raise error
-
-
-def test_a_store_that_does_not_answer_is_not_called_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = StepTimer(World(0, 2, torch.device("cpu"), 1), FakeStore(), 60, 1, Path("stacks"))
-    monkeypatch.setattr(alone, "_places", dict)  # what it returns after five seconds
-    said = alone.explain(RuntimeError("Timed out waiting 60000ms"), SAME, {}, [])
-    assert "where the others are is unknown: the store does not answer" in said
 
 
 def test_it_ends_before_the_timeout_and_not_much_earlier(clock: list[float]) -> None:

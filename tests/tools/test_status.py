@@ -83,24 +83,17 @@ def test_a_reader_that_tests_the_lock_refuses_no_run(tmp_path: Path, monkeypatch
         run_folder.lock(tmp_path, World(0, 1, torch.device("cpu"), 1)).release()
 
 
-@pytest.mark.parametrize("starting", [False, True])
-def test_an_empty_lock_holder_hides_no_kill(starting: bool, run: Path) -> None:
-    """A power loss or a full disk empties it; run.json then names the machine, unless another attempt has begun."""
-    (run / ".lock-holder").write_text("")
-    about = json.loads((run / "run.json").read_text()) | ({"starting": {}} if starting else {})
-    assert status.status_of(run, about).active == starting
-
-
-@pytest.mark.parametrize("where", ["another machine", "no lock"])
-def test_what_cannot_be_seen_from_here_is_not_called_dead(where: str, run: Path) -> None:
-    if where == "no lock":
-        (run / ".lock").unlink()
-    else:
-        (run / ".lock-holder").write_text("process 7 on node3.cluster")
-    on = f" on {'node3.cluster' if where == 'another machine' else socket.gethostname()}"
-    found = status.status_of(run, json.loads((run / "run.json").read_text()))
-    assert found.active
-    assert re.fullmatch(rf"running{on} when last seen, last record \w+ ago", found.text)
+def test_what_cannot_be_seen_from_here_is_not_called_dead(run: Path) -> None:
+    about = json.loads((run / "run.json").read_text())
+    (run / ".lock-holder").write_text("")  # by a power loss or a full disk; run.json then names the machine
+    assert not status.status_of(run, about).active
+    assert status.status_of(run, about | {"starting": {}}).active, "another attempt has begun"
+    (run / ".lock-holder").write_text("process 7 on node3.cluster")
+    elsewhere = status.status_of(run, about)
+    (run / ".lock").unlink()
+    for found, on in ((elsewhere, "node3.cluster"), (status.status_of(run, about), socket.gethostname())):
+        assert found.active
+        assert re.fullmatch(rf"running on {on} when last seen, last record \w+ ago", found.text)
 
 
 def test_the_last_events_and_what_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
