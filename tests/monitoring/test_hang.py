@@ -38,9 +38,6 @@ def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_pa
         assert "blocked_worker.py" in (tmp_path / f"stacks/rank-{rank}.txt").read_text()
 
 
-# --- when it does not end --------------------------------------------------------------------------------------
-
-
 class FakeStore(dict[str, bytes]):
     def check(self, keys: list[str]) -> bool:
         return all(key in self for key in keys)

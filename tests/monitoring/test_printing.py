@@ -68,9 +68,6 @@ def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> Non
     assert saved_steps(tmp_path / "run") == [2]
 
 
-# --- the parts ----------------------------------------------------------------------------------------------------
-
-
 class Broken(io.TextIOWrapper):
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8")

@@ -134,7 +134,7 @@ def test_a_verification_may_take_longer_than_a_step(
     succeeded(ranks(2, *command, "--train.steps=5"))
     monkeypatch.setenv("FAULT_SECONDS", "8")
     more = [source.format(tmp_path / "run"), "--run.name=second"] if source else []
-    slowly = succeeded(ranks(2, *command, *more, "--train.steps=6", fault="slow:1:0:hash:2"))
+    slowly = succeeded(ranks(2, *command, *more, "--train.steps=6", fault=f"slow:{0 if source else 1}:0:hash:2"))
     assert source or "resumed after step 5" in slowly
 
 

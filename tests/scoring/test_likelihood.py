@@ -120,9 +120,6 @@ def test_each_batch_counts_once() -> None:
         assert not any(list(in_turn([], World(r, world_size, CPU, 1))) for r in range(world_size))
 
 
-# --- validation -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     cache = tmp_path_factory.mktemp("scoring")
@@ -177,9 +174,6 @@ def test_the_average_of_a_tied_model_has_its_own_score(mixture: dict[str, Path])
         assert line.startswith(f"eval    step 3  ema loss {average.loss:.4f} +- ")
 
 
-# --- documents --------------------------------------------------------------------------------------------------
-
-
 def scored(prefix: list[int], texts: list[list[int]], length: int = 7, batch_size: int = 3) -> Scores:
     found = (Document(tokens, 2 * len(tokens), number) for number, tokens in enumerate(texts))
     return score_documents(model_of("gpt"), found, prefix, length, ALONE, batch_size)
@@ -222,9 +216,6 @@ def test_documents_are_read_as_they_are_scored(monkeypatch: pytest.MonkeyPatch) 
     score_documents(model, texts(), [0], 7, ALONE, 2)
     assert seen[0] <= 3
     assert len(seen) == 10
-
-
-# --- statistics -------------------------------------------------------------------------------------------------
 
 
 def test_a_ratio_has_the_error_of_many_draws() -> None:

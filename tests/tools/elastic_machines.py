@@ -36,12 +36,7 @@ class Machines:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        command: Sequence[str],
-        *options: str,
-        env: Mapping[str, str] | None = None,
-        port: int = 0,
+        self, folder: Path, command: Sequence[str], *options: str, env: Mapping[str, str] | None = None, port: int = 0
     ) -> None:
         self._folder, self.command, self._env = folder, command, {"TORCHTITAN_LITE_SECRET": SECRET, **(env or {})}
         self._options = options

@@ -291,16 +291,6 @@ def test_any_content_gives_toml_with_known_keys_or_a_message(content: dict[Any, 
     assert not found, "each value is one that its key takes"
 
 
-@bounds(deadline=None)
-@given(strategies.binary(max_size=200) | strategies.text(max_size=200).map(lambda t: t.encode("utf-8", "replace")))
-def test_any_bytes_give_toml_or_a_message(content: bytes) -> None:
-    try:
-        read = strict_yaml.parse(content)
-    except ConfigError:
-        return
-    assert keys_of(converted(read)) <= KNOWN
-
-
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))
 
 

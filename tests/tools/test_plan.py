@@ -340,9 +340,6 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     assert "give --model.vocab_size=N" in note
 
 
-# --- encoder-decoders -------------------------------------------------------------------------------------------
-
-
 def t5_config(world_size: int, **more: Any) -> Config:
     return config_with(T5 | {key.replace("__", "."): value for key, value in more.items()}, world_size)
 

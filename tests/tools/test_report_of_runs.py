@@ -27,9 +27,6 @@ def sweep(tmp_path: Path) -> list[Path]:
     return runs
 
 
-# --- one page -----------------------------------------------------------------------------------------------------
-
-
 def test_a_page_of_several_runs_does_not_replace_that_of_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,9 +84,6 @@ def test_the_table_on_the_page_is_that_of_the_terminal(tmp_path: Path) -> None:
     assert "The configs of the runs do not differ." in page
 
 
-# --- the table ----------------------------------------------------------------------------------------------------
-
-
 def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,9 +109,6 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     assert capsys.readouterr().out.splitlines()[1].split() == ["run", "1/?", "-", "-", "-", "unknown"]
     assert report.main([str(tmp_path / "none"), "--table"]) == 2
     assert "none has no metrics.jsonl" in capsys.readouterr().err
-
-
-# --- a run in progress --------------------------------------------------------------------------------------------
 
 
 def test_a_live_page_reloads_itself_until_the_run_has_ended(
