@@ -82,12 +82,13 @@ def test_a_reader_that_tests_the_lock_refuses_no_run(tmp_path: Path, monkeypatch
 
 
 def test_what_cannot_be_seen_from_here_is_not_called_dead(run: Path) -> None:
-    about = json.loads((run / "run.json").read_text())
+    about, holder = json.loads((run / "run.json").read_text()), (run / ".lock-holder").read_text()
     (run / ".lock-holder").write_text("")  # by a power loss or a full disk; run.json then names the machine
     assert not status.status_of(run, about).active
     assert status.status_of(run, about | {"starting": {}}).active, "another attempt has begun"
     (run / ".lock-holder").write_text("process 7 on node3.cluster")
     elsewhere = status.status_of(run, about)
+    (run / ".lock-holder").write_text(holder)
     (run / ".lock").unlink()
     for found, on in ((elsewhere, "node3.cluster"), (status.status_of(run, about), socket.gethostname())):
         assert found.active
