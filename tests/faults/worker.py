@@ -187,7 +187,11 @@ def _flip(args: Any, bit: int = 3) -> None:
 
 
 def _flip_after(args: Any) -> Callable[[Any], Any]:
-    return lambda result: _flip(args, 22) or result
+    def instead(result: Any) -> Any:
+        _flip(args, 22)
+        return result
+
+    return instead
 
 
 def _nan(_: Any) -> Callable[[Any], Any]:

@@ -75,7 +75,7 @@ NOT_LOST = [
 
 
 @pytest.mark.parametrize(("error", "expected"), [*((e, True) for e in LOST), *((e, False) for e in NOT_LOST)])
-def test_communication_errors_are_told_from_others(error: str | Exception, expected: bool) -> None:
+def test_communication_errors_are_told_from_others(error: str | RuntimeError, expected: bool) -> None:
     assert is_lost(RuntimeError(error) if isinstance(error, str) else error) == expected
 
 
