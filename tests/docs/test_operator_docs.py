@@ -127,10 +127,7 @@ def test_a_lost_machine(text: Path, tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_a_flipped_bit(text: Path, tmp_path: Path) -> None:
     plain = a_run(text, tmp_path)
-    flip = {"FLIP": "1:5:update"}  # of a parameter, after the update of step 5
-    assert "FLIP at step 5" in succeeded(
-        ranks(2, *plain, "--run.name=mine", entry="tests.tools.replay_worker", env=flip)
-    )
+    succeeded(ranks(2, *plain, "--run.name=mine", fault="flip_after:1:5"))  # of a parameter, by the update of step 5
     verify, replay, back = commands(section("A flipped bit"))
     places = {"runs/mine": tmp_path / "mine", "step-100": "step-4"}
     assert obeyed(verify, places).count("complete") == 4  # it was saved with the wrong bit

@@ -16,7 +16,10 @@ term, int, hup  SIGTERM, SIGINT, SIGHUP to itself
 stop       SIGSTOP, and SIGCONT by another process after FAULT_SECONDS
 vanish     the run's folder is renamed
 flip       a bit of a parameter flips, in the memory of this rank
+flip_after a higher one flips, after the site
 nan        the loss of the first micro-batch is NaN
+wrong      the loss of the first micro-batch is too large
+wrong_grad and its gradient only
 """
 
 import errno
@@ -152,10 +155,18 @@ def _vanish(_: Any) -> None:
     folder.rename(folder.with_name("gone"))
 
 
-def _flip(args: Any) -> None:
+def _flip(args: Any, bit: int = 3) -> None:
     with torch.no_grad():
         rows = local_rows(args[0].model.get_parameter("output.weight"))[0]
-        rows.view(torch.int32)[0, 0] ^= 1 << 3
+        rows.view(torch.int32)[0, 0] ^= 1 << bit
+
+
+def _flip_after(args: Any) -> Callable[[Any], Any]:
+    def instead(result: Any) -> Any:
+        _flip(args, 22)
+        return result
+
+    return instead
 
 
 ACTIONS: dict[str, Callable[[Any], Any]] = {
@@ -175,7 +186,10 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "stop": _stop,
     "vanish": _vanish,
     "flip": _flip,
+    "flip_after": _flip_after,
     "nan": lambda _: lambda loss: loss * torch.nan,
+    "wrong": lambda _: lambda loss: loss * 1.01,
+    "wrong_grad": lambda _: lambda loss: loss.register_hook(lambda gradient: 1.5 * gradient) and loss,
 }
 
 if __name__ == "__main__":

@@ -15,15 +15,8 @@ import pytest
 from tests.helpers import ROOT, python, succeeded, tiny
 from torchtitan_lite.monitoring.console import fitted, step_line
 
-STEP = {
-    "step": 20,
-    "mean_loss": 3.2,
-    "loss": 3.2,
-    "grad_norm": 1.5,
-    "lr": 1e-3,
-    "tokens_per_second": 9e3,
-    "peak_memory_gib": 0.5,
-}
+STEP = {"step": 20, "mean_loss": 3.2, "loss": 3.2, "grad_norm": 1.5, "lr": 1e-3}
+STEP |= {"tokens_per_second": 9e3, "peak_memory_gib": 0.5}
 
 
 def on_a_terminal(columns: int, *options: str) -> str:
@@ -45,27 +38,19 @@ def on_a_terminal(columns: int, *options: str) -> str:
 
 
 @pytest.mark.extended
-def test_the_bar_is_shown_on_a_terminal_only(text: Path, tmp_path: Path) -> None:
-    screen = on_a_terminal(200, *tiny(text, tmp_path, run__name="terminal"))
-    assert "%|" in screen
-    assert "/20 [" in screen
-    assert re.search(r"step    20/20  loss .*  mem .*  eta 0s", screen)
-    piped = python(*tiny(text, tmp_path, run__name="pipe"))
-    assert "step    20/20" in succeeded(piped)
-    assert "%|" not in piped.stdout + piped.stderr
-    log = (tmp_path / "terminal/train.log").read_text()
-    assert "step    20/20" in log
-    assert "%|" not in log
-
-
-@pytest.mark.extended
-def test_lines_fit_a_narrow_terminal(text: Path, tmp_path: Path) -> None:
+def test_the_bar_is_shown_on_a_terminal_only_and_lines_fit_it(text: Path, tmp_path: Path) -> None:
     screen = on_a_terminal(60, *tiny(text, tmp_path, run__name="narrow"))
     lines = [part for line in screen.splitlines() for part in line.split("\r")]
+    assert any("%|" in part and "/20 [" in part for part in lines)
     assert all(len(part) <= 60 for part in lines if "%|" in part or part.startswith("step "))
     assert any(re.match(r"step +20/20  loss \S+ .*tok/s", part) for part in lines)
     assert "\x1b[3" not in screen  # no colour, so there is none to switch off by NO_COLOR
-    (last,) = re.findall("^step +20/20.*", (tmp_path / "narrow/train.log").read_text(), re.MULTILINE)
+    piped = python(*tiny(text, tmp_path, run__name="pipe"))
+    assert "step    20/20" in succeeded(piped)
+    log = (tmp_path / "narrow/train.log").read_text()
+    for plain in (piped.stdout, piped.stderr, log):
+        assert "%|" not in plain
+    (last,) = re.findall("^step +20/20.*", log, re.MULTILINE)
     assert all(f"  {name} " in last for name in ("grad_norm", "lr", "mem", "data", "eta"))
 
 

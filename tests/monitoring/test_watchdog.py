@@ -28,9 +28,7 @@ ASYNCHRONOUS = (
     "device-side assertions.\n"
 )
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
-
-
-@pytest.mark.parametrize("text", [
+LOST = [
     GLOO + "unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
     GLOO + "unbound_buffer.cc:129] Timed out waiting 3000ms for send operation to complete",
     GLOO + "pair.cc:553] Connection closed by peer [127.0.0.1]:59106. This is typically caused by a remote worker",
@@ -43,35 +41,13 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
     "Wait timeout",
     "NCCL communicator was aborted on rank 0. Original reason for failure was: [Rank 0] Watchdog caught collective "
     "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600123 milliseconds",
-])  # fmt: skip
-def test_communication_errors_are_recognised(text: str) -> None:
-    assert is_lost(RuntimeError(text))
-
-
-def test_torch_distributed_errors_are_recognised() -> None:
-    assert is_lost(dist.DistStoreError("wait timeout after 5000ms, keys: /attempt 0//x"))
-    assert is_lost(dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."))
-    assert is_lost(dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, remote error"))
-    assert is_lost(
-        dist.DistBackendError(NCCL.format("remote process exited or there was a network error", "RemoteError"))
-    )
-    assert is_lost(dist.DistBackendError(NCCL.format("unhandled system error", "SystemError")))
-
-
-def test_nccl_errors_of_one_rank_are_not_communication_errors() -> None:
-    invalid = NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
-    assert not is_lost(dist.DistBackendError(invalid))
-    assert not is_lost(dist.DistBackendError(NCCL.format("unhandled cuda error", "UnhandledCudaError")))
-
-
-def test_compiler_errors_are_not_communication_errors() -> None:
-    from torch._inductor.exc import InductorError
-
-    assert not is_lost(InductorError(BrokenPipeError(32, "Broken pipe"), None))
-    assert not is_lost(InductorError(ConnectionResetError(104, "Connection reset by peer"), None))
-
-
-@pytest.mark.parametrize("text", [
+    dist.DistStoreError("wait timeout after 5000ms, keys: /attempt 0//x"),
+    dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, remote error"),
+    dist.DistBackendError(NCCL.format("remote process exited or there was a network error", "RemoteError")),
+    dist.DistBackendError(NCCL.format("unhandled system error", "SystemError")),
+]
+NOT_LOST = [
     "CUDA error: peer access is already enabled",
     "CUDA error: peer mapping resources exhausted",
     "CUDA error: peer access is not supported between these two devices",
@@ -91,32 +67,33 @@ def test_compiler_errors_are_not_communication_errors() -> None:
     "the value of timeout must be positive",
     "DataLoader: the socket of worker 3 is closed",
     "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0",
-])  # fmt: skip
-def test_other_errors_are_not_communication_errors(text: str) -> None:
-    assert not is_lost(RuntimeError(text))
+    dist.DistBackendError(NCCL.format("unhandled cuda error", "UnhandledCudaError")),
+    dist.DistBackendError(
+        NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
+    ),
+]
 
 
-def test_the_current_activity_is_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("error", "expected"), [*((e, True) for e in LOST), *((e, False) for e in NOT_LOST)])
+def test_communication_errors_are_told_from_others(error: str | RuntimeError, expected: bool) -> None:
+    assert is_lost(RuntimeError(error) if isinstance(error, str) else error) == expected
+
+
+def test_compiler_errors_are_not_communication_errors() -> None:
+    from torch._inductor.exc import InductorError
+
+    assert not is_lost(InductorError(BrokenPipeError(32, "Broken pipe"), None))
+    assert not is_lost(InductorError(ConnectionResetError(104, "Connection reset by peer"), None))
+
+
+def test_the_activity_of_each_thread_is_known(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(20_000_000))
-    before = progress.current()
+    before, inside, done = progress.current(), threading.Event(), threading.Event()
     assert not before.doing
     assert not before.working
-    with progress.doing("saving step 5"):
-        assert progress.current().doing == ["saving step 5"]
-        assert not progress.current().working
-        with progress.working("writing a.safetensors"):
-            assert progress.current().working == ["saving step 5: writing a.safetensors"]
-            sha256_of(tmp_path / "file")
-    after = progress.current()
-    assert 20_000_000 <= after.moved - before.moved <= 20_000_010
-    assert not after.doing
-
-
-def test_each_thread_has_its_own_activity() -> None:
-    inside, done = threading.Event(), threading.Event()
 
     def save() -> None:
-        with progress.working("saving"):
+        with progress.doing("saving step 5"), progress.working("writing a.safetensors"):
             inside.set()
             done.wait(30)
 
@@ -124,11 +101,14 @@ def test_each_thread_has_its_own_activity() -> None:
     thread.start()
     assert inside.wait(30)
     with progress.doing("loading"):
-        assert sorted(progress.current().doing) == ["loading", "saving"]
-        assert progress.current().working == ["saving"]
+        assert sorted(progress.current().doing) == ["loading", "saving step 5: writing a.safetensors"]
+        assert progress.current().working == ["saving step 5: writing a.safetensors"]
+        sha256_of(tmp_path / "file")
     done.set()
     thread.join()
-    assert not progress.current().doing
+    after = progress.current()
+    assert 20_000_000 <= after.moved - before.moved <= 20_000_010
+    assert not after.doing
 
 
 @pytest.mark.extended
@@ -144,28 +124,18 @@ def test_every_group_of_every_mesh_gives_up_in_time(tmp_path: Path) -> None:
         assert seconds < 60, f"{name} ({what}) waited {seconds:.0f} s"
 
 
-@pytest.mark.parametrize("more", [SHARDED, pytest.param({}, marks=slow)])
+@pytest.mark.parametrize("source", ["", pytest.param("--model.init_from={}", marks=slow)])
 @pytest.mark.extended
 def test_a_verification_may_take_longer_than_a_step(
-    more: dict[str, Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixteen seconds of hashing on one rank, and a step may take twelve."""
-    command = tiny(text, tmp_path, **RUN, **more, run__timeout_minutes=0.2)
+    """Sixteen seconds of hashing on one rank, and a step may take twelve. Of a resume, or of weights to start from."""
+    command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.2)
     succeeded(ranks(2, *command, "--train.steps=5"))
     monkeypatch.setenv("FAULT_SECONDS", "8")
-    slowly = ranks(2, *command, "--train.steps=6", fault="slow:1:0:hash:2")
-    assert "resumed after step 5" in succeeded(slowly)
-
-
-@slow
-def test_weights_to_start_from_may_take_longer_than_a_step(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    succeeded(ranks(2, *tiny(text, tmp_path, **RUN), "--train.steps=5"))
-    monkeypatch.setenv("FAULT_SECONDS", "8")
-    command = tiny(text, tmp_path, **{**RUN, "run__name": "second"}, run__timeout_minutes=0.2)
-    source = f"--model.init_from={tmp_path / 'run'}"
-    succeeded(ranks(2, *command, "--train.steps=5", source, fault="slow:0:0:hash:2"))
+    more = [source.format(tmp_path / "run"), "--run.name=second"] if source else []
+    slowly = succeeded(ranks(2, *command, *more, "--train.steps=6", fault=f"slow:{0 if source else 1}:0:hash:2"))
+    assert source or "resumed after step 5" in slowly
 
 
 @pytest.mark.parametrize(("fault", "more", "whom"), [

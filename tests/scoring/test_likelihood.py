@@ -1,7 +1,7 @@
 """The likelihood engine and its statistics: the same on any number of ranks, sharded or not, and by definition."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,17 @@ FAMILIES = {
 }
 
 
-def model_of(family: str) -> Transformer:
-    with torch.device("meta"):
-        model = build(FAMILIES[family], VOCABULARY)
-    materialise(model, CPU, 7)
-    return model
+FSDP = FsdpConfig()
 
 
-def sharded(family: str, world: World, fsdp: FsdpConfig, seed: int = 7) -> Transformer:
-    mesh = DeviceMesh("cpu", torch.arange(world.world_size), mesh_dim_names=("dp_shard",))
+def model_of(family: str, world: World | None = None, fsdp: FsdpConfig = FSDP, seed: int = 7) -> Transformer:
+    """Sharded over the ranks of a world, if one is given."""
     with torch.device("meta"):
         model = build(FAMILIES[family], VOCABULARY)
-    apply_fsdp(model, mesh, fsdp)
+    if world:
+        apply_fsdp(model, DeviceMesh("cpu", torch.arange(world.world_size), mesh_dim_names=("dp_shard",)), fsdp)
     materialise(model, CPU, seed)
-    return model
+    return model.eval()
 
 
 def batches(n: int) -> list[list[Window]]:
@@ -66,56 +63,53 @@ def batches(n: int) -> list[list[Window]]:
     return result
 
 
-def engine(world: World, family: str, fsdp: FsdpConfig, n_batches: int) -> tuple[Array, int]:
-    """The sums of a sharded model by item, and how often this rank computed a forward pass."""
-    model, forwards = sharded(family, world, fsdp), 0
+N_BATCHES = 0, 1, 5
+
+
+def engine(world: World, family: str, fsdp: FsdpConfig) -> dict[int, tuple[Array, int]]:
+    """The sums of a sharded model by item, and how often this rank computed a forward pass, by number of batches."""
+    model, forwards = model_of(family, world, fsdp), 0
 
     def count(*_: object) -> None:
         nonlocal forwards
         forwards += 1
 
     model.register_forward_pre_hook(count)
+    found = {}
+    for n_batches in N_BATCHES:
+        forwards = 0
+        with torch.no_grad():
+            sums = sums_by_item(model, batches(n_batches), padded, range(2 * n_batches + 1), world)
+        found[n_batches] = sums[0].numpy(), forwards
+    return found
+
+
+def nats_of(model: nn.Module, tokens: Sequence[int], targets: Sequence[int]) -> float:
     with torch.no_grad():
-        sums = sums_by_item(model.eval(), batches(n_batches), padded, range(2 * n_batches + 1), world)
-    return sums[0].numpy(), forwards
+        logits = model(torch.tensor([tokens]))[0].double().log_softmax(-1)
+    return -sum(float(logits[i, target]) for i, target in enumerate(targets) if target != IGNORE)
 
 
 def expected(model: nn.Module, n_batches: int) -> Array:
     nats = np.zeros(2 * n_batches + 1)
     for window in (window for batch in batches(n_batches) for window in batch):
-        with torch.no_grad():
-            logits = model(torch.tensor([window.tokens]))[0].double().log_softmax(-1)
-        nats[window.item] -= sum(
-            float(logits[i, target]) for i, target in enumerate(window.targets) if target != IGNORE
-        )
+        nats[window.item] += nats_of(model, window.tokens, window.targets)
     return nats
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sums_are_the_same_bits_on_any_number_of_ranks(family: str) -> None:
-    """Against log-probabilities of an unsharded model. Five batches leave ranks without one in the last round."""
-    reference = expected(model_of(family).eval(), 5)
-    found = {n: run_distributed(engine, n, family, FsdpConfig(), 5) for n in (1, 2, 3)}
+    """Against log-probabilities of an unsharded model. Some ranks have no batch in the last round, or none at all."""
+    reference = {n_batches: expected(model_of(family), n_batches) for n_batches in N_BATCHES}
+    found = {n: run_distributed(engine, n, family, FSDP) for n in (1, 2, 3)}
     for n, ranks in found.items():
-        for sums, forwards in ranks:
-            assert sums == pytest.approx(reference, rel=1e-5)
-            assert (sums == found[1][0][0]).all(), n
-            assert forwards == -(-5 // n), "each forward of a sharded model is one of all ranks"
-
-
-def test_ranks_without_any_sequence_get_all_sums() -> None:
-    one, two = (run_distributed(engine, n, "llama, tied", FsdpConfig(), 1) for n in (1, 3))
-    assert all((sums == one[0][0]).all() for sums, _ in two)
-    for sums, forwards in run_distributed(engine, 2, "gpt", FsdpConfig(), 0):
-        assert sums.tolist() == [0.0]
-        assert forwards == 0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_float16_gives_nearly_the_same_sums(family: str) -> None:
-    (sums, _), _ = run_distributed(engine, 2, family, FsdpConfig(param_dtype="float16"), 3)
-    assert sums == pytest.approx(expected(model_of(family).eval(), 3), rel=1e-2)
-    assert np.isfinite(sums).all()
+        for n_batches, (sums, forwards) in (item for each in ranks for item in each.items()):
+            assert sums == pytest.approx(reference[n_batches], rel=1e-5)
+            assert (sums == found[1][0][n_batches][0]).all(), n
+            assert forwards == -(-n_batches // n), "each forward of a sharded model is one of all ranks"
+    in_float16, _ = run_distributed(engine, 2, family, FsdpConfig(param_dtype="float16"))
+    assert in_float16[5][0] == pytest.approx(reference[5], rel=1e-2)
+    assert np.isfinite(in_float16[5][0]).all()
 
 
 def test_each_batch_counts_once() -> None:
@@ -124,9 +118,6 @@ def test_each_batch_counts_once() -> None:
         assert sorted(batch for rank in ranks for batch, counts in rank if counts) == list(range(5))
         assert len({len(rank) for rank in ranks}) == 1
         assert not any(list(in_turn([], World(r, world_size, CPU, 1))) for r in range(world_size))
-
-
-# --- validation -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +130,7 @@ def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 def validate(world: World, folders: dict[str, Path], samples: int, family: str) -> Score:
     data = DataSet.of({name: (share, folder) for share, (name, folder) in enumerate(folders.items(), 1)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": samples}})
-    model = sharded(family, world, FsdpConfig())
-    return evaluate(model, Validation.of(config, data, 2, world.rank, world.world_size), CPU)
+    return evaluate(model_of(family, world), Validation.of(config, data, 2, world.rank, world.world_size), CPU)
 
 
 @pytest.mark.parametrize(("samples", "family"), [(1, "gpt"), (5, "llama, tied")])
@@ -164,7 +154,7 @@ def validate_average(world: World, folder: Path) -> tuple[dict[str, Any], list[S
     """Validate a model whose averages are the weights of another: its record and line, and the scores of both."""
     data = DataSet.of({"a": (1.0, folder)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": 5}})
-    model, other = (sharded("llama, tied", world, FsdpConfig(), seed) for seed in (7, 8))
+    model, other = (model_of("llama, tied", world, seed=seed) for seed in (7, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter, average in zip(model.parameters(), other.parameters(), strict=True):
         optimizer.state[parameter] = {"ema": average.detach().clone()}
@@ -184,12 +174,9 @@ def test_the_average_of_a_tied_model_has_its_own_score(mixture: dict[str, Path])
         assert line.startswith(f"eval    step 3  ema loss {average.loss:.4f} +- ")
 
 
-# --- documents --------------------------------------------------------------------------------------------------
-
-
 def scored(prefix: list[int], texts: list[list[int]], length: int = 7, batch_size: int = 3) -> Scores:
     found = (Document(tokens, 2 * len(tokens), number) for number, tokens in enumerate(texts))
-    return score_documents(model_of("gpt").eval(), found, prefix, length, ALONE, batch_size)
+    return score_documents(model_of("gpt"), found, prefix, length, ALONE, batch_size)
 
 
 @pytest.mark.parametrize("prefix", [[], [3]])
@@ -202,15 +189,11 @@ def test_documents_keep_their_sums_however_they_are_grouped(prefix: list[int], m
     assert together.tokens.tolist() == [max(size - (not prefix), 0) for size in sizes]
     assert together.n_bytes.tolist() == [2.0 * size for size in sizes]
     assert together.hashes.tolist() == list(range(len(sizes)))
-    model = model_of("gpt").eval()
+    model = model_of("gpt")
     for nats, tokens in zip(together.nats, texts, strict=True):
-        stream, total = prefix + tokens, 0.0
-        for start in range(0, len(stream) - 1, 7):
-            window = torch.tensor(stream[start : start + 8])
-            with torch.no_grad():
-                logits = model(window[None, :-1])[0].double().log_softmax(-1)
-            total -= float(logits.gather(1, window[1:, None]).sum())
-        assert nats == pytest.approx(total, rel=1e-5)
+        stream = prefix + tokens
+        windows = [stream[start : start + 8] for start in range(0, len(stream) - 1, 7)]
+        assert nats == pytest.approx(sum(nats_of(model, w[:-1], w[1:]) for w in windows), rel=1e-5)
     for group in (1, 2, 3):
         monkeypatch.setattr(documents, "SORTED_TOGETHER", group)
         assert scored(prefix, texts).nats == pytest.approx(together.nats, rel=1e-5)
@@ -228,14 +211,11 @@ def test_documents_are_read_as_they_are_scored(monkeypatch: pytest.MonkeyPatch) 
             yield Document([1, 2, 3], 3, number)
 
     seen = []
-    model = model_of("gpt").eval()
+    model = model_of("gpt")
     model.register_forward_pre_hook(lambda *_: seen.append(len(read)))
     score_documents(model, texts(), [0], 7, ALONE, 2)
     assert seen[0] <= 3
     assert len(seen) == 10
-
-
-# --- statistics -------------------------------------------------------------------------------------------------
 
 
 def test_a_ratio_has_the_error_of_many_draws() -> None:

@@ -94,9 +94,6 @@ def test_a_rank_reads_a_micro_batch_at_a_time(folder: Path, monkeypatch: pytest.
     assert sum(drawn) == 20, "it read what other ranks score"
 
 
-# --- what is not defined ----------------------------------------------------------------------------------------
-
-
 def test_the_entropy_of_one_token_is_zero_and_of_no_bytes_is_undefined() -> None:
     assert unigram_bits_per_byte(torch.tensor([0, 48, 0]), torch.tensor([1, 2, 1])) == 0
     assert math.isnan(unigram_bits_per_byte(torch.tensor([3, 1]), torch.tensor([0, 0])))
@@ -132,9 +129,6 @@ def test_a_validation_text_of_one_token_does_not_end_the_run(tmp_path: Path) -> 
     (found,) = [r for r in records(tmp_path / "run") if "val_loss" in r]
     assert found["unigram_bits_per_byte"] == 0
     assert found["val_loss_stderr"] is None, "of one sequence"
-
-
-# --- a run and its resume ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.extended

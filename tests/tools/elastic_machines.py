@@ -36,12 +36,7 @@ class Machines:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        command: Sequence[str],
-        *options: str,
-        env: Mapping[str, str] | None = None,
-        port: int = 0,
+        self, folder: Path, command: Sequence[str], *options: str, env: Mapping[str, str] | None = None, port: int = 0
     ) -> None:
         self._folder, self.command, self._env = folder, command, {"TORCHTITAN_LITE_SECRET": SECRET, **(env or {})}
         self._options = options
@@ -69,6 +64,12 @@ class Machines:
         machine = self.alive.pop(name)
         machine.kill()  # its processes end with it: the kernel kills them
         machine.wait(HANGS_S)
+
+    def leave(self, name: str) -> int:
+        """The exit code of a machine that is told to leave."""
+        machine = self.alive.pop(name)
+        machine.send_signal(signal.SIGTERM)
+        return machine.wait(HANGS_S)
 
     def said(self, name: str = "coordinator") -> str:
         """What a process has printed."""

@@ -55,8 +55,11 @@ HELLO: dict[str, Any] = {
 }
 
 
+Start = Callable[..., Machines]
+
+
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Callable[..., Machines]]:
+def started(tmp_path: Path) -> Iterator[Start]:
     """Starts a coordinator with options; all processes are ended."""
     (tmp_path / "program.py").write_text(PROGRAM)
     made = []
@@ -89,7 +92,7 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_a_machine_is_lost_and_comes_back(started: Callable[..., Machines], tmp_path: Path) -> None:
+def test_a_machine_is_lost_and_comes_back(started: Start, tmp_path: Path) -> None:
     machines = started("--nnodes", "1:2")
     machines.join("a", "--nproc-per-node", "2")
     alone = world(tmp_path, 0, 2)
@@ -119,18 +122,15 @@ def test_a_machine_is_lost_and_comes_back(started: Callable[..., Machines], tmp_
     assert (tmp_path / "2.0.why").read_text() == "world 3: 1 rank on 1 machine: b (a is lost)"
 
 
-def test_a_machine_leaves_on_a_signal_and_a_spare_one_takes_its_place(
-    started: Callable[..., Machines], tmp_path: Path
-) -> None:
+def test_a_machine_leaves_on_a_signal_and_a_spare_one_takes_its_place(started: Start, tmp_path: Path) -> None:
     machines = started("--nnodes", "2:2")
-    machines.join("a")
-    until(lambda: "a joined" in machines.said(), "a")
-    machines.join("b")
+    for name in "abcd":
+        machines.join(name)
+        until(lambda: f"{name} joined" in machines.said(), name)  # noqa: B023
     world(tmp_path, 0, 2)
-    machines.join("c")
-    until(lambda: "c joined" in machines.said(), "c")
-    machines.alive["a"].send_signal(signal.SIGTERM)
-    assert machines.alive.pop("a").wait(HANGS_S) == 75
+    assert machines.leave("d") == 75
+    assert machines.worlds() == 1, "the world does not notice that a spare machine leaves"
+    assert machines.leave("a") == 75
     assert len(list(tmp_path.glob("0.*.saved"))) == 2, "all had time to save"
     world(tmp_path, 1, 2)
     assert "world 2: 2 ranks on 2 machines: b, c" in machines.said()
@@ -139,7 +139,7 @@ def test_a_machine_leaves_on_a_signal_and_a_spare_one_takes_its_place(
     assert len(list(tmp_path.glob("1.*.saved"))) == 2
 
 
-def test_a_process_that_fails_restarts_all_a_few_times(started: Callable[..., Machines], tmp_path: Path) -> None:
+def test_a_process_that_fails_restarts_all_a_few_times(started: Start, tmp_path: Path) -> None:
     machines = started("--nnodes", "2", "--max-restarts", "1")
     machines.join("a")
     machines.join("b")
@@ -152,31 +152,17 @@ def test_a_process_that_fails_restarts_all_a_few_times(started: Callable[..., Ma
     assert "2 failures in a row: giving up (--max-restarts)" in machines.said()
 
 
-def test_the_coordinator_is_killed_and_started_again(started: Callable[..., Machines], tmp_path: Path) -> None:
-    machines = started("--nnodes", "2")
-    for name in "ab":
-        machines.join(name)
-    before = world(tmp_path, 0, 2)
-    machines.coordinator.kill()
-    machines.coordinator.wait(HANGS_S)
-    until(lambda: len(list(tmp_path.glob("0.*.saved"))) == 2, "all save: the machines are still there")
-    machines.coordinate()
-    after = world(tmp_path, 1, 2)
-    assert {words[9] for words in before} == {words[9] for words in after}, (
-        "another launch would carry out 'never' again"
-    )
-    (tmp_path / "done").touch()
-    assert machines.codes() == {"coordinator": 0, "a": 0, "b": 0}
-    assert "looking for the coordinator at" in machines.said("a")
-
-
-def test_a_restarted_coordinator_knows_the_run_even_if_only_a_spare_is_left(
-    started: Callable[..., Machines], tmp_path: Path
-) -> None:
+def test_a_restarted_coordinator_knows_the_run_even_if_only_a_spare_is_left(started: Start, tmp_path: Path) -> None:
     """Another id, or a restart count of 0, would make the run obey checkpoint.resume = "never" again."""
     machines = started("--nnodes", "1:1")
     machines.join("a")
     (before,) = world(tmp_path, 0, 1)
+    machines.coordinator.kill()
+    machines.coordinator.wait(HANGS_S)
+    until((tmp_path / "0.0.saved").exists, "a saves: it is still there")
+    machines.coordinate()
+    (again,) = world(tmp_path, 1, 1)
+    assert "looking for the coordinator at" in machines.said("a")
     machines.join("b")
     until(lambda: "b joined" in machines.said(), "b")
     machines.coordinator.kill()
@@ -184,27 +170,13 @@ def test_a_restarted_coordinator_knows_the_run_even_if_only_a_spare_is_left(
     machines.kill("a")
     (tmp_path / "0.0").unlink()
     machines.coordinate()
-    (after,) = world(tmp_path, 0, 1)  # the first one that this coordinator and b know: a restart count of 1
-    assert after[9] == before[9]
+    (spare,) = world(tmp_path, 0, 1)  # the first one that this coordinator and b know: a restart count of 1
+    assert before[9] == again[9] == spare[9]
     (tmp_path / "done").touch()
     assert machines.codes() == {"coordinator": 0, "b": 0}
 
 
-def test_a_spare_machine_leaves_and_the_world_does_not_notice(started: Callable[..., Machines], tmp_path: Path) -> None:
-    machines = started("--nnodes", "1:1")
-    machines.join("a")
-    world(tmp_path, 0, 1)
-    machines.join("b")
-    until(lambda: "b joined" in machines.said(), "b")
-    machines.alive["b"].send_signal(signal.SIGTERM)
-    assert machines.alive.pop("b").wait(HANGS_S) == 75
-    (tmp_path / "done").touch()
-    assert machines.codes() == {"coordinator": 0, "a": 0}
-    assert machines.worlds() == 1
-    assert "gone" not in machines.said()
-
-
-def test_a_last_save_that_fails_is_an_error(started: Callable[..., Machines], tmp_path: Path) -> None:
+def test_a_last_save_that_fails_is_an_error(started: Start, tmp_path: Path) -> None:
     machines = started()
     machines.join("a")
     world(tmp_path, 0, 1)
@@ -239,7 +211,7 @@ async def until_closed(connection: wire.Connection) -> list[dict[str, Any]]:
     return found
 
 
-def test_no_message_ends_the_coordinator(started: Callable[..., Machines], tmp_path: Path) -> None:
+def test_no_message_ends_the_coordinator(started: Start, tmp_path: Path) -> None:
     machines = started("--nnodes", "1:1")
     machines.join("a")
     alone = world(tmp_path, 0, 1)
@@ -281,7 +253,7 @@ class Recorder:
         return getattr(self._writer, name)
 
 
-def test_a_stranger_at_the_port_changes_nothing(started: Callable[..., Machines], tmp_path: Path) -> None:
+def test_a_stranger_at_the_port_changes_nothing(started: Start, tmp_path: Path) -> None:
     machines = started("--nnodes", "1:1")
     machines.join("a")
     alone = world(tmp_path, 0, 1)
@@ -584,7 +556,7 @@ sys.exit(__main__.main(sys.argv[1:]))
 """
 
 
-def test_a_process_that_cannot_be_started_is_a_failure(started: Callable[..., Machines], tmp_path: Path) -> None:
+def test_a_process_that_cannot_be_started_is_a_failure(started: Start, tmp_path: Path) -> None:
     machines = started("--max-restarts", "0")
     machines.join("a", "--nproc-per-node", "3", entry=[sys.executable, "-c", NO_SECOND_FORK])
     assert machines.codes() == {"coordinator": 1, "a": 1}
@@ -595,14 +567,6 @@ def test_a_process_that_cannot_be_started_is_a_failure(started: Callable[..., Ma
     assert "world 2: " not in machines.said()
     pids = [int(file.read_text().split()[7]) for file in tmp_path.glob("0.?")]
     assert not any(map(is_alive, pids)), "those that were started are not left alone"
-
-
-def test_a_wrong_command_is_not_started_again(started: Callable[..., Machines], tmp_path: Path) -> None:
-    machines = started()
-    machines.join("a", command=["trian.py"])
-    assert machines.codes() == {"coordinator": 2, "a": 2}
-    assert "exit code 2: the command is wrong, and is not started again" in machines.said()
-    assert "world 2: " not in machines.said()
 
 
 def test_a_wrong_command_is_found_by_the_first_world_that_lasts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -624,7 +588,7 @@ def test_a_wrong_command_is_found_by_the_first_world_that_lasts(capsys: pytest.C
     assert "the command is wrong, and is not started again" in capsys.readouterr().out
 
 
-def test_ipv6_addresses_are_understood(started: Callable[..., Machines], tmp_path: Path) -> None:
+def test_ipv6_addresses_are_understood(started: Start, tmp_path: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -691,20 +655,17 @@ def test_a_coordinator_under_nohup_survives_the_terminal(tmp_path: Path) -> None
 
 
 @pytest.mark.extended  # as long as a machine waits for an answer
-def test_a_machine_leaves_even_if_the_coordinator_does_not_answer(
-    started: Callable[..., Machines], tmp_path: Path
-) -> None:
+def test_a_machine_leaves_even_if_the_coordinator_does_not_answer(started: Start, tmp_path: Path) -> None:
     machines = started()
     machines.join("a")
     world(tmp_path, 0, 1)
     machines.coordinator.send_signal(signal.SIGSTOP)
-    machines.alive["a"].send_signal(signal.SIGTERM)
-    assert machines.alive.pop("a").wait(HANGS_S) == 75
+    assert machines.leave("a") == 75
     assert (tmp_path / "0.0.saved").exists()
 
 
 @pytest.mark.extended  # half a minute
-def test_a_machine_that_does_not_answer_is_lost(started: Callable[..., Machines], tmp_path: Path) -> None:
+def test_a_machine_that_does_not_answer_is_lost(started: Start, tmp_path: Path) -> None:
     """Like one without power or network: its connections stay open. When it answers again, it comes back."""
     machines = started("--nnodes", "1:2")
     for name in "ab":
@@ -792,7 +753,7 @@ def test_a_secret_that_does_not_keep_strangers_out_is_refused(
 
 
 def test_a_refused_machine_learns_why_and_does_not_disturb_the_run(
-    started: Callable[..., Machines], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    started: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     machines = started()
     machines.join("a")

@@ -95,7 +95,7 @@ def test_scores_equal_those_of_transformers(folder: Path, texts: Path, length: i
 
 
 def test_any_number_of_ranks_finds_the_same(folder: Path, texts: Path, tmp_path: Path) -> None:
-    arguments = (folder, "--data", texts, texts, "--batch-size=3")
+    arguments = (folder, "--data", texts, "--data", texts, "--batch-size=3")
     one, two, three = (scored(n, *arguments, out=tmp_path / f"{n}.json") for n in (1, 2, 3))
     assert one == two == three
 
@@ -107,11 +107,6 @@ def test_files_that_are_not_scored_are_named(folder: Path, tmp_path: Path) -> No
     assert "1 other files are not read: 1 x .md; --text-suffixes names more suffixes of text\n" in said
     said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), "--text-suffixes=.md", entry=ENTRY))
     assert "not read" not in said
-
-
-def test_the_api_warns_of_files_that_are_not_scored(folder: Path, tmp_path: Path) -> None:
-    for name in ("a.txt", "b.md"):
-        (tmp_path / name).write_text("some text\n")
     model, tokenizer = ttl.load_model(folder)
     with pytest.warns(UserWarning, match="1 other files are not read: 1 x .md; text_suffixes names more") as caught:
         scores = ttl.evaluate(model, tokenizer, tmp_path)
@@ -131,6 +126,9 @@ def test_bytes_are_those_of_the_raw_text(folder: Path, texts: Path, tmp_path: Pa
     row = model["texts"][str(texts)]
     assert row["bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert row["tokens"] == sum(len(text.split()) for text in TEXTS)
+
+
+SHORT = {"train__steps": 2, "eval__every": 0, "checkpoint__every": 2, "optim__warmup_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +183,9 @@ def test_different_documents_have_no_difference(texts: Path, tmp_path: Path) -> 
     file = tmp_path / "mine.jsonl"
     lines = [{"a": f"document {i} of one kind " * 9, "b": f"number {i} of another sort " * 9} for i in range(40)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    more = {"train__steps": 1, "eval__every": 0, "checkpoint__every": 1, "optim__warmup_steps": 0}
     for key in "ab":
-        keys = {"run__name": key, "data__text_key": key, "sample__every": 0, "tokenizer__vocab_size": 270}
-        succeeded(ranks(1, *tiny(file, tmp_path, **more, **keys)))
+        keys = {"run__name": key, "data__text_key": key, "tokenizer__vocab_size": 270}
+        succeeded(ranks(1, *tiny(file, tmp_path, **SHORT, **keys)))
     out = tmp_path / "scores.json"
     models = (tmp_path / "a", tmp_path / "b")
     options = "--split=train", "--documents=20", f"--json={out}"
@@ -198,11 +195,6 @@ def test_different_documents_have_no_difference(texts: Path, tmp_path: Path) -> 
     assert first["texts"][name]["documents"] == second["texts"][name]["documents"]
     assert "minus_first" not in second
     assert f"no difference to {tmp_path / 'a'}, {name}: the two were scored on different documents" in said
-
-
-def test_repeated_options_add_up() -> None:
-    options = given("model", "--data", "a", "b", "--data", "c", "--tasks", "d", "--tasks", "e")
-    assert (options.data, options.tasks) == (["a", "b", "c"], ["d", "e"])
 
 
 def test_a_difference_is_that_of_the_scores_also_of_other_targets() -> None:
@@ -231,13 +223,9 @@ def test_a_total_compares_the_same_documents(folder: Path, texts: Path, tmp_path
         assert (tables.TOTAL in compared) == expected
         if expected:
             assert compared[tables.TOTAL]["bits_per_byte_stderr"] == 0
-
-
-def test_the_same_documents_are_compared_under_any_name() -> None:
-    """E.g. one text, prepared in two folders with two tokenizers."""
-    one, two = (Scores(np.array([8.0, factor]), np.ones(2), np.ones(2), np.array([5.0, 7.0])) for factor in (3, 4))
-    other = replace(two, hashes=np.array([5.0, 8.0]))
-    assert tables.compared({"data/b": two, "data/c": other}, {"data/a": one}).keys() == {"data/b"}
+    # under any name: e.g. one text, prepared in two folders with two tokenizers
+    changed = replace(scores["a"], hashes=eights)
+    assert tables.compared({"d": scores["a"], "e": changed}, {"a": scores["a"]}).keys() == {"d"}
 
 
 def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
@@ -255,8 +243,7 @@ def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
 def test_a_run_whose_text_has_changed_is_refused(text: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_bytes((text / "typing.txt").read_bytes())
-    more = {"train__steps": 2, "eval__every": 0, "checkpoint__every": 2, "optim__warmup_steps": 1}
-    succeeded(ranks(1, *tiny(file, tmp_path, run__name="run", **more)))
+    succeeded(ranks(1, *tiny(file, tmp_path, run__name="run", **SHORT)))
     file.write_bytes((text / "tarfile.txt").read_bytes())
     result = ranks(1, str(tmp_path / "run"), entry=ENTRY)
     assert result.returncode == 2

@@ -40,17 +40,13 @@ def model(request: pytest.FixtureRequest) -> Transformer:
     return made.eval()
 
 
-@pytest.mark.parametrize("chunks", [[1] * 24, [7, 1, 1, 5, 10], [24]], ids=str)
 @torch.no_grad()
-def test_logits_are_the_same_with_the_cache(model: Transformer, chunks: list[int]) -> None:
+def test_logits_and_tokens_are_the_same_with_the_cache(model: Transformer) -> None:
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
-    cache = [KeysValues() for _ in model.layers]
-    parts = torch.cat([model(part, None, cache) for part in tokens.split(chunks, dim=1)], dim=1)
-    torch.testing.assert_close(parts, model(tokens), rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_tokens_are_the_same_with_the_cache(model: Transformer) -> None:
+    for chunks in ([1] * 24, [7, 1, 1, 5, 10], [24]):
+        cache = [KeysValues() for _ in model.layers]
+        parts = torch.cat([model(part, None, cache) for part in tokens.split(chunks, dim=1)], dim=1)
+        torch.testing.assert_close(parts, model(tokens), rtol=1e-4, atol=1e-4)
     prompt = [5, 6, 7]
     found = list(new_tokens(model, prompt, 100, Sampler(temperature=0)))
     expected: list[int] = []
@@ -83,6 +79,9 @@ def test_the_sampler_obeys_temperature_top_k_top_p_and_seed() -> None:
     assert set(drawn(Sampler(1.0, top_p=1e-6), logits)) == {0}
     hot, cold = (drawn(Sampler(t), logits).count(0) for t in (5.0, 0.5))
     assert hot < 0.4 * 300 < 0.6 * 300 < cold
+    for almost_zero in (1e-30, 1e-40, 1e-50, 5e-324):
+        sampler = Sampler(almost_zero, top_k=3, top_p=0.9)
+        assert set(drawn(sampler, torch.tensor([-3.0, 7.0, 2.0, 6.9]), 20)) == {1}
 
 
 def test_pieces_are_the_text(text: Path) -> None:
@@ -146,17 +145,23 @@ def test_damaged_checkpoints_are_skipped(run: Path, tmp_path: Path, capsys: pyte
     assert "no checkpoint is complete" in capsys.readouterr().err
 
 
-def test_interactive_answers_each_line(
+def test_a_conversation_ends_at_an_empty_line(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = iter(["def ", "x" * 200, "class ", ""])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    lines = f"def \r\n{'x' * 200}\r\nclass \r\n\r\nthe\r\n".encode()
+    said = io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8", newline="\n")  # as Python's stdin
+    monkeypatch.setattr("sys.stdin", said)
     assert generate.main([str(run), "--interactive", "--max-tokens=5"]) == 0
     out, err = capsys.readouterr()
-    assert "def " in out
+    assert out.startswith("def ")
     assert "class " in out
+    assert "\r" not in out
     assert err.count("tokens/s") == 2
     assert "max_seq_len" in err
+    assert said.read() == "the\r\n", "not asked for"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
+    assert generate.main([str(run), "--interactive"]) == 2
+    assert "the input is not utf-8 text" in capsys.readouterr().err
 
 
 def test_text_is_streamed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,48 +216,17 @@ def test_folders_without_a_model_are_errors(run: Path, tmp_path: Path, capsys: p
 
 
 def test_a_tokenizer_of_another_model_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    larger = Tokenizer.from_file(str(run / "tokenizer.json"))
+    larger, file = Tokenizer.from_file(str(run / "tokenizer.json")), str(tmp_path / "tokenizer.json")
     larger.add_tokens(["another"])
-    larger.save(str(tmp_path / "tokenizer.json"))
-    assert generate.main([str(run), "--prompt", "x", f"--tokenizer={tmp_path / 'tokenizer.json'}"]) == 2
+    larger.save(file)
+    assert generate.main([str(run), "--prompt", "x", f"--tokenizer={file}"]) == 2
     assert "has 518 entries" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-50, 5e-324])
-def test_a_temperature_near_zero_is_zero(temperature: float) -> None:
-    logits = torch.tensor([-3.0, 7.0, 2.0, 6.9])
-    assert set(drawn(Sampler(temperature, top_k=3, top_p=0.9), logits, 20)) == {1}
-
-
-@pytest.mark.parametrize(
-    "more", [["--temperature=1e-6"], ["--temperature=1e300"], ["--top-k=" + "9" * 30], ["--max-tokens=" + "9" * 30]]
-)
-def test_extreme_values_are_accepted(more: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate.main([str(run), "--prompt", "a\0b", "--device=cpu", *more]) == 0
-    assert capsys.readouterr().out.startswith("a\0b")
-
-
-def test_an_unknown_word_is_an_error(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
-    assert generate.main([str(run), "--prompt", "x", f"--tokenizer={tmp_path / 'tokenizer.json'}"]) == 2
+    Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>")).save(file)
+    assert generate.main([str(run), "--prompt", "x", f"--tokenizer={file}"]) == 2
     assert "the tokenizer can't encode the prompt 'x'" in capsys.readouterr().err
 
 
-def test_a_conversation_of_lines_with_crlf_ends_at_an_empty_one(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = io.TextIOWrapper(io.BytesIO(b"def \r\n\r\nthe\r\n"), encoding="utf-8", newline="\n")  # as Python's stdin
-    monkeypatch.setattr("sys.stdin", said)
-    assert generate.main([str(run), "--interactive", "--max-tokens=2"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("def ")
-    assert "\r" not in out
-    assert said.read() == "the\r\n", "not asked for"
-
-
-def test_input_that_is_not_utf8_is_an_error(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
-    assert generate.main([str(run), "--interactive"]) == 2
-    assert "the input is not utf-8 text" in capsys.readouterr().err
+def test_extreme_values_are_accepted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ("--temperature=1e-6", "--temperature=1e300", "--top-k=" + "9" * 30, "--max-tokens=" + "9" * 30):
+        assert generate.main([str(run), "--prompt", "a\0b", "--device=cpu", more]) == 0
+        assert capsys.readouterr().out.startswith("a\0b")

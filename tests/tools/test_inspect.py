@@ -7,15 +7,9 @@ from tests.helpers import ranks, succeeded, tiny
 
 def test_inspect_prints_the_model_and_its_groups(text: Path, tmp_path: Path) -> None:
     more = {
-        **{
-            "model__family": "llama",
-            "model__hidden_dim": 50,
-            "model__qk_norm": "false",
-            "fsdp__param_dtype": "bfloat16",
-            "run__name": "run",
-        },
+        **{"model__family": "llama", "model__hidden_dim": 50, "model__qk_norm": "false", "run__name": "run"},
         "fsdp__precision_overrides": '[{match = "layers.0.*", param_dtype = "float32", output_dtype = "bfloat16"}]',
-        "optim__freeze": '["layers.1.*"]',
+        **{"optim__freeze": '["layers.1.*"]', "fsdp__param_dtype": "bfloat16"},
     }
     output = succeeded(ranks(2, "--inspect", *tiny(text, tmp_path, **more)))
     assert output.count("FSDPLlama(") == 1
@@ -34,8 +28,5 @@ def test_inspect_prints_the_model_and_its_groups(text: Path, tmp_path: Path) -> 
     assert cells["norm, output"][-2:] == ["False", "(Shard(dim=0),)"]
     assert cells["total"][0] == f"{2 * 16_544 + 2 * block + 32:,}"
     assert not (tmp_path / "run").exists()
-
-
-def test_inspect_shows_the_mesh(text: Path, tmp_path: Path) -> None:
     output = succeeded(ranks(2, "--inspect", *tiny(text, tmp_path, fsdp__dp_shard=1)))
-    assert "(Replicate(), Shard(dim=0))" in output
+    assert "(Replicate(), Shard(dim=0))" in output, "the mesh"

@@ -25,14 +25,11 @@ def test_the_end_of_a_file_is_read(n_bytes: int, steps: list[int], n_damaged: in
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read in parts, which count as damaged; the longest line that is allowed is read."""
+    assert records.read_records(tmp_path / "x.jsonl") == ([], 0), "a missing file"
     monkeypatch.setattr(records, "LONGEST_LINE", len(LINES[0]))
     (tmp_path / "x.jsonl").write_text("".join([LINES[0], "x" * (2 * len(LINES[0]) + 5) + "\n", LINES[1]]))
     found, damaged = records.read_records(tmp_path / "x.jsonl")
     assert ([record["step"] for record in found], damaged) == ([10, 11], 3)
-
-
-def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
-    assert records.read_records(tmp_path / "x.jsonl") == ([], 0)
 
 
 @pytest.mark.parametrize(("value", "kept"), [

@@ -55,6 +55,20 @@ def figures_of(page: str) -> dict[str, dict[str, Any]]:
     return {figure["title"]: figure for figure in data_of(page)["figures"]}
 
 
+def loss_of(page: str) -> list[float | None]:
+    """The first curve of the first figure."""
+    return list(figures_of(page)["Loss"]["traces"][0]["y"])
+
+
+def page_of(tmp_path: Path, records: list[dict[str, Any]], **files: str) -> str:
+    """The page of a run of these records; `run_json` is the content of run.json, and so on."""
+    run = tmp_path / str(len(list(tmp_path.iterdir())))
+    write_run(run, records)
+    for name, content in files.items():
+        (run / name.replace("_", ".")).write_text(content, encoding="utf-8")
+    return made(tmp_path / "page.html", run)
+
+
 def made(out: Path, *runs: Path) -> str:
     assert report.main([*map(str, runs), "--out", str(out)]) == 0
     return out.read_text()
@@ -96,19 +110,6 @@ def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_pat
     assert all(html.escape(s["text"]) in page for s in samples)
 
 
-def test_several_runs_are_compared(tmp_path: Path) -> None:
-    for name, lr in (("one", "0.1"), ("other", "0.2")):
-        folder = write_run(tmp_path / name, [step(1), step(2)])
-        (folder / "config.toml").write_text(f"[optim]\nlr = {lr} # command line\neps = 1e-08 # default\n")
-    page = made(tmp_path / "page.html", tmp_path / "one", tmp_path / "other")
-    assert [t["name"] for t in figures_of(page)["Learning rate"]["traces"]] == ["one", "other"]
-    head, *rows = re.findall("<tr.*?</tr>", page[page.index("<section class=runs>") :].split("</section>")[0])
-    assert re.findall("<th>(.*?)</th>", head)[:3] == ["run", "optim.lr", "step"], "what differs comes first"
-    assert ["<code>0.1</code>" in rows[0], "<code>0.2</code>" in rows[1]] == [True, True]
-    same = made(tmp_path / "page.html", tmp_path / "one", tmp_path / "one")
-    assert "The configs of the runs do not differ." in same
-
-
 def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
     """The axes end near the initial loss, and triangles mark where a curve leaves them."""
 
@@ -139,12 +140,10 @@ def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
     assert "the axis ends at 10, curves that leave it (triangles) reach 5,000" in loss["unit"]
     assert bits["axis"]["range"][1] == 5
     assert [word in page for word in ("diverged</b>", "triangles")] == [True, True]
-    page = made(tmp_path / "page.html", *good)
-    assert [word in page.split("<script")[0] for word in ("diverged</b>", "triangles")] == [False, False]
     # another vocabulary begins higher, continued pretraining ends higher: neither has diverged
     wide = a_run("wide", [12.0, 10.0, 8.0, 7.0, 6.0])
     tuned = a_run("tuned", [2.0, 3.0, 3.0, 3.0])
-    for runs in ([*good, wide], [tuned]):
+    for runs in (good, [*good, wide], [tuned]):
         page = made(tmp_path / "page.html", *runs).split("<script")[0]
         assert [word in page for word in ("diverged</b>", "triangles")] == [False, False]
 
@@ -158,9 +157,9 @@ def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
     ([7.0, 7.1, 6.0], False),
 ])  # fmt: skip
 def test_a_run_that_has_diverged_is_named(losses: list[float | None], expected: bool, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [step(n, loss=loss) for n, loss in enumerate(losses, 1)])
-    (run / "run.json").write_text('{"status": "complete"}')
-    page = made(tmp_path / "page.html", run)
+    page = page_of(
+        tmp_path, [step(n, loss=loss) for n, loss in enumerate(losses, 1)], run_json='{"status": "complete"}'
+    )
     assert '<b class="status good">complete</b>' in page
     assert ('<b class="status bad">diverged</b>' in page) == expected
 
@@ -175,8 +174,8 @@ def test_a_run_that_has_diverged_is_named(losses: list[float | None], expected: 
 def test_the_axis_of_the_gradient_norm_begins_and_ends_at_a_label(
     norms: list[float | None], ticks: list[str], tmp_path: Path
 ) -> None:
-    run = write_run(tmp_path / "run", [step(n, grad_norm=norm) for n, norm in enumerate(norms, 1)])
-    axis = figures_of(made(tmp_path / "page.html", run))["Gradient norm, before clipping"]["axis"]
+    page = page_of(tmp_path, [step(n, grad_norm=norm) for n, norm in enumerate(norms, 1)])
+    axis = figures_of(page)["Gradient norm, before clipping"]["axis"]
     low, high = (10**end for end in axis["range"])
     inside = [text for value, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if low <= value <= high]
     assert (axis["type"], inside) == ("log", ticks)
@@ -198,19 +197,12 @@ def test_steps_become_tokens_and_time_of_training(tmp_path: Path, monkeypatch: p
         assert len(steps) <= 5
 
 
-@pytest.mark.extended
-def test_many_records_are_thinned_and_spikes_kept(tmp_path: Path) -> None:
-    records = [step(n) for n in range(1, 100_001)]
-    records[33_333]["loss"] = 99.0
-    page = made(tmp_path / "page.html", write_run(tmp_path / "long", records))
-    for figure in figures_of(page).values():
-        assert all(len(t["x"]) <= figures_module.POINTS for t in figure["traces"])
-    assert 99.0 in figures_of(page)["Loss"]["traces"][0]["y"]
-    assert "100,000 records, drawn as at most 2,000 points" in page
-    assert len(page) < 6.5e6
-
-
-def test_a_thinned_curve_keeps_both_ends_of_each_interval_and_its_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thinned_curve_keeps_both_ends_of_each_interval_and_its_mean(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = page_of(tmp_path, [step(n) for n in range(1, 2002)])
+    assert "2,001 records, drawn as at most 2,000 points" in page
+    assert all(len(t["x"]) <= 2000 for figure in figures_of(page).values() for t in figure["traces"])
     monkeypatch.setattr(figures_module, "POINTS", 4)
     values = [1.0, 9.0, 2.0, None, None, None, 5.0]
     assert figures_module.thinned([*range(4)], values[:4]) == {"x": [0, 1, 2, 3], "y": [1, 9, 2, None]}, "few points"
@@ -221,16 +213,9 @@ def test_a_thinned_curve_keeps_both_ends_of_each_interval_and_its_mean(monkeypat
 
 def test_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:
     records = [step(1), step(2, loss=None, grad_norm=None), step(3), {"step": 2, "skipped_samples": [6, 12]}]
-    folder = write_run(tmp_path / "run", records)
-    with (folder / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 4, "loss": NaN}\n{"step": 5, "lo')
-    page = made(tmp_path / "page.html", folder)
-    assert figures_of(page)["Loss"]["traces"][0]["y"] == [
-        pytest.approx(5, abs=0.1),
-        None,
-        pytest.approx(5, abs=0.1),
-        None,
-    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    page = page_of(tmp_path, [], metrics_jsonl=lines + '{"step": 4, "loss": NaN}\n{"step": 5, "lo')
+    assert [y is None for y in loss_of(page)] == [False, True, False, True]
     assert "the loss was not finite at" in page
     assert data_of(page)["runs"][0]["marks"] == [[2, "not finite"]], "a gap alone is overlooked"
     assert "1 step skipped, the first is 2" in page
@@ -261,7 +246,6 @@ def shown_config(page: str) -> dict[str, tuple[str, str]]:
 
 
 def test_the_config_is_shown_with_origins(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [step(1)])
     values = {
         "run.name": "a # b",
         "run.out_dir": 'C:\\"x" # y',
@@ -271,41 +255,26 @@ def test_the_config_is_shown_with_origins(tmp_path: Path) -> None:
     }
     origins = {"run.name": "command line", "run.out_dir": "a file # with a mark.toml", "optim.lr": "x.toml"}
     loaded = load.load(None, {key: load.ConfigValue(value, "") for key, value in values.items()})
-    (folder / "config.toml").write_text(
-        toml.to_toml_with_origins(toml.Loaded(loaded.config, origins)), encoding="utf-8"
-    )
-    shown = shown_config(made(tmp_path / "page.html", folder))
+    content = toml.to_toml_with_origins(toml.Loaded(loaded.config, origins))
+    shown = shown_config(page_of(tmp_path, [step(1)], config_toml=content))
     for key, value in values.items():
         assert tomli.loads(f"value = {shown[key][0]}")["value"] == value
         assert shown[key][1] == origins.get(key, "default")
     assert shown["optim.eps"] == ("1e-08", "default")
     assert shown.keys() == schema.known_keys().keys()
-
-
-def test_a_text_of_many_lines_gives_no_origin(tmp_path: Path) -> None:
-    """Nobody but a person writes such a file; its values are read all the same."""
-    folder = write_run(tmp_path / "run", [step(1)])
-    fake = "[optim]\nlr = 5.0 # command line"
-    (folder / "config.toml").write_text(f'[run]\nname = """\n{fake}\n"""\n[optim]\nlr = 6.0 # x.toml\n[a.b]\nc = 1')
-    shown = shown_config(made(tmp_path / "page.html", folder))
-    assert shown["optim.lr"] == ("6.0", "x.toml")
+    fake = "[optim]\nlr = 5.0 # command line"  # only a person writes such a file
+    content = f'[run]\nname = """\n{fake}\n"""\n[optim]\nlr = 6.0 # x.toml\n[a.b]\nc = 1'
+    shown = shown_config(page_of(tmp_path, [step(1)], config_toml=content))
+    assert shown["optim.lr"] == ("6.0", "x.toml"), "a text of many lines gives no origin"
     assert tomli.loads(f"value = {shown['run.name'][0]}")["value"] == fake + "\n"
 
 
 HOSTILE = [
     *('{"step": 3, "loss": "text"}', '{"step": 3, "seconds": "1", "loss": 1.0}', '{"step": 3, "loss": 1, "time": "x"}'),
-    *(
-        '{"step": 3, "loss": ' + "9" * 400 + "}",
-        '{"step": 3, "loss": ' + "9" * 5000 + "}",
-        '{"step": 3, "loss": 1e300}',
-    ),
+    *('{"step": 3, "loss": ' + digits + "}" for digits in ("9" * 400, "9" * 5000, "1e300")),
     *('{"step": ' + "9" * 400 + ', "loss": 1.0}', '{"step": true, "loss": 1.0}', '{"step": -1, "loss": 1.0}'),
     *('{"step": 3, "loss": ' + "[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"step": 3, "loss": [1.0]}'),
-    *(
-        '{"step": 3, "val_loss": {}}',
-        '{"step": 3, "val_loss": 1, "val_bits_per_byte": "x"}',
-        '{"step": 3, "save_s": "x"}',
-    ),
+    *('{"step": 3, "val_loss": {}}', '{"step": 3, "val_bits_per_byte": "x"}', '{"step": 3, "save_s": "x"}'),
     *("\0\0\0", "null", "3", '"x"', "[]", "{}", '{"step": "3", "loss": 1.0}', '{"step": 3, "lo'),
 ]
 
@@ -324,46 +293,28 @@ def test_hostile_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         (folder / name).write_text(lines + "\n".join(HOSTILE))
     page = made(tmp_path / "page.html", folder)
     assert all(f"{name}: {len(HOSTILE)} damaged lines skipped" in page for name in good)
-
-
-def test_binary_noise_is_reported_in_notes(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [step(1)])
-    noise = bytes(range(256)) * 20
-    for file in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
-        with (folder / file).open("ab") as stream:
-            stream.write(noise)
+    others = "run.json", "config.toml"
+    for name in (*good, *others):
+        (folder / name).write_bytes(good.get(name, "").encode() + bytes(range(256)) * 20)
     page = made(tmp_path / "page.html", folder)
-    for file in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
-        assert f"{file}: " in page
+    assert all(f"{name}: " in page for name in (*good, *others)), "notes"
 
 
-def test_null_and_nonfinite_numbers_are_accepted(tmp_path: Path) -> None:
-    nothing = dict.fromkeys(records_module.NUMBERS)
-    folder = write_run(
-        tmp_path / "run", [step(1), step(2, time=float("nan"), seconds=float("inf")), step(3, **nothing)]
-    )
-    page = made(tmp_path / "page.html", folder)
-    assert figures_of(page)["Loss"]["traces"][0]["y"][2] is None
-    assert "damaged" not in page.split("<script>")[0]
-    folder = write_run(tmp_path / "largest", [step(n, **dict.fromkeys(records_module.NUMBERS, 1e100)) for n in (1, 2)])
-    made(tmp_path / "page.html", folder)
-
-
-def test_lone_surrogates_are_escaped(tmp_path: Path) -> None:
-    half = "\ud800"
-    sample = {"step": 1, "prompt": half, "text": f"a{half}"}
-    folder = write_run(tmp_path / "run", [step(1)], [sample])
+def test_odd_values_are_shown(tmp_path: Path) -> None:
+    """Numbers that are not finite, or the largest that are read; halves of surrogate pairs."""
+    nothing, half = dict.fromkeys(records_module.NUMBERS), "\ud800"
+    records = [step(1), step(2, time=float("nan"), seconds=float("inf")), step(3, **nothing)]
+    folder = write_run(tmp_path / "run", records, [{"step": 1, "prompt": half, "text": f"a{half}"}])
     (folder / "run.json").write_text(json.dumps({"status": half}))
-    assert r"a\ud800" in made(tmp_path / "page.html", folder)
+    page = made(tmp_path / "page.html", folder)
+    assert loss_of(page)[2] is None
+    assert "damaged" not in page.split("<script>")[0]
+    assert r"a\ud800" in page
+    folder = write_run(tmp_path / "largest", [step(n, **dict.fromkeys(nothing, 1e100)) for n in (1, 2)])
+    assert loss_of(made(tmp_path / "page.html", folder)) == [1e100, 1e100]
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "3", '{"status": 3, "reason": {}}', "{", "[" * 100_000, '{"status": ' + "9" * 5000 + "}"]
-)
-def test_a_malformed_run_json_gives_an_unknown_status(content: str, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [step(1)])
-    (folder / "run.json").write_text(content)
-    assert '<b class="status unknown">unknown</b>' in made(tmp_path / "page.html", folder)
+UNKNOWN = '<b class="status unknown">unknown</b>'
 
 
 @pytest.mark.parametrize(("about", "shown"), [
@@ -374,42 +325,26 @@ def test_a_malformed_run_json_gives_an_unknown_status(content: str, tmp_path: Pa
     ('{"status": "preempted", "reason": ""}', '<b class="status warn">preempted</b></div>'),
     ('{"status": "running"}', '<b class="status live">running when last seen</b><small>last record '),
     ('{"status": "<b> "}', '<b class="status unknown">&lt;b&gt; </b>'),
+    *((malformed, UNKNOWN) for malformed in ("", "[]", '{"status": 3, "reason": {}}', "[" * 100_000)),
+    ('{"status": ' + "9" * 5000 + "}", UNKNOWN),
 ])  # fmt: skip
 def test_the_status_has_a_colour_and_its_reason(about: str, shown: str, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [step(1)])
-    (folder / "run.json").write_text(about)
-    assert shown in made(tmp_path / "page.html", folder)
+    assert shown in page_of(tmp_path, [step(1)], run_json=about)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "lr = 1",
-        "[train]\nsteps = 0x" + "f" * 5000,
-        "a = [" * 5000,
-        "[train]\nsteps = '5' # x",
-        "x",
-        "[train]\nsteps = [",
-    ],
-    ids=lambda content: content[:30],
-)
-def test_a_malformed_config_toml_does_not_stop_the_report(content: str, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [step(1)])
-    (folder / "config.toml").write_text(content)
-    made(tmp_path / "page.html", folder)
+def test_a_malformed_config_toml_does_not_stop_the_report(tmp_path: Path) -> None:
+    for content in ("", "lr = 1", "[train]\nsteps = 0x" + "f" * 5000, "a = [" * 5000, "[train]\nsteps = '5' # x", "x"):
+        page_of(tmp_path, [step(1)], config_toml=content)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\n\n", b"\xff\xfe\0\0" * 100, b'{"step": 1, "loss": "x"}\n', b'{"step": 1, "val_loss": 1.0}']
-)
-def test_folders_without_a_step_are_errors(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_step_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, message in ((tmp_path, "has no metrics.jsonl"), (tmp_path / ("x" * 5000), "can't be read")):
         assert report.main([str(folder)]) == 2
         assert message in capsys.readouterr().err
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    assert report.main([str(tmp_path)]) == 2
-    assert "has no record of a step yet" in capsys.readouterr().err
+    for content in (b"", b"\xff\xfe\0\0" * 100, b'{"step": 1, "loss": "x"}\n', b'{"step": 1, "val_loss": 1.0}'):
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+        assert report.main([str(tmp_path)]) == 2
+        assert "has no record of a step yet" in capsys.readouterr().err
 
 
 EVIL = "</script><script>document.title='evil'</script><img src=http://example.com/x onerror=alert(1)>"
@@ -556,7 +491,7 @@ def test_the_figures_zoom_hover_and_smooth_together(width: int, tmp_path: Path) 
 
 @pytest.mark.extended
 def test_a_browser_shows_a_single_record(tmp_path: Path) -> None:
-    made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
+    page_of(tmp_path, [step(1)])
     elements, console, asked = browse(tmp_path / "page.html", tmp_path)
     assert not console
     assert not asked
@@ -566,10 +501,8 @@ def test_a_browser_shows_a_single_record(tmp_path: Path) -> None:
 
 def test_nothing_can_be_fetched(tmp_path: Path) -> None:
     """What got into the page somehow: the page's policy forbids it. Without the policy it is asked for."""
-    page = made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
-    page = page.replace(
-        "<main>", '<main><img src="http://example.com/x.png"><script>fetch("http://example.com/y")</script>'
-    )
+    evil = '<main><img src="http://example.com/x.png"><script>fetch("http://example.com/y")</script>'
+    page = page_of(tmp_path, [step(1)]).replace("<main>", evil)
     (tmp_path / "page.html").write_text(page)
     _, console, asked = browse(tmp_path / "page.html", tmp_path)
     assert "Content Security Policy" in console
@@ -603,7 +536,7 @@ def test_tasks_have_errors_and_a_chance_level(tmp_path: Path) -> None:
     assert [trace["name"] for trace in several["traces"]] == [f"run {escaped}", "other b"]
     assert [level["text"] for level in several["levels"]] == [f"chance of {escaped}", "chance of b"]
     assert several["traces"][1]["errors"] == [None]
-    assert "Tasks" not in figures_of(made(tmp_path / "page.html", write_run(tmp_path / "none", [step(1)])))
+    assert "Tasks" not in figures_of(page_of(tmp_path, [step(1)]))
 
 
 @pytest.mark.parametrize(("n", "shown"), [
@@ -627,8 +560,7 @@ def test_of_many_marks_and_tasks_some_are_shown(tmp_path: Path, monkeypatch: pyt
     spikes = [{"step": n, "spike": {"action": "none"}} for n in (1, 2, 3)]
     rewinds = [{"step": n, "rewind": n, "rewound_from": 9} for n in (4, 5, 6)]
     task = {"step": 1, "task/a": 0.1, "task/b": 0.2, "task/c": 0.3}
-    folder = write_run(tmp_path / "run", [step(1), *spikes, *rewinds, task])
-    page = made(tmp_path / "page.html", folder)
+    page = page_of(tmp_path, [step(1), *spikes, *rewinds, task])
     rewound = "rewound from step 9"
     assert data_of(page)["runs"][0]["marks"] == [[1, "spike"], [2, "spike"], [4, rewound], [5, rewound]]
     assert "3 loss spikes, the first at step 1." in page

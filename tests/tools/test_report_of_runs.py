@@ -4,7 +4,6 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,9 +25,6 @@ def sweep(tmp_path: Path) -> list[Path]:
         (runs[-1] / "config.toml").write_text(config)
         (runs[-1] / "run.json").write_text('{"status": "complete"}')
     return runs
-
-
-# --- one page -----------------------------------------------------------------------------------------------------
 
 
 def test_a_page_of_several_runs_does_not_replace_that_of_one(
@@ -81,11 +77,11 @@ def test_the_table_on_the_page_is_that_of_the_terminal(tmp_path: Path) -> None:
     for row in rows:
         (name,) = re.findall("<a href=#run[0-9]><i[^>]*></i>(.*?)</a>", row)
         assert f"background: {colours[name]}" in row
+    assert [t["name"] for t in figures_of(page)["Learning rate"]["traces"]] == [run.name for run in runs]
     without = [write_run(tmp_path / name, [step(1)]) for name in ("a", "b")]
-    assert "best</span>" not in made(tmp_path / "page.html", *without)
-
-
-# --- the table ----------------------------------------------------------------------------------------------------
+    page = made(tmp_path / "page.html", *without)
+    assert "best</span>" not in page
+    assert "The configs of the runs do not differ." in page
 
 
 def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
@@ -102,21 +98,17 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     assert rows[2].split()[2] == "4.9000"
     assert "sweep-8e-3 has no metrics.jsonl" in rows[3]
     assert not list((tmp_path / "runs").rglob("report.html"))
-
-
-def test_the_table_of_one_run_and_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\\u001b[31m\\n" + "x" * 500
+    (runs[0] / "config.toml").write_text(f'[data]\npath = "{hostile}"\n')
+    assert report.main([*map(str, runs), "--table"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) < 250
     run = write_run(tmp_path / "run", [step(1)])
     assert report.main([str(run), "--table"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["run", "1/?", "-", "-", "-", "unknown"]
     assert report.main([str(tmp_path / "none"), "--table"]) == 2
     assert "none has no metrics.jsonl" in capsys.readouterr().err
-
-
-# --- a run in progress --------------------------------------------------------------------------------------------
-
-
-def set_status(run: Path, status: str) -> None:
-    (run / "run.json").write_text(json.dumps({"status": status}))
 
 
 def test_a_live_page_reloads_itself_until_the_run_has_ended(
@@ -133,14 +125,17 @@ def test_a_live_page_reloads_itself_until_the_run_has_ended(
         pages.append(page.read_text() if page.exists() else "")
         if len(pages) == 1:
             (run / "metrics.jsonl").write_text(json.dumps(step(1)) + "\n")
-            set_status(run, "running")
+            (run / "run.json").write_text('{"status": "running"}')
         elif len(pages) == 2:
             with (run / "metrics.jsonl").open("a") as stream:
                 stream.write(json.dumps(step(2)) + "\n")
         else:
-            set_status(run, "complete")
+            (run / "run.json").write_text('{"status": "complete"}')
 
     monkeypatch.setattr(time, "sleep", tick)
+    for wrong, message in (("0", "--live=0 should be 1 second or more"), ("5", "no metrics.jsonl")):
+        assert report.main([str(tmp_path / "nothing"), "--live", wrong]) == 2
+        assert message in capsys.readouterr().err
     assert report.main([str(run), "--live", "7"]) == 0
     assert pages[0] == "", "no step yet"
     assert "<meta http-equiv=refresh content=7>" in pages[1]
@@ -153,24 +148,3 @@ def test_a_live_page_reloads_itself_until_the_run_has_ended(
     said = capsys.readouterr().out
     assert "waiting " in said
     assert "live    ended" in said
-
-
-@pytest.mark.parametrize(("argv", "code", "expected"), [
-    (["--live", "0"], 2, "--live=0 should be 1 second or more"),
-    (["--live", "5"], 2, "no metrics.jsonl"),
-])  # fmt: skip
-def test_a_live_page_of_nothing(
-    argv: list[str], code: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert report.main([str(tmp_path / "nothing"), *argv]) == code
-    assert expected in capsys.readouterr().err
-
-
-def test_a_value_in_the_config_can_t_break_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = sweep(tmp_path)[:2]
-    hostile: Any = "a\\u001b[31m\\n" + "x" * 500
-    (runs[0] / "config.toml").write_text(f'[data]\npath = "{hostile}"\n')
-    assert report.main([*map(str, runs), "--table"]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert max(map(len, out.splitlines())) < 250

@@ -26,9 +26,7 @@ def killed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process that SIGKILL has ended in step 6; it has a checkpoint of step 4."""
     folder = tmp_path_factory.mktemp("status")
     result = ranks(
-        1,
-        *tiny(text, folder, run__name="run", train__steps=8, checkpoint__every=2, eval__every=0),
-        fault="kill:0:6",
+        1, *tiny(text, folder, run__name="run", train__steps=8, checkpoint__every=2, eval__every=0), fault="kill:0:6"
     )
     assert result.returncode != 0
     return folder / "run"
@@ -58,6 +56,9 @@ def test_a_killed_run_does_not_run_for_ever(run: Path, capsys: pytest.CaptureFix
     (checkpoint(run, 4) / "model.safetensors").write_bytes(b"")
     assert "saved   step-00000002, " in (out := said(capsys, run, 1))
     assert "step-00000004 is damaged" in out
+    checkpoint(run, 2).rename(checkpoint(run, 100_000_000))
+    checkpoint(run, 4).rename(checkpoint(run, 99_999_999))
+    assert "saved   step-100000000, " in said(capsys, run, 1), "the highest step, not the last name"
 
 
 def test_a_lock_that_is_held_is_a_run_that_is_alive(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,24 +81,18 @@ def test_a_reader_that_tests_the_lock_refuses_no_run(tmp_path: Path, monkeypatch
         run_folder.lock(tmp_path, World(0, 1, torch.device("cpu"), 1)).release()
 
 
-@pytest.mark.parametrize("starting", [False, True])
-def test_an_empty_lock_holder_hides_no_kill(starting: bool, run: Path) -> None:
-    """A power loss or a full disk empties it; run.json then names the machine, unless another attempt has begun."""
-    (run / ".lock-holder").write_text("")
-    about = json.loads((run / "run.json").read_text()) | ({"starting": {}} if starting else {})
-    assert status.status_of(run, about).active == starting
-
-
-@pytest.mark.parametrize("where", ["another machine", "no lock"])
-def test_what_cannot_be_seen_from_here_is_not_called_dead(where: str, run: Path) -> None:
-    if where == "no lock":
-        (run / ".lock").unlink()
-    else:
-        (run / ".lock-holder").write_text("process 7 on node3.cluster")
-    on = f" on {'node3.cluster' if where == 'another machine' else socket.gethostname()}"
-    found = status.status_of(run, json.loads((run / "run.json").read_text()))
-    assert found.active
-    assert re.fullmatch(rf"running{on} when last seen, last record \w+ ago", found.text)
+def test_what_cannot_be_seen_from_here_is_not_called_dead(run: Path) -> None:
+    about, holder = json.loads((run / "run.json").read_text()), (run / ".lock-holder").read_text()
+    (run / ".lock-holder").write_text("")  # by a power loss or a full disk; run.json then names the machine
+    assert not status.status_of(run, about).active
+    assert status.status_of(run, about | {"starting": {}}).active, "another attempt has begun"
+    (run / ".lock-holder").write_text("process 7 on node3.cluster")
+    elsewhere = status.status_of(run, about)
+    (run / ".lock-holder").write_text(holder)
+    (run / ".lock").unlink()
+    for found, on in ((elsewhere, "node3.cluster"), (status.status_of(run, about), socket.gethostname())):
+        assert found.active
+        assert re.fullmatch(rf"running on {on} when last seen, last record \w+ ago", found.text)
 
 
 def test_the_last_events_and_what_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,12 +120,6 @@ def test_the_last_events_and_what_is_damaged(run: Path, capsys: pytest.CaptureFi
         assert status.main([str(run)]) == 2
         assert message in capsys.readouterr().err
         (run / "run.json").touch()
-
-
-def test_the_newest_checkpoint_is_that_of_the_highest_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint(run, 4).rename(checkpoint(run, 100_000_000))
-    checkpoint(run, 2).rename(checkpoint(run, 99_999_999))
-    assert "saved   step-100000000, " in said(capsys, run, 1)
 
 
 def test_the_speed_beside_the_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

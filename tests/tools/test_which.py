@@ -28,7 +28,6 @@ from torchtitan_lite.data.prepare import plan, writer
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.tools.incidents.record import abandoned, changes_of, jumps_of, read_record
 from torchtitan_lite.tools.incidents.which import main as which
@@ -43,12 +42,19 @@ def text_of(i: int) -> str:
 
 
 TEXTS = [text_of(i) for i in range(150)]
+PAIRS = [{"source": f"source {i} " * (i % 7 + 1), "target": f"target {i}"} for i in range(200)]
+PAIR_KEYS = "--source-key=source", "--target-key=target"
 
 
 def write_jsonl(file: Path, texts: list[str]) -> Path:
     # with an empty line after each text: documents and lines have other numbers
     content = "".join(json.dumps({"text": text}) + "\n\n" for text in texts).encode()
     file.write_bytes(gzip.compress(content) if file.suffix == ".gz" else content)
+    return file
+
+
+def pairs_in(file: Path) -> Path:
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
     return file
 
 
@@ -87,6 +93,16 @@ def lines_of(file: Path) -> dict[int, str]:
     return {number: json.loads(line)["text"] for number, line in lines if line}
 
 
+def test_blocks_of_a_text_know_their_first_line_and_pairs_share_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    lines = "".join(TEXTS).split("\n")
+    for _, place, text in documents(prepared(tmp_path / "a.txt", tmp_path / "out"), "train"):
+        assert "\n".join(lines[place - 1 :]).startswith(text)
+    found = list(documents(prepared(pairs_in(tmp_path / "b.jsonl"), tmp_path / "b", *PAIR_KEYS), "train"))
+    for (_, one, source), (_, other, target) in zip(found[::2], found[1::2], strict=True):
+        assert (one, source, target) == (other, PAIRS[one - 1]["source"], PAIRS[one - 1]["target"])
+
+
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_every_document_knows_its_file_and_place(workers: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
@@ -104,89 +120,57 @@ def test_every_document_knows_its_file_and_place(workers: str, tmp_path: Path) -
     for file, place, text in found:
         if not file.endswith("e.jsonl"):
             assert places[file][place] == text
-    assert {(place, text) for file, place, text in found if file.endswith("e.jsonl")} == {
-        (1, "the only one"),
-        (3, "after a broken one"),
-    }
-    units = dict(json.loads((out / "origins.json").read_bytes())["files"])
-    assert {Path(file).name: unit for file, unit in units.items()} == {
-        **dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "e.jsonl"), "line"),
-        "d.parquet": "row",
-    }
-
-
-def test_blocks_of_a_text_know_their_first_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(TEXTS))
-    lines = "".join(TEXTS).split("\n")
-    for _, place, text in documents(prepared(tmp_path / "a.txt", tmp_path / "out"), "train"):
-        assert "\n".join(lines[place - 1 :]).startswith(text)
-
-
-def test_pairs_share_a_place(tmp_path: Path) -> None:
-    pairs = tmp_path / "a.jsonl"
-    pairs.write_text("".join(json.dumps({"s": f"source {i}", "t": f"target {i}"}) + "\n" for i in range(50)))
-    found = list(documents(prepared(pairs, tmp_path / "out", "--source-key=s", "--target-key=t"), "train"))
-    for (_, one, source), (_, other, target) in zip(found[::2], found[1::2], strict=True):
-        assert (one, source) == (other, f"source {one - 1}")
-        assert target == f"target {other - 1}"
+    in_e = {(place, text) for file, place, text in found if file.endswith("e.jsonl")}
+    assert in_e == {(1, "the only one"), (3, "after a broken one")}
+    units = json.loads((out / "origins.json").read_bytes())["files"]
+    lines = dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "e.jsonl"), "line")
+    assert {Path(file).name: unit for file, unit in units} == lines | {"d.parquet": "row"}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.fixture
-def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Prepare in.jsonl in chunks of 7 documents; it is stopped after some of them."""
+def test_a_stopped_preparation_keeps_its_origins_unless_an_older_version_began_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plan, "CHUNK_DOCUMENTS", 7)
     monkeypatch.setattr(writer, "COMMIT_EVERY_S", 0.0)
     write_jsonl(tmp_path / "in.jsonl", TEXTS)
+    honest, left = writer.Writer.add, 0
 
-    def prepare_some(chunks: int) -> None:
-        honest, done = writer.Writer.add, 0
+    def add(self: writer.Writer, *arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            self._origins[0].write(b"torn")  # not committed
+            self._origins[0].flush()
+            raise KeyboardInterrupt
+        honest(self, *arguments)
 
-        def add(self: writer.Writer, *arguments: Any) -> None:
-            nonlocal done
-            done += 1
-            if done > chunks:
-                self._origins[0].write(b"torn")  # not committed
-                self._origins[0].flush()
-                raise KeyboardInterrupt
-            honest(self, *arguments)
-
+    for name in ("new", "old"):
+        left = 5
         with monkeypatch.context() as patched:
             patched.setattr(writer.Writer, "add", add)
-            assert prepare([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer=bytes"]) == 130
+            assert prepare([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / name), "--tokenizer=bytes"]) == 130
+        if name == "old":
+            progress = json.loads((tmp_path / "old.partial/progress.json").read_bytes())
+            assert progress.pop("origins")
+            (tmp_path / "old.partial/progress.json").write_text(json.dumps(progress))
+            for split in ("train", "val"):
+                (tmp_path / f"old.partial/{split}.origins").unlink()
+        prepared(tmp_path / "in.jsonl", tmp_path / name)
+    whole = contents(prepared(tmp_path / "in.jsonl", tmp_path / "whole"))
+    assert contents(tmp_path / "new") == whole
+    assert not verify(tmp_path / "new")
+    old = contents(tmp_path / "old")
+    assert old.items() <= whole.items()
+    assert whole.keys() - old == {"origins.json", "train.origins", "val.origins"}
 
-    return prepare_some
 
-
-def test_origins_are_the_same_after_a_stop(tmp_path: Path, stopped: Callable[[int], None]) -> None:
-    stopped(5)
-    prepared(tmp_path / "in.jsonl", tmp_path / "out")
-    prepared(tmp_path / "in.jsonl", tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert not verify(tmp_path / "out")
-
-
-def test_a_preparation_of_an_older_version_goes_to_its_end_without_origins(
-    tmp_path: Path, stopped: Callable[[int], None]
+def test_training_does_not_need_origins_and_verify_reads_them(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped(5)
-    partial = tmp_path / "out.partial"
-    progress = json.loads((partial / "progress.json").read_bytes())
-    assert progress.pop("origins")
-    (partial / "progress.json").write_text(json.dumps(progress))
-    for split in ("train", "val"):
-        (partial / f"{split}.origins").unlink()
-    prepared(tmp_path / "in.jsonl", tmp_path / "out")
-    prepared(tmp_path / "in.jsonl", tmp_path / "whole")
-    with_origins = contents(tmp_path / "whole")
-    assert contents(tmp_path / "out").items() <= with_origins.items()
-    assert with_origins.keys() - contents(tmp_path / "out") == {"origins.json", "train.origins", "val.origins"}
-
-
-def test_training_does_not_read_origins_and_verify_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = prepared(write_jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out")
     (out / "train.origins").write_bytes(b"\1" * (out / "train.origins").stat().st_size)
     read_meta(out)
@@ -195,9 +179,15 @@ def test_training_does_not_read_origins_and_verify_does(tmp_path: Path, capsys: 
     run = run_of(config_of(out), tmp_path)
     assert which([str(run), "--step", "1"]) == 2
     assert "train.origins has changed since it was made; training does not need it" in capsys.readouterr().err
+    ours = [row["stream"] for row in seen(run_of(config_of(texts), tmp_path, "same"), "--step", "3")["documents"]]
     for name in ("origins.json", "train.origins", "val.origins"):
         (out / name).unlink()
     assert not verify(out)
+    content = seen(run, "--step", "3")
+    assert {(row["file"], row["line"]) for row in content["documents"]} == {(None, None)}
+    assert [row["stream"] for row in content["documents"]] == ours
+    said = capsys.readouterr().out
+    assert f"{out} does not tell where its documents came from: an older version prepared it" in said
 
 
 # --- from steps to documents ------------------------------------------------------------------------------------
@@ -237,10 +227,8 @@ def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]
     first = sum(config.train.batch_size(before) for before in range(1, step))
     size, rows = config.train.batch_size(step), {}
     for rank in range(world_size):
-        batch = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed).batch(
-            first, size
-        )
-        for i, micro in enumerate(batch.micro_batches):
+        loader = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed)
+        for i, micro in enumerate(loader.batch(first, size).micro_batches):
             for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
                 rows[i * 2 * world_size + rank * 2 + row] = both
     return [rows[i][0] for i in range(size)], [rows[i][1] for i in range(size)]
@@ -287,26 +275,9 @@ CASES: dict[str, tuple[dict[str, Any], Check]] = {
     "concat": ({}, check_concat),
     "best_fit": ({"data__packing": "best_fit", "data__document_mask": True}, check_best_fit),
     "batch_schedule": ({"train__batch_schedule": [[3, 4], [20, 9]]}, check_concat),
+    "span_corruption": ({"data__objective": "span_corruption", "model__family": "t5"}, check_spans),
+    "pairs": ({"data__objective": "pairs", "data__target_len": 16, "model__family": "t5"}, check_pairs),
 }
-
-
-def compare(config: Config, run: Path, folder: Path, check: Check, texts: dict[int, Any]) -> None:
-    """Some steps of a run, of several passes, against what ranks get, and against the lines of the text."""
-    end = read_meta(folder).end_token
-    for step, world_size in ((1, 1), (2, 3), (25, 2), (499, 1)):
-        content = seen(run, "--step", str(step))
-        ((_, first, stop),) = content["steps"]
-        tokens, targets = batch_of(config, step, world_size)
-        assert stop - first == len(tokens)
-        for i, sample in enumerate(range(first, stop)):
-            rows = [row for row in content["documents"] if row["sample"] == sample]
-            check(read_parts(rows, folder), tokens[i], targets[i], end)
-            for row in rows:
-                text = texts[row["line"]]
-                text = text[row["side"]] if "side" in row else text
-                assert row["text"]
-                assert text[row["first"] :].startswith(row["text"])
-                assert text.startswith(row["document_text"])
 
 
 @pytest.fixture(scope="module")
@@ -317,26 +288,33 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_holds_what_the_loader_gives(case: str, texts: Path, tmp_path: Path) -> None:
+    """Some steps of several passes, against what ranks get, and against the lines of the text."""
     more, check = CASES[case]
-    config = config_of(texts, **more)
+    lines: dict[int, Any] = dict(zip(range(1, 301, 2), TEXTS, strict=True))
+    folder = texts
+    if case == "span_corruption":
+        folder = prepared(write_jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out", "--sentinels")
+    elif case == "pairs":
+        folder = prepared(pairs_in(tmp_path / "in.jsonl"), tmp_path / "out", *PAIR_KEYS)
+        lines = dict(enumerate(PAIRS, 1))
+    config = config_of(folder, **more)
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).n_samples
     assert 2 * samples < 499 * 6, "one pass only"
-    compare(config, run_of(config, tmp_path), texts, check, dict(zip(range(1, 301, 2), TEXTS, strict=True)))
-
-
-def test_span_corruption(tmp_path: Path) -> None:
-    out = prepared(write_jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out", "--sentinels")
-    config = config_of(out, data__objective="span_corruption", model__family="t5")
-    compare(config, run_of(config, tmp_path), out, check_spans, dict(zip(range(1, 301, 2), TEXTS, strict=True)))
-
-
-def test_pairs(tmp_path: Path) -> None:
-    file = tmp_path / "in.jsonl"
-    pairs = [{"source": f"source {i} " * (i % 7 + 1), "target": f"target {i}"} for i in range(200)]
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    out = prepared(file, tmp_path / "out", "--source-key=source", "--target-key=target")
-    config = config_of(out, data__objective="pairs", data__target_len=16, model__family="t5")
-    compare(config, run_of(config, tmp_path), out, check_pairs, dict(enumerate(pairs, 1)))
+    run, end = run_of(config, tmp_path), read_meta(folder).end_token
+    for step, world_size in ((1, 1), (2, 3), (25, 2), (499, 1)):
+        content = seen(run, "--step", str(step))
+        ((_, first, stop),) = content["steps"]
+        tokens, targets = batch_of(config, step, world_size)
+        assert stop - first == len(tokens)
+        for i, sample in enumerate(range(first, stop)):
+            rows = [row for row in content["documents"] if row["sample"] == sample]
+            check(read_parts(rows, folder), tokens[i], targets[i], end)
+            for row in rows:
+                text = lines[row["line"]]
+                text = text[row["side"]] if "side" in row else text
+                assert row["text"]
+                assert text[row["first"] :].startswith(row["text"])
+                assert text.startswith(row["document_text"])
 
 
 def test_a_mixture_names_the_source(texts: Path, tmp_path: Path) -> None:
@@ -374,11 +352,8 @@ def test_a_text_is_found_at_the_steps_that_hold_its_documents(
 
 def test_sizes_that_a_resume_changed_are_those_of_their_steps(texts: Path, tmp_path: Path) -> None:
     run = run_of(config_of(texts, train__global_batch_size=8), tmp_path)
-    changed = [
-        {"step": 10, "changed": {"train.global_batch_size": [6, 4], "optim.lr": [0.1, 0.2]}},
-        {"step": 20, "changed": {"train.global_batch_size": [4, 8]}},
-    ]
-    (run / "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    first = '{"step": 10, "changed": {"train.global_batch_size": [6, 4], "optim.lr": [0.1, 0.2]}}\n'
+    (run / "changes.jsonl").write_text(first + '{"step": 20, "changed": {"train.global_batch_size": [4, 8]}}\n')
     record = read_record(run)
     assert [len(record.samples(step)) for step in (1, 10, 11, 20, 21)] == [6, 6, 4, 4, 8]
     assert record.samples(21) == range(100, 108)
@@ -472,30 +447,14 @@ def test_documents_are_ranked_by_their_loss_under_the_checkpoint_before(
         assert at == 32
 
 
-def test_positions_that_checkpoints_contradict_are_not_guessed(trained: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(trained / "run", run)
-    text = (run / "config.toml").read_text()
-    assert "\nglobal_batch_size = 6" in text
-    (run / "config.toml").write_text(text.replace("\nglobal_batch_size = 6", "\nglobal_batch_size = 5"))
-    record = read_record(run)
-    with pytest.raises(ConfigError, match="not known which samples step 7 saw"):
-        record.samples(7)
-
-
-def test_a_folder_without_origins_is_read_and_says_that_it_does_not_know(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_positions_that_checkpoints_contradict_are_not_guessed(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = tmp_path / "old"
-    shutil.copytree(texts, old)
-    for name in ("origins.json", "train.origins", "val.origins"):
-        (old / name).unlink()
-    content = seen(run_of(config_of(old), tmp_path), "--step", "3")
-    assert {(row["file"], row["line"]) for row in content["documents"]} == {(None, None)}
-    same = seen(run_of(config_of(texts), tmp_path, "new"), "--step", "3")
-    assert [row["stream"] for row in content["documents"]] == [row["stream"] for row in same["documents"]]
-    said = capsys.readouterr().out
-    assert f"{old} does not tell where its documents came from: an older version prepared it" in said
+    shutil.copytree(trained / "run", tmp_path / "run")
+    file = tmp_path / "run/config.toml"
+    file.write_text(file.read_text().replace("\nglobal_batch_size = 6", "\nglobal_batch_size = 5"))
+    assert which([str(file.parent), "--step=7"]) == 2
+    assert "not known which samples step 7 saw" in capsys.readouterr().err
 
 
 def test_damaged_records_of_resumes_and_rewinds_are_skipped(tmp_path: Path) -> None:
