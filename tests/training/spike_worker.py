@@ -2,7 +2,7 @@
 
 The tokens of these samples of the run are random, so that the loss jumps. FLIP="rank:step" flips a high bit in a
 product of this rank's forward pass, once: its loss jumps without a reason in the data. KILL="rank:step" kills this
-rank at this step after a rewind. DAMAGE=file cuts a byte off this file at step 16.
+rank at this step after a rewind, STOP="rank:step" asks it to stop. DAMAGE=file cuts a byte off this file at step 16.
 """
 
 import json
@@ -24,7 +24,7 @@ from torchtitan_lite.data.samples import Rows
 def main(argv: Sequence[str]) -> int:
     poison()
     rank = os.environ.get("RANK", "0")
-    hit = {key: os.environ.get(key, "").split(":") for key in ("FLIP", "KILL")}
+    hit = {key: os.environ.get(key, "").split(":") for key in ("FLIP", "KILL", "STOP")}
     at = {key: int(where[1]) for key, where in hit.items() if where[0] == rank}
     damaged = Path(os.environ.get("DAMAGE", "/nowhere"))
     honest, done = train.train_step, list[bool]()
@@ -41,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
         if number == at.get("KILL") and s.state.jumps:
             print(f"KILLED at step {number}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        if number == at.get("STOP") and not s.state.jumps:
+            os.kill(os.getpid(), signal.SIGTERM)
         if number != at.get("FLIP") or done:
             return honest(s, number)
         print(f"FLIP at step {number}", flush=True)

@@ -1,5 +1,6 @@
 """Loss spikes: detected, logged, skipped, rewound; and ranges of samples that a run is told to skip."""
 
+import errno
 import functools
 import json
 import math
@@ -11,20 +12,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import assert_same_end, checkpoint, losses, ranks, records, succeeded, tensors, tiny
 from tests.monitoring.test_trackers import scalars_of
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.safetensors_file import sha256_of, specs_of, write_tensors
+from torchtitan_lite.checkpointing.select import select_checkpoint
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import DataConfig
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config.schema import CheckpointConfig, DataConfig
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import ConfigError, UnreadableError
 from torchtitan_lite.tools.incidents import which
 from torchtitan_lite.tools.incidents.record import read_record
 from torchtitan_lite.tools.report.figures import marks
 from torchtitan_lite.tools.report.page import notes, page
 from torchtitan_lite.tools.report.runs import read_run
+from torchtitan_lite.training.spikes import rewind
 from torchtitan_lite.training.spikes.watch import SpikeError, limit, require_progress
 
 extended = pytest.mark.extended
@@ -78,6 +86,7 @@ def rewound(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "SPIKE   step 17: loss 6." in said
     assert f"REWOUND from step 17 to {checkpoint(folder / 'run', 12)} (1 of at most 10)" in said
     assert "without the samples 72 to 101: as a run with --data.skip_samples=[[72,102]]" in said
+    assert "done    24 steps" in said
     return folder / "run"
 
 
@@ -184,6 +193,8 @@ REWINDS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "saved by DCP, in the background": (2, 96, MUON | BACKGROUND | SHARDED, "[[72,102]]"),
     "further back": (1, 96, RETAINED, "[[54,102]]"),
     "with a range of its own": (1, 96, {"data__skip_samples": "[[104,110]]"}, "[[72,102],[104,110]]"),
+    # which begins at the newest checkpoint, and is no earlier rewind
+    "further back than a range": (1, 102, {"data__skip_samples": "[[72,78]]", "spike__rewind_steps": 8}, "[[36,108]]"),
 }
 
 
@@ -208,6 +219,44 @@ def test_a_rewind_restores_what_changes_from_step_to_step(name: str, run: Run, t
     if name == "with a range of its own":
         record = read_record(tmp_path / "rewound")
         assert [record.samples(step).start for step in (12, 13, 14)] == [66, 110, 116]
+
+
+def test_a_stop_at_a_spike_waits_for_the_rewind_to_be_saved(rewound: Path, run: Run, tmp_path: Path) -> None:
+    said = run(2, "run", env=POISON | {"STOP": "1:17"}, **REWIND)  # the host reads both at once
+    assert "REWOUND from step 17" in said
+    assert "stopped after step 13 of 24" in said
+    saved = storage.read_state(checkpoint(tmp_path / "run", 13))
+    assert (saved.spikes["rewinds"], saved.jumps) == (1, [[12, 72, 102]])
+    assert "done    11 steps" in run(2, "run", **REWIND)
+    assert_same_end(tmp_path / "run", rewound, 24)
+
+
+def test_an_unreadable_checkpoint_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be intact: the run stops, rather than to go back further and set it aside."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        world = World(0, 1, torch.device("cpu"), 1)
+        for step in (2, 4):
+            folder = storage.begin(tmp_path, step)
+            tensor = {"a": torch.ones(3)}
+            names = storage.MODEL, storage.OPTIMIZER
+            files = {name: write_tensors(folder / name, specs_of(tensor), tensor.__getitem__) for name in names}
+            storage.commit(folder, TrainState(step=step), "full", 1, files)
+        honest = sha256_of
+
+        def broken(path: Path) -> str:
+            if "00000004" in str(path):
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return honest(path)
+
+        monkeypatch.setattr(storage, "sha256_of", broken)
+        loader = SimpleNamespace(config=CheckpointConfig(), folder=tmp_path)
+        loader.load = lambda _: select_checkpoint(loader.folder, loader.config, world)
+        s: Any = SimpleNamespace(checkpointer=loader, state=TrainState(), log=SimpleNamespace(info=print))
+        with pytest.raises(UnreadableError, match="Input/output error"):
+            rewind._load(s, [2, 4])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_was_abandoned_is_in_spikes_jsonl(rewound: Path) -> None:

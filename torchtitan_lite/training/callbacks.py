@@ -5,16 +5,18 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.save import require_equal_copies, require_finite
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.monitoring import records
 from torchtitan_lite.monitoring.console import fitted, seen_of_sources, step_line
 from torchtitan_lite.monitoring.metrics import peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
@@ -29,18 +31,20 @@ def build_callbacks(
     peak = peak_tokens_per_second(config, model, world)
     callbacks = [Callback(functools.partial(log_step, peak=peak), config.log.every, when_preempted=True)]
     if config.eval.every:
-        callbacks.append(Callback(functools.partial(validate, validation), config.eval.every))
+        every, action = config.eval.every, functools.partial(validate, validation)
+        callbacks.append(Callback(action, every, resume=missing(action, every, "metrics.jsonl", "eval_s")))
     if config.tasks:
         from torchtitan_lite.training.tasks import Tasks
 
         if tasks := Tasks.of(config, data):
-            every, digests = config.eval.tasks_every, tasks.digests
-            callbacks.append(Callback(tasks.score, every, resume=tasks.score_missing, questions=digests))
+            every, resume = config.eval.tasks_every, missing(tasks.score, every, "metrics.jsonl", "task_s")
+            callbacks.append(Callback(tasks.score, every, resume=resume, questions=tasks.digests))
     callbacks.append(Callback(save, config.checkpoint.every, when_preempted=True))
     if config.sample.every:
         from torchtitan_lite.training.sampling import Prompts, sample
 
-        callbacks.append(Callback(functools.partial(sample, Prompts.of(config, data)), config.sample.every))
+        every, action = config.sample.every, functools.partial(sample, Prompts.of(config, data))
+        callbacks.append(Callback(action, every, resume=missing(action, every, "samples.jsonl", "prompt")))
     callbacks.append(Callback(lambda s, _: report_save(s, wait=False), every=1, reads_step=False))
     if config.profile.steps:
         from torchtitan_lite.monitoring.profiler import Profile
@@ -55,6 +59,30 @@ def build_callbacks(
     if config.speed.gc_every:
         callbacks.append(Callback(lambda *_: gc.collect(), config.speed.gc_every, reads_step=False))
     return callbacks
+
+
+def missing(action: Callable[[Session], None], every: int, file: str, key: str) -> Callable[[Session], None]:
+    """For Callback.resume: what was due at the step that a run resumes from, if a stop or a kill came before it.
+
+    Args:
+        file, key: where it leaves a record of the step.
+    """
+
+    def resume(s: Session) -> None:
+        step, steps = s.state.step, s.config.train.steps
+        if step >= steps and s.checkpointer.aside:
+            return  # the run has got further than this step
+
+        def is_missing() -> bool:
+            made = records.read(s.config.folder / file)
+            return not any(record["step"] == step and key in record for record in made)
+
+        if step and (step == steps or due(step, every)) and on_rank0(s.world, is_missing):
+            s.watchdog.step(step)
+            with s.watchdog.explained():
+                action(s)
+
+    return resume
 
 
 def log_step(s: Session, result: StepResult, peak: float) -> None:
@@ -110,9 +138,12 @@ def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> 
     return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)
 
 
-def validate(validation: Validation, s: Session, _: StepResult) -> None:
-    """Score the validation set; with optim.ema_decay, the average of the weights too."""
+def validate(validation: Validation, s: Session, _: StepResult | None = None) -> None:
+    """Score the validation set; with optim.ema_decay, the average of the weights too. A stop comes first."""
     step, before = s.state.step, time.perf_counter()
+    if s.preemption.agreed:
+        s.log.info(f"eval    step {step}  not scored before the run stops; the same command scores it")
+        return
     score = evaluate(s.model, validation, s.world.device)
     seconds = time.perf_counter() - before
     s.state = replace(s.state, val_loss=score.loss)
@@ -147,7 +178,8 @@ def report_save(s: Session, *, wait: bool) -> str:
     if saved is None:
         return ""
     if saved.error:
-        s.log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched, training continues")
+        then = "" if s.stopping else ", training continues"
+        s.log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched{then}")
     else:
         paused = f", training paused for {saved.stopped_s:.1f} s" if s.config.checkpoint.async_save else ""
         s.log.record({"step": saved.step, "save_s": saved.stopped_s if paused else saved.seconds, "bytes": saved.bytes})

@@ -129,11 +129,12 @@ def wrong_prompt(prompt: str, tokenizer: Tokenizer | None, limit: int) -> str:
     return "" if fits else f"{has}model.max_seq_len = {limit}"
 
 
-def sample(prompts: Prompts, s: Session, _: StepResult) -> None:
+def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
     """Continue every prompt, log the text and write it to samples.jsonl, unless the run stops. Collective."""
-    if s.preemption.agreed:
-        return
     step, before = s.state.step, time.perf_counter()
+    if s.preemption.agreed:
+        s.log.info(f"sample  step {step}  not made before the run stops; the same command makes it")
+        return
     seed = stream(s.config.run.seed, step, 0, 0)
     with evaluating(s.model):
         for i, ids in enumerate(prompts.ids):

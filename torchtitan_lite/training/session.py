@@ -67,7 +67,7 @@ class Callback:
     when_preempted: bool = False  # also after the step at which a preempted run stops
     reads_step: bool = True  # it reads what the step computed, so the host waits for the device first
     before: Callable[[int], None] | None = None  # called before each step
-    resume: Callable[["Session"], None] | None = None  # called once, before the first step
+    resume: Callable[["Session"], None] | None = None  # called once, before the first step: see callbacks.missing
     questions: Mapping[str, str] = field(default_factory=dict)  # hashes of what it scores: a resume reports changes
 
 

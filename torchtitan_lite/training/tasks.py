@@ -3,13 +3,10 @@
 They change nothing in training: no random number is drawn, and the parameters are sharded again afterwards.
 """
 
-import contextlib
 import hashlib
-import json
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -24,7 +21,7 @@ from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS, Task
 from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
-from torchtitan_lite.training.session import Session, StepResult, due
+from torchtitan_lite.training.session import Session, StepResult
 
 TOO_LONG_S = 60
 
@@ -69,7 +66,7 @@ class Tasks:
         )
 
     def score(self, s: Session, _: StepResult | None = None) -> None:
-        """Score, log and record all tasks, unless the run was asked to stop: see `score_missing`. Collective."""
+        """Score, log and record all tasks, unless the run was asked to stop. Collective."""
         step = s.state.step
         if s.preemption.agreed:
             s.log.info(f"task    step {step}  not scored before the run stops; the same command scores it")
@@ -84,28 +81,6 @@ class Tasks:
         s.log.record({"step": step, "task_s": seconds})
         if seconds > TOO_LONG_S:
             s.log.info(f"task    step {step}  took {seconds:.0f} s; raise eval.tasks_every or set eval.task_questions")
-
-    def score_missing(self, s: Session) -> None:
-        """Score the step that a run resumes from, if the run was asked to stop there before it was scored."""
-        step, steps = s.state.step, s.config.train.steps
-        if step >= steps and s.checkpointer.aside:
-            return  # the run has got further than this step
-        scored_at = step == steps or due(step, s.config.eval.tasks_every)
-        if step and scored_at and not from_rank0(s.world.rank == 0 and _is_scored(s.config.folder, step)):
-            s.watchdog.step(step)
-            with s.watchdog.explained():
-                self.score(s)
-
-
-def _is_scored(run: Path, step: int) -> bool:
-    """Whether metrics.jsonl has the scores of a step."""
-    with contextlib.suppress(OSError):
-        for line in (run / "metrics.jsonl").read_bytes().splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and record.get("step") == step and "task_s" in record:
-                    return True
-    return False
 
 
 def _digest(task: Task) -> str:

@@ -151,7 +151,7 @@ class Spikes:
             if done >= self._config.max_rewinds:
                 raise SpikeError(
                     f"step {step}: {describe(spike)}. The run has gone back {counted(done, 'time')} "
-                    "(spike.max_rewinds), and does not again; nothing has been saved since. spikes.jsonl has what was "
+                    "(spike.max_rewinds), and does not again; this step was not saved. spikes.jsonl has what was "
                     "abandoned. A larger spike.max_rewinds continues; a lower optim.lr or a larger spike.rewind_steps "
                     "may help"
                 )
