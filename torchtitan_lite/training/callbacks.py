@@ -23,6 +23,9 @@ from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 from torchtitan_lite.training.session import Callback, Session, StepResult, due
 
+# the records that tell that a step was validated, its tasks scored, and samples made: a file and a key
+_SCORED, _TASKS, _SAMPLES = ("metrics.jsonl", "eval_s"), ("metrics.jsonl", "task_s"), ("samples.jsonl", "prompt")
+
 
 def build_callbacks(
     config: Config, data: DataSet, world: World, model: Transformer, validation: Validation
@@ -31,20 +34,20 @@ def build_callbacks(
     peak = peak_tokens_per_second(config, model, world)
     callbacks = [Callback(functools.partial(log_step, peak=peak), config.log.every, when_preempted=True)]
     if config.eval.every:
-        every, action = config.eval.every, functools.partial(validate, validation)
-        callbacks.append(Callback(action, every, resume=missing(action, every, "metrics.jsonl", "eval_s")))
+        score = functools.partial(validate, validation)
+        callbacks.append(Callback(score, config.eval.every, resume=missing(score, config.eval.every, *_SCORED)))
     if config.tasks:
         from torchtitan_lite.training.tasks import Tasks
 
         if tasks := Tasks.of(config, data):
-            every, resume = config.eval.tasks_every, missing(tasks.score, every, "metrics.jsonl", "task_s")
-            callbacks.append(Callback(tasks.score, every, resume=resume, questions=tasks.digests))
+            resume = missing(tasks.score, config.eval.tasks_every, *_TASKS)
+            callbacks.append(Callback(tasks.score, config.eval.tasks_every, resume=resume, questions=tasks.digests))
     callbacks.append(Callback(save, config.checkpoint.every, when_preempted=True))
     if config.sample.every:
         from torchtitan_lite.training.sampling import Prompts, sample
 
-        every, action = config.sample.every, functools.partial(sample, Prompts.of(config, data))
-        callbacks.append(Callback(action, every, resume=missing(action, every, "samples.jsonl", "prompt")))
+        speak = functools.partial(sample, Prompts.of(config, data))
+        callbacks.append(Callback(speak, config.sample.every, resume=missing(speak, config.sample.every, *_SAMPLES)))
     callbacks.append(Callback(lambda s, _: report_save(s, wait=False), every=1, reads_step=False))
     if config.profile.steps:
         from torchtitan_lite.monitoring.profiler import Profile
