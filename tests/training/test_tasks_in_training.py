@@ -156,4 +156,4 @@ def test_a_resume_scores_a_step_at_which_the_run_was_stopped_or_killed(
         assert losses(run).items() >= losses(straight).items(), fault
     again = succeeded(ranks(2, *command))
     assert "finished: step 6" in again
-    assert "task " not in again
+    assert "task    step" not in again
