@@ -161,6 +161,11 @@ def test_texts_in_a_mixture_share_a_tokenizer(text: Path, folders: dict[str, Pat
     assert [source.weight for source in found.sources] == [1, 2]
     beside_prepared = DataConfig(sources={**sources, str(folders["tar"]): 1.0}, cache_dir=str(tmp_path))
     assert prepare_all(beside_prepared, TokenizerConfig(), lambda _: None).vocab_size == 517
+    values = {
+        "data.sources": beside_prepared.sources,
+        "model.vocab_size": 517,
+    }  # less than the default of a new tokenizer
+    load(None, {key: ConfigValue(value, "command line") for key, value in values.items()})
 
 
 def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path]) -> None:

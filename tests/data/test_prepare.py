@@ -32,6 +32,7 @@ from torchtitan_lite.data.prepare import __main__ as prepare
 from torchtitan_lite.data.prepare import plan, readers
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.corpus import Corpus
+from torchtitan_lite.data.prepare.encode import partial_folder
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
@@ -233,11 +234,19 @@ def test_bad_input_is_named_or_skipped_and_listed(
     assert not verify(out)
 
 
+def test_a_bad_text_keeps_the_work_on_those_before_it(tmp_path: Path) -> None:
+    write(tmp_path / "in/a.jsonl", TEXTS)
+    (tmp_path / "in/b.jsonl").write_text("no JSON\n")
+    assert main([str(tmp_path / "in"), f"--out={tmp_path / 'out'}", "--tokenizer=bytes"]) == 2
+    assert partial_folder(tmp_path / "out").is_dir()
+
+
 def test_a_cut_off_gzip_still_counts_what_came_before(tmp_path: Path) -> None:
     texts = [f"{random.Random(i).randbytes(500).hex()}\n" for i in range(1000)]
     whole = gzip.compress(as_jsonl(texts))
     (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    succeeds(tmp_path / "a.jsonl.gz", "--out", tmp_path / "out", "--tokenizer", "bytes", "--on-error", "skip")
+    command = [str(tmp_path / "a.jsonl.gz"), f"--out={tmp_path / 'out'}", "--tokenizer=bytes"]
+    succeeds(*command, "--on-error", "skip")
     documents = decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "val")
     assert 100 < len(documents) < 600
     assert set(documents) <= set(texts), "a line that was cut was used"
