@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from tests.config.parsing import parse, write
 from tests.helpers import ROOT, python, ranks
 from torchtitan_lite.config import cli, paths, schema, toml
@@ -119,6 +120,12 @@ def test_the_reference_is_made_from_the_config() -> None:
     assert page == "\n".join(config_reference.lines()) + "\n", (
         "python -m torchtitan_lite.tools.config_reference > docs/config.md"
     )
+
+
+@pytest.mark.parametrize("option", ["--check-config", "--print-config"])
+def test_a_look_at_a_config_leaves_no_folder(option: str, tmp_path: Path) -> None:
+    assert train.main([option, f"--run.out_dir={tmp_path / 'runs'}"]) == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_check_and_print_config_exit_with_0() -> None:

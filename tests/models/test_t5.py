@@ -99,6 +99,16 @@ def test_the_amount_of_padding_changes_nothing() -> None:
     torch.testing.assert_close(model(tokens, targets, per_sequence=True)[2:], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("more", [{}, V1_0])
+def test_feed_forwards_drop_values_in_training(more: dict[str, Any]) -> None:
+    x = torch.randn(1, 8, SHAPE["dim"])
+    blocks = [block for block in make(dropout=0.5, **more).modules() if isinstance(block, t5.FeedForward)]
+    assert len(blocks) == 5
+    for block in blocks:
+        assert not block(x).equal(block(x))
+        assert block.eval()(x).equal(block(x))
+
+
 def test_dropout_is_active_in_training_only() -> None:
     model = make(dropout=0.5)
     tokens, targets = batch()
