@@ -136,6 +136,10 @@ def test_rates_fall_with_the_width_and_decay_does_not(scale: str | None) -> None
     assert decays["norm.weight"] == 0
 
 
+def test_a_width_need_not_be_a_multiple_of_the_base() -> None:
+    assert built(96, 64).width == 1.5
+
+
 @pytest.mark.extended
 def test_the_base_width_itself_is_the_plain_model(text: Path, tmp_path: Path) -> None:
     """Bit for bit, on two ranks; another width is another run."""

@@ -46,6 +46,8 @@ def test_schedules_have_their_shapes() -> None:
     wsd = rates("wsd", steps=100, decay_ratio=0.3)
     assert wsd[10:70] == [1.0] * 60
     assert wsd[84] == pytest.approx(0.55)
+    falls = rates("step", warmup_steps=0, step_every=30, step_gamma=0.5)
+    assert [falls[i] for i in (0, 29, 30, 59, 60)] == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
 def test_decay_is_for_matrices_only(model: Transformer) -> None:
@@ -58,6 +60,7 @@ GROUPS = [
     {"match": "layers.0.*.wq.*", "lr_factor": 0.0},
     {"match": "layers.0.*", "lr_factor": 0.5},
     {"match": "*norm*", "weight_decay": 0.2},
+    {"match": "output.*", "weight_decay": 0.0},
 ]
 
 
@@ -78,6 +81,7 @@ def test_groups_have_their_own_rate_and_decay(name: str, model: Transformer) -> 
     assert found("layers.0.attention_norm.weight") == (0.005, 0.0)  # the first match counts
     assert found("layers.1.attention_norm.weight") == (0.01, 0.2)
     assert found("layers.1.attention.wq.weight") == (0.01, 0.1)
+    assert found("output.weight") == (0.01, 0.0)
 
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     model(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64)).backward()

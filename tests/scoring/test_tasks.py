@@ -268,6 +268,12 @@ def test_batches_of_any_size_give_the_same_scores(
     monkeypatch.setattr(task_scores, "LOGITS_BYTES", 1)
     assert score_of(opened, tasks[1]).figures() == pytest.approx(together[1], rel=1e-5)
     assert set(forwards) == {1}
+    sizes: list[int] = []
+    opened.model.register_forward_pre_hook(lambda _, arguments: sizes.append(arguments[0].numel()))
+    limit = 40 * 4 * opened.model.tok_embeddings.num_embeddings  # 40 tokens, in float32
+    monkeypatch.setattr(task_scores, "LOGITS_BYTES", limit)
+    score_of(opened, tasks[1])
+    assert 20 < max(sizes) <= 40
 
 
 def test_of_equal_choices_the_first_is_the_answer(opened: Opened) -> None:
