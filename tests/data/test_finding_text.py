@@ -89,9 +89,11 @@ def test_delimiters_are_those_of_the_header(name: str, delimiter: str, tmp_path:
         list(split.documents(corpus.find(str(tmp_path / name)), Options()))
 
 
-def test_the_header_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('id,"name\nof it",text\n1,2,"one, two; three"\n')
-    assert list(split.documents(corpus.find(str(tmp_path)), Options())) == ["one, two; three"]
+@pytest.mark.parametrize("delimiter", list(",\t;|"))
+def test_the_header_of_a_csv_file_may_have_several_lines(delimiter: str, tmp_path: Path) -> None:
+    lines = ["", 'id,"name\nof\n\nit",text', '1,2,"one, two; three"', '3,4,"four\nfive"']
+    (tmp_path / "a.csv").write_text("".join(line.replace(",", delimiter, 2) + "\n" for line in lines))
+    assert list(split.documents(corpus.find(str(tmp_path)), Options())) == ["one, two; three", "four\nfive"]
 
 
 def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
