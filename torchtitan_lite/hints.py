@@ -117,8 +117,12 @@ def pattern(wrong: str, names: Sequence[str]) -> str:
 
 
 def in_quotes(content: str, error: str) -> str:
-    """The fix of a TOML error that comes from text without quotes; empty for another error."""
-    if not (at := re.search(r"at line (\d+)", error)):
+    """The fix of a TOML error that comes from text without quotes; empty for another error.
+
+    Args:
+        error: tomli's. One that begins with "Cannot" is about the key, such as a second one of its name.
+    """
+    if not (at := re.search(r"at line (\d+)", error)) or error.startswith("Cannot"):
         return ""
     lines = content.split("\n")
     line = lines[int(at[1]) - 1] if int(at[1]) <= len(lines) else ""

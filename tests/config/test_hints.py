@@ -1,5 +1,6 @@
 """What a person meant: misspelled options and keys, other spellings of a choice, sizes beside numbers, paths."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -59,13 +60,13 @@ def test_the_name_of_a_device_may_be_in_capitals(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("line", "fix"),
-    [("size = 1M", 'size = "1M"'), ("family = gpt  # a comment", 'family = "gpt"'), ("size = = 3", "")],
+    [("size = 1M", 'size = "1M"'), ("family = gpt  # a comment", 'family = "gpt"'), ("size = = 3", ""), ("dim = 3\ndim = 4", "")],
 )
 def test_text_without_quotes_gets_the_fix(line: str, fix: str, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f"[model]\n{line}\n")
     text = mistakes("--config", str(tmp_path / "a.toml"))
     assert "a.toml: can't be read as TOML" in text
-    assert "line 2" in text
+    assert re.search(r"line [23]", text)
     assert ("text needs quotes" in text) == bool(fix)
     assert fix in text
 
