@@ -170,6 +170,14 @@ def test_generate_refuses_invalid_options(option: str, capsys: pytest.CaptureFix
     assert option.split("=")[0] in capsys.readouterr().err
 
 
+def test_a_source_that_is_named_twice_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "text")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    for other in (f"{tmp_path}/a.txt/", f"{tmp_path}/../{tmp_path.name}/a.txt", f"{tmp_path}/link.txt"):
+        text = mistakes(f'--data.sources={{"{tmp_path}/a.txt" = 1.0, "{other}" = 2.0}}')
+        assert f'data.sources: "{tmp_path}/a.txt" and "{other}" are the same; name it once' in text
+
+
 def test_more_processes_than_gpus_is_an_error() -> None:
     with pytest.raises(ConfigError, match="4 processes on this machine, and torch sees 2 GPUs; --nproc-per-node 2"):
         cli.parse([], world_size=8, n_gpus=2, local_world_size=4)
