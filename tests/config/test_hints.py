@@ -73,7 +73,12 @@ def test_the_name_of_a_device_may_be_in_capitals(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("line", "fix"),
-    [("size = 1M", 'size = "1M"'), ("family = gpt  # a comment", 'family = "gpt"'), ("size = = 3", ""), ("dim = 3\ndim = 4", "")],
+    [
+        ("size = 1M", 'size = "1M"'),
+        ("family = gpt  # a comment", 'family = "gpt"'),
+        ("size = = 3", ""),
+        ("dim = 3\ndim = 4", ""),
+    ],
 )
 def test_text_without_quotes_gets_the_fix(line: str, fix: str, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f"[model]\n{line}\n")

@@ -72,7 +72,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--model.family=mamba"], "should be 'gpt', 'llama' or 't5'; docs/own_model.md adds one of your own; e.g. "),
         (["--optim.name=3"], "should be 'adamw', 'sgd' or 'muon'; docs/extending.md"),
         (["--optim.groups=[{lr_factor = 2.0}]"], "optim.groups[0].match is missing; e.g. "),
-        (["--optim.groups=[{match = '*', rate = 2.0}]"], "optim.groups[0].rate: unknown key; the nearest known one is "),
+        (["--optim.groups=[{match = '*', rate = 2.0}]"], "optim.groups[0].rate: unknown key; the nearest known one"),
         (["--checkpoint.api=pickle"], "should be 'dtensor' or 'dcp'"),
         (["--train.steps=true"], "should be a valid integer"),
         (["--config", "configs/no_such.toml"], "no such file"),

@@ -211,7 +211,9 @@ def _newest_checkpoint(checkpoints: Path) -> str:
             manifest = folder / "manifest.json"
             content = json.loads(manifest.read_bytes())
             files = content["files"]
-            if folder.name == f"step-{content['step']:08d}" and all((folder / name).stat().st_size == record["bytes"] for name, record in files.items()):
+            if folder.name == f"step-{content['step']:08d}" and all(
+                (folder / name).stat().st_size == record["bytes"] for name, record in files.items()
+            ):
                 n_bytes = sum(record["bytes"] for record in files.values())
                 return f"{folder.name}, {_ago(manifest.stat().st_mtime)}, {size(n_bytes)}{damaged}"
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
