@@ -60,7 +60,7 @@ def launch(argv: Sequence[str]) -> int:
             world_size=env_int("WORLD_SIZE", 1),
             local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
             n_gpus=torch.cuda.device_count(),
-            checks=[checks.check_patterns, checks.check_prompts, checks.check_init_from],
+            checks=[checks.check_patterns, checks.check_prompts, checks.check_init_from, checks.check_suffixes],
         )
         config = command.loaded.config
         with out_of_memory.explained(config), run_folder.made(config.folder, command.trains):

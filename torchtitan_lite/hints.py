@@ -34,9 +34,10 @@ _OF_THE_LAUNCHER = {"world_size", "nproc_per_node", "nproc", "gpus", "num_proces
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """The known key closest to a misspelled one: by the full key, else by its last part.
+    """The known key closest to a misspelled one.
 
-    Of several keys with the same last part it is the first, so `known` has the more usual sections first.
+    A key of another section with the same last part wins over one with nearly the same letters. Of several with the
+    same last part it is that of nearly the same section, else the first: `known` has the more usual sections first.
     """
     known = list(known)
     key = key.lower()
@@ -48,7 +49,8 @@ def nearest(key: str, known: Iterable[str]) -> str:
         return by_name[name]  # an option that is spelled with the other dash
     if "." not in key and _MEANT.get(name) in known:
         return _MEANT[name]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    same = [known_key for known_key in known if "." in key and known_key.endswith(f".{name}")]
+    near = difflib.get_close_matches(key, same or known, n=1, cutoff=0.75) or same[:1]
     near = near or [by_name[match] for match in difflib.get_close_matches(name, by_name, n=1)]
     return (near or difflib.get_close_matches(key, known, n=1, cutoff=0.0))[0]
 
@@ -117,13 +119,24 @@ def pattern(wrong: str, names: Sequence[str]) -> str:
 
 
 def in_quotes(content: str, error: str) -> str:
-    """The fix of a TOML error that comes from text without quotes; empty for another error."""
-    if not (at := re.search(r"at line (\d+)", error)):
+    """The fix of a TOML error that comes from text without quotes; empty for another error.
+
+    Args:
+        error: tomli's. One that begins with "Cannot" is about the key, such as a second one of its name.
+    """
+    if not (at := re.search(r"at line (\d+)", error)) or error.startswith("Cannot"):
         return ""
     lines = content.split("\n")
     line = lines[int(at[1]) - 1] if int(at[1]) <= len(lines) else ""
     match = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([^\s=\"'\[{#][^\"'#]*?)\s*(#.*)?", line)
     return f'; text needs quotes: {match[1]} = "{match[2]}"' if match else ""
+
+
+def choice(value: str, expected: str) -> str:
+    """The nearest choice to a misspelled one, of those that a message lists in quotes; empty if none is near."""
+    choices = {text.lower(): text for text in re.findall("'(.*?)'", expected)}
+    near = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.7)
+    return f"; the nearest is {choices[near[0]]!r}" if near else ""
 
 
 def sibling(path: Path) -> str:

@@ -311,7 +311,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         (1, 0, False, (4,)): {4, 6},
     }.items():
         fill()
-        assert select.to_keep(tmp_path, latest, every, best, also) == kept
+        assert select.to_keep(tmp_path, storage.find_steps(tmp_path), latest, every, best, also) == kept
         assert set(select.purge(tmp_path, kept)) == set(losses) - kept
         assert set(storage.find_steps(tmp_path)) == kept
         shutil.rmtree(tmp_path)

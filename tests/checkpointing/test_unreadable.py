@@ -114,4 +114,4 @@ def test_retention_does_not_delete_what_it_can_t_compare(tmp_path: Path, monkeyp
     for step in range(1, 5):
         small(tmp_path, step, val_loss=float(step))
     failing(monkeypatch, storage.step_folder(tmp_path, 1) / "state.json", errno.EIO)
-    assert select.to_keep(tmp_path, 1, 0, True, ()) == {1, 2, 4}
+    assert select.to_keep(tmp_path, storage.find_steps(tmp_path), 1, 0, True, ()) == {1, 2, 4}

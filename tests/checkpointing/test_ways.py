@@ -1,5 +1,6 @@
 """The four ways of saving, in the background, with retention, and on machines that share no disk."""
 
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,49 @@ def save_after_a_load(world: World, folder: Path) -> list[list[int]]:
 def test_retention_keeps_the_loaded_checkpoint(tmp_path: Path) -> None:
     """Until a person has seen that the run continues well from it."""
     assert run_distributed(save_after_a_load, 1, tmp_path) == [[[1], [2], [2, 3], [2, 4]]]
+
+
+def save_on_a_full_disk(world: World, folder: Path) -> list[list[int]]:
+    """Room for three checkpoints and a half, which saves without retention fill."""
+    state = State("1", 1, "llama", world)
+    state.step()
+
+    def checkpointer(**options: Any) -> Checkpointer:
+        return Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(**options), world)
+
+    saver = checkpointer(keep_latest=0)
+    save_now(saver, 1)
+    room = int(3.5 * used(folder))
+    kept = [storage.find_steps(folder)]
+    with pytest.MonkeyPatch.context() as patched:
+        free = lambda _: os.statvfs_result((1, 1, 0, 0, room - used(folder), 0, 0, 0, 0, 0))  # noqa: E731
+        patched.setattr("os.statvfs", free)
+        for step in (2, 3):
+            save_now(saver, step)
+        with pytest.raises(CheckpointError, match="a checkpoint takes"):
+            saver.require_space(3)
+        for options in ({"keep_latest": 3}, {"keep_latest": 1, "resume": "never"}):
+            refused = checkpointer(**options)
+            refused.load({})
+            with pytest.raises(CheckpointError, match="a checkpoint takes"):
+                refused.require_space(3)
+        kept.append(storage.find_steps(folder))
+        lower = checkpointer(keep_latest=2)
+        assert lower.load({}) is not None
+        lower.require_space(3)
+        kept.append(storage.find_steps(folder))
+        save_now(lower, 4)
+        kept.append(storage.find_steps(folder))
+    return kept
+
+
+def used(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_lower_keep_latest_makes_room_on_a_full_disk(tmp_path: Path) -> None:
+    """The start deletes nothing: it may be refused yet. Checkpoints to be set aside make no room."""
+    assert run_distributed(save_on_a_full_disk, 1, tmp_path) == [[[1], [1, 2, 3], [1, 2, 3], [3, 4]]]
 
 
 # --- machines that share no disk --------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         ),
         (["--model.family=mamba"], "should be 'gpt', 'llama' or 't5'; docs/own_model.md adds one of your own; e.g. "),
         (["--optim.name=3"], "should be 'adamw', 'sgd' or 'muon'; docs/extending.md"),
-        (["--optim.groups=[{lr_factor = 2.0}]"], "0.match field required"),
-        (["--optim.groups=[{match = '*', rate = 2.0}]"], "0.rate extra inputs are not permitted"),
+        (["--optim.groups=[{lr_factor = 2.0}]"], "optim.groups[0].match is missing; e.g. "),
+        (["--optim.groups=[{match = '*', rate = 2.0}]"], "optim.groups[0].rate: unknown key; the nearest known one"),
         (["--checkpoint.api=pickle"], "should be 'dtensor' or 'dcp'"),
         (["--train.steps=true"], "should be a valid integer"),
         (["--config", "configs/no_such.toml"], "no such file"),
@@ -106,8 +106,15 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
             "applies only to the first of 4 blocks; every = 3 works",
         ),
         (["--compile.backend=eager"], "compile.backend = eager has no effect without compile.enabled = true"),
-        (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "0.match field required"),
-        (["--fsdp.precision_overrides=[{match = '*', param_dtype = 'int8'}]"], "0.param_dtype should be 'float32'"),
+        (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "fsdp.precision_overrides[0].match is missing"),
+        (
+            ["--fsdp.precision_overrides=[{match = '*', param_dtype = 'int8'}]"],
+            "fsdp.precision_overrides[0].param_dtype = 'int8' should be 'float32'",
+        ),
+        (["--optim.betas=[nan,1.0]"], "optim.betas[0] = nan should be a finite number"),
+        (["--optim.betas=[0.9]"], "optim.betas[1] is missing"),
+        (["--train.batch_schedule=[[0,8.5]]"], "train.batch_schedule[0][1] = 8.5 should be a valid integer"),
+        (["--data.sources={a = -1.0}"], "data.sources.a = -1.0 should be greater than 0"),
         (["--run.timeout_minutes=1e12"], "should be less than or equal to 525600"),
         (["--checkpoint.resume=" + "x" * 5000], "File name too long"),
         (["--run.name=" + "x" * 300], "should be the plain name of a folder, of at most 200 bytes"),
@@ -163,6 +170,14 @@ def test_generate_refuses_invalid_options(option: str, capsys: pytest.CaptureFix
     assert option.split("=")[0] in capsys.readouterr().err
 
 
+def test_a_source_that_is_named_twice_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "text")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    for other in (f"{tmp_path}/a.txt/", f"{tmp_path}/../{tmp_path.name}/a.txt", f"{tmp_path}/link.txt"):
+        text = mistakes(f'--data.sources={{"{tmp_path}/a.txt" = 1.0, "{other}" = 2.0}}')
+        assert f'data.sources: "{tmp_path}/a.txt" and "{other}" are the same; name it once' in text
+
+
 def test_more_processes_than_gpus_is_an_error() -> None:
     with pytest.raises(ConfigError, match="4 processes on this machine, and torch sees 2 GPUs; --nproc-per-node 2"):
         cli.parse([], world_size=8, n_gpus=2, local_world_size=4)
@@ -196,6 +211,22 @@ def test_a_hybrid_strategy_without_shards_is_another_strategy() -> None:
     with pytest.raises(ConfigError, match='without them use "NO_SHARD"'):
         cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4)
     assert cli.parse(argv, world_size=1, n_gpus=0), "one rank on a machine: the strategy itself means that"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xef\xbb\xbf[train]\r\nsteps = 60\r\n", ""),
+        ("[train]\nsteps = 60\n".encode("utf-16"), "a.toml: byte 0xff in line 1 is not UTF-8; save the file as UTF-8"),
+        ("[train]\nsteps = 60  # caf\xe9\n".encode("latin-1"), "a.toml: byte 0xe9 in line 2 is not UTF-8; save"),
+    ],
+)
+def test_a_file_is_utf_8_and_may_have_a_byte_order_mark(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_bytes(content)
+    if said:
+        assert said in mistakes("--config", str(tmp_path / "a.toml"))
+    else:
+        assert parse("--config", str(tmp_path / "a.toml")).config.train.steps == 60
 
 
 def test_a_missing_file_suggests_the_one_that_was_meant(tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ from torchtitan_lite.errors import ConfigError
         (["--model.rope_high_freq_factor=5"], "has no effect without model.rope_factor above 1"),
         (["--train.max_skipped=3"], 'has no effect without train.on_nonfinite = "skip" or spike.action'),
         (["--log.wandb_project=x"], 'has no effect without log.trackers = ["wandb"]'),
+        (["--profile.steps=[100,102]", "--train.steps=40"], "has no effect without train.steps that reach them"),
+        (
+            ["--spike.action=log", "--spike.loss_deviations=0", "--spike.norm_deviations=0"],
+            "spike.action = log has no effect without spike.loss_deviations or spike.norm_deviations above 0",
+        ),
         (["--profile.memory_snapshot"], "has no effect without profile.steps, e.g. [10, 12]"),
     ],
 )
@@ -63,9 +68,16 @@ def test_an_inherited_key_that_nothing_reads_is_noted(tmp_path: Path, capsys: py
 
 
 def test_what_a_cadence_of_0_switches_off_is_noted_and_kept() -> None:
-    loaded = parse("--eval.every=0", "--eval.samples=5")
+    loaded = parse("--eval.every=0", "--eval.samples=5", "--checkpoint.keep_best")
     assert loaded.config.eval.samples == 5
-    assert loaded.notes == ["command line: eval.samples = 5 has no effect without eval.every above 0"]
+    assert loaded.notes == [
+        "command line: eval.samples = 5 has no effect without eval.every above 0",
+        "command line: checkpoint.keep_best = True has no effect without eval.every above 0",
+    ]
+    assert parse("--spike.action=rewind", "--checkpoint.every=0").notes == [
+        "command line: spike.action = rewind has no effect without a checkpoint to go back to: checkpoint.every above 0"
+    ]
+    assert not parse("--spike.action=skip", "--checkpoint.every=0").notes
 
 
 # values with which a rule does not hold, where the defaults are not such values
@@ -75,6 +87,9 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     "train.epochs": {"train.epochs": 2.0},
     "eval.every": {"eval.every": 0},
     "eval.tasks": {"eval.tasks": []},
+    "train.steps": {"train.steps": 4},
+    "checkpoint.every": {"checkpoint.every": 0},
+    "spike.loss_deviations spike.norm_deviations": {"spike.loss_deviations": 0.0, "spike.norm_deviations": 0.0},
     "sample.every": {"sample.every": 0},
     "checkpoint.keep_latest": {"checkpoint.keep_latest": 0},
     "tokenizer.path data.path data.sources": {"data.path": "prepared"},
@@ -82,7 +97,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     | {"data.objective": "pairs", "data.target_len": 8, "data.source_key": "s", "data.target_key": "t"},
 }
 _OTHER: dict[str, Any] = {"optim.betas": [0.8, 0.9], "sample.prompts": ["x"], "data.text_suffixes": [".md"]}
-_OTHER |= {"optim.step_every": 3, "optim.step_gamma": 0.5}
+_OTHER |= {"optim.step_every": 3, "optim.step_gamma": 0.5, "profile.steps": [10, 12], "spike.action": "rewind"}
 
 
 def _other_value(key: str) -> Any:

@@ -219,7 +219,7 @@ def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"tiny\n", "the text has 1 blocks"),
+        (b"tiny\n", "the text has 1 block of 1 KiB"),
         (b"too little to learn from\n" * 200, "too short for tokenizer.vocab_size = 517: it yields"),
         (b"one line\n" * 30_000 + b"gr\xfc\n", r"a\.txt: line 30001: byte 0xfc is not utf-8; correct or rem"),
     ],

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
+import train
 from tests.helpers import start, succeeded
 from torchtitan_lite.config.load import ConfigValue, load
-from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.prepare import corpus, readers, split
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.training.checks import check_suffixes
 
 
 def tree(root: Path, *names: str) -> Path:
@@ -40,7 +42,7 @@ def test_suffixes_are_of_any_case(tmp_path: Path) -> None:
     assert list(split.documents(corpus.find(str(tmp_path / "c.Jsonl.GZ")), Options())) == ["a line"]
 
 
-def test_named_suffixes_are_read_as_text(tmp_path: Path) -> None:
+def test_named_suffixes_are_read_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In folders and by name, compressed too. The default reads what it always did."""
     tree(tmp_path, "a.txt", "b.MD", "c.py", "e.tsv", "f.rst")
     (tmp_path / "d.py.gz").write_bytes(gzip.compress(b"compressed\n"))
@@ -53,6 +55,10 @@ def test_named_suffixes_are_read_as_text(tmp_path: Path) -> None:
     for wrong in ("md", ".csv", ".gz", ".a/b", ""):
         with pytest.raises(DataError, match=r"data\.text_suffixes.* should be the suffix of plain text"):
             corpus.find(str(tmp_path), "text", [wrong])
+        config = Config(data=DataConfig(text_suffixes=[wrong]))
+        assert "should be the suffix of plain text" in check_suffixes(config)["data.text_suffixes"]
+    assert train.main(["--check-config", "--data.text_suffixes=md"]) == 2
+    assert 'text_suffixes (prepare: --text-suffixes): "md" should be the suffix' in capsys.readouterr().err
     (tmp_path / "c.py").rename(tmp_path / "a.py")
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"no text at .* \(it has 1 x \.py, 1 x \.MD.*data\.text_suffixes"):
@@ -89,9 +95,11 @@ def test_delimiters_are_those_of_the_header(name: str, delimiter: str, tmp_path:
         list(split.documents(corpus.find(str(tmp_path / name)), Options()))
 
 
-def test_the_header_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('id,"name\nof it",text\n1,2,"one, two; three"\n')
-    assert list(split.documents(corpus.find(str(tmp_path)), Options())) == ["one, two; three"]
+@pytest.mark.parametrize("delimiter", list(",\t;|"))
+def test_the_header_of_a_csv_file_may_have_several_lines(delimiter: str, tmp_path: Path) -> None:
+    lines = ["", 'id,"name\nof\n\nit",text', '1,2,"one, two; three"', '3,4,"four\nfive"']
+    (tmp_path / "a.csv").write_text("".join(line.replace(",", delimiter, 2) + "\n" for line in lines))
+    assert list(split.documents(corpus.find(str(tmp_path)), Options())) == ["one, two; three", "four\nfive"]
 
 
 def test_linked_folders_are_followed_once(tmp_path: Path) -> None:

@@ -56,9 +56,14 @@ def test_a_killed_run_does_not_run_for_ever(run: Path, capsys: pytest.CaptureFix
     (checkpoint(run, 4) / "model.safetensors").write_bytes(b"")
     assert "saved   step-00000002, " in (out := said(capsys, run, 1))
     assert "step-00000004 is damaged" in out
-    checkpoint(run, 2).rename(checkpoint(run, 100_000_000))
-    checkpoint(run, 4).rename(checkpoint(run, 99_999_999))
+    for step, later in ((2, 100_000_000), (4, 99_999_999)):
+        renamed = checkpoint(run, step).rename(checkpoint(run, later))
+        assert f"saved   step-{later}, " not in said(capsys, run, 1), "it holds another step"
+        content = json.loads((renamed / "manifest.json").read_text()) | {"step": later}
+        (renamed / "manifest.json").write_text(json.dumps(content))
     assert "saved   step-100000000, " in said(capsys, run, 1), "the highest step, not the last name"
+    shutil.copytree(checkpoint(run, 100_000_000), checkpoint(run, 10**20 - 1))
+    assert "saved   step-100000000, " in said(capsys, run, 1)
 
 
 def test_a_lock_that_is_held_is_a_run_that_is_alive(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

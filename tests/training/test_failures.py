@@ -2,16 +2,20 @@
 
 import contextlib
 import json
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.helpers import checkpoint, limited, losses, ranks, succeeded, tensors, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.errors import ConfigError, StuckError, run_cli
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import ConfigError, DataError, StuckError, run_cli
+from torchtitan_lite.monitoring import run_folder
 
 
 def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
@@ -52,6 +56,29 @@ def test_refused_data_leaves_no_run_folder_and_keeps_one_that_is_there(
         assert "Traceback" not in result.stderr
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "there/metrics.jsonl").exists()
+
+
+def test_a_failed_preparation_removes_only_a_folder_that_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        with pytest.raises(DataError), run_folder.made(tmp_path / "run"):
+            raise DataError("no text")
+
+    fails()
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    fails()
+    assert (tmp_path / "run").exists(), "a person's"
+    (tmp_path / "run/train.log").unlink()
+    (tmp_path / "run").rmdir()
+    with run_folder.made(tmp_path / "run"):  # another attempt prepares its data
+        fails()
+        assert (tmp_path / "run/train.log").exists()
+    shutil.rmtree(tmp_path / "run")  # by that attempt, which fails while this one prepares
+    monkeypatch.setattr(run_folder, "from_rank0", lambda problem: problem)
+    run_folder.lock(tmp_path / "run", World(0, 1, torch.device("cpu"), 1)).release()
+    assert (tmp_path / "run/.lock").exists()
 
 
 def test_run_json_names_every_config_file(text: Path, tmp_path: Path) -> None:

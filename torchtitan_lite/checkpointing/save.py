@@ -28,7 +28,7 @@ from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.agreement import from_all_ranks, outcome_on_rank0
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks, untimed_group
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.errors import DivergedError, NonFiniteError
+from torchtitan_lite.errors import CheckpointError, DivergedError, NonFiniteError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.terminal import counted
 
@@ -91,9 +91,18 @@ class BaseCheckpointer(ABC):
         )
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
 
-    def require_space(self) -> None:
-        """Raise CheckpointError on every rank if the disk has no room for one checkpoint."""
-        on_rank0(self.world, lambda: storage.require_space(self.folder, self._n_bytes()))
+    def require_space(self, step: int) -> None:
+        """Raise CheckpointError on every rank if the disk has no room for a checkpoint after this step.
+
+        If it needs the space, the first save deletes what retention does not keep.
+        """
+
+        def require() -> None:
+            steps = [saved for saved in storage.find_steps(self.folder) if saved not in dict(self.aside)]
+            old = sorted({*steps} - self._kept(steps, step))
+            storage.require_space(self.folder, self._n_bytes(), [storage.step_folder(self.folder, s) for s in old])
+
+        on_rank0(self.world, require)
 
     def start_save(self, state: TrainState, prepare: Callable[[bool], Write]) -> None:
         """Write a checkpoint; with `async_save` in the background. Never raises: `wait` returns the outcome.
@@ -172,7 +181,11 @@ class BaseCheckpointer(ABC):
         write, n_bytes = prepared
 
         def begin() -> Path:
-            storage.require_space(self.folder, n_bytes)
+            try:
+                storage.require_space(self.folder, n_bytes)
+            except CheckpointError:  # e.g. the first save with a lower keep_latest: delete first what it would after
+                self._delete_old(state.step)
+                storage.require_space(self.folder, n_bytes)
             return storage.begin(self.folder, state.step)
 
         folder, error = self._outcome_on_rank0(begin)
@@ -217,15 +230,18 @@ class BaseCheckpointer(ABC):
         """Apply retention, on rank 0. Returns the error, which does not fail the save."""
         if self.world.rank != 0:
             return ""
-        c, keep = self.config, {*self.protect, step}
         try:
-            steps = storage.find_steps(self.folder)
-            n_older = sum(saved <= step - self.older_by for saved in steps)
-            keep.update(steps[max(n_older - 1, 0) :])
-            select.purge(self.folder, select.to_keep(self.folder, c.keep_latest, c.keep_every, c.keep_best, keep))
+            select.purge(self.folder, self._kept(storage.find_steps(self.folder), step))
         except Exception as caught:
             return str(caught) or repr(caught)
         return ""
+
+    def _kept(self, steps: list[int], step: int) -> set[int]:
+        """Which of these checkpoints retention keeps at a step."""
+        c = self.config
+        n_older = sum(saved <= step - self.older_by for saved in steps)
+        also = {*self.protect, step, *steps[max(n_older - 1, 0) :]}
+        return select.to_keep(self.folder, steps, c.keep_latest, c.keep_every, c.keep_best, also)
 
 
 # --- checks before a save: NaN, infinity and diverged copies must not reach a checkpoint ------------------------

@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,16 +148,18 @@ def set_aside(checkpoints: Path, planned: list[tuple[int, str]]) -> list[str]:
 # --- retention --------------------------------------------------------------------------------------------------
 
 
-def to_keep(checkpoints: Path, latest: int, every: int, best: bool, also: Iterable[int]) -> set[int]:
+def to_keep(
+    checkpoints: Path, steps: Sequence[int], latest: int, every: int, best: bool, also: Iterable[int]
+) -> set[int]:
     """The steps that retention keeps.
 
     Args:
+        steps: of the checkpoints, ascending.
         latest: this many of the newest; 0: all.
         every: multiples of this; 0: off.
         best: the one with the lowest finite validation loss.
         also: these steps.
     """
-    steps = storage.find_steps(checkpoints)
     if latest == 0:
         return set(steps)
     keep = {*steps[-latest:], *also}

@@ -22,7 +22,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -325,12 +325,16 @@ def set_aside(folder: Path, why: str) -> Path | None:
     raise CheckpointError(f"{folder} can't be set aside: there are too many .{why}-{folder.name}")
 
 
-def require_space(checkpoints: Path, n_bytes: int) -> None:
-    """Raise CheckpointError if the disk has less free space than a checkpoint of this size needs."""
+def require_space(checkpoints: Path, n_bytes: int, deletable: Sequence[Path] = ()) -> None:
+    """Raise CheckpointError if the disk has less free space than a checkpoint of this size needs.
+
+    Args:
+        deletable: checkpoints that will be deleted before; their bytes count as free.
+    """
     where = next(folder for folder in (checkpoints, *checkpoints.parents) if folder.exists())
     status = os.statvfs(where)
     free = status.f_bavail * status.f_frsize
-    if free < n_bytes:
+    if free < n_bytes and free + sum(f.stat().st_size for folder in deletable for f in folder.iterdir()) < n_bytes:
         raise CheckpointError(f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free")
 
 

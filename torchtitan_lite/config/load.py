@@ -71,14 +71,19 @@ def read_file(path: Path, problems: list[str], files: list[str], chain: tuple[Pa
             content = stream.read(_LONGEST + 1)
         if len(content) > _LONGEST:
             raise ValueError(f"it has more than {_LONGEST:,} bytes")
-        tree = tomli.loads(content.decode())
+        tree = tomli.loads(content.decode("utf-8-sig"))  # editors on Windows may write a byte order mark
     except FileNotFoundError:
         from torchtitan_lite.hints import sibling
 
         referrer = f" (named as base by {chain[-1].name})" if chain else ""
         problems.append(f"{path}: no such file{referrer}{sibling(path)}")
         return {}
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, too many digits
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        wrong = f"byte {error.object[error.start]:#04x} in line {line} is not UTF-8"
+        problems.append(f"{shortened(path)}: {wrong}; save the file as UTF-8")
+        return {}
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not TOML, too many digits
         from torchtitan_lite.hints import in_quotes
 
         fix = in_quotes(content.decode(errors="replace"), str(error))
@@ -321,10 +326,23 @@ def example(key: str, origin: str = "command line") -> str:
 
 
 def _sentence(item: Any) -> str:
-    message = str(item["msg"]).removeprefix("Input ")
-    inside = ".".join(str(part) for part in item["loc"][2:] if part not in ("str", "list[str]"))
-    message = message.removeprefix("Value error, ")
-    return (f"{inside} " if inside else "") + message[:1].lower() + message[1:]
+    """What is wrong with a value. A part of it is named, and shown."""
+    from torchtitan_lite import hints
+
+    message = str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if item["type"] == "literal_error":
+        message += hints.choice(str(item["input"]), item["ctx"]["expected"])
+    key, inside = ".".join(item["loc"][:2]), [part for part in item["loc"][2:] if part not in ("str", "list[str]")]
+    if not inside:
+        return message
+    part = shortened(key + "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in inside))
+    if item["type"] == "missing":
+        return f"{part} is missing"
+    if item["type"] == "extra_forbidden":
+        fields = get_args(known_keys()[key].annotation)[0].model_fields
+        return f"{part}: unknown key; the nearest known one is {hints.nearest(str(inside[-1]), fields)}"
+    return f"{part} = {_shown(item['input'], repr)} {message}"
 
 
 def load(

@@ -26,25 +26,32 @@ from torchtitan_lite.files import write_durably
 from torchtitan_lite.process import env_int
 
 
-def make(folder: Path) -> None:
-    """Make the folder, and check that it can be written."""
+def make(folder: Path) -> bool:
+    """Make the folder, and check that it can be written. Returns whether it did not exist."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True)
+            new = True
+        except FileExistsError:
+            new = False
         (folder / "train.log").touch()
     except OSError as error:
         raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None
+    return new
 
 
 @contextlib.contextmanager
 def made(folder: Path, wanted: bool = True) -> Iterator[None]:
-    """`make` the folder, if wanted. It is removed again if the block fails before anything is in it."""
-    if wanted:
-        make(folder)
+    """`make` the folder, if wanted. It is removed again if it is new and the block fails before anything is in it.
+
+    Another attempt may prepare its data for this folder meanwhile: `lock` makes it again.
+    """
+    new = wanted and make(folder)
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # it is not empty
-            if wanted and not (folder / "train.log").stat().st_size:
+        with contextlib.suppress(OSError):
+            if new and os.listdir(folder) == ["train.log"] and not (folder / "train.log").stat().st_size:
                 (folder / "train.log").unlink()
                 folder.rmdir()
         raise
@@ -61,6 +68,7 @@ def lock(folder: Path, world: World) -> FileLock:
     if world.rank == 0:
         holder = folder / ".lock-holder"
         try:
+            folder.mkdir(parents=True, exist_ok=True)  # the attempt that had made it may have failed since
             held.acquire()
         except Timeout:
             by = "another process"

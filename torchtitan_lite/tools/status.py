@@ -204,13 +204,16 @@ def _planned(folder: Path, about: Mapping[str, Any], rate: float) -> str:
 
 
 def _newest_checkpoint(checkpoints: Path) -> str:
-    """The newest checkpoint whose files have the sizes of its manifest."""
+    """The newest checkpoint that is named after its step, and whose files have the sizes of its manifest."""
     damaged = ""
     for folder in sorted(checkpoints.glob("step-*"), key=lambda folder: (len(folder.name), folder.name), reverse=True):
         try:
             manifest = folder / "manifest.json"
-            files = json.loads(manifest.read_bytes())["files"]
-            if all((folder / name).stat().st_size == record["bytes"] for name, record in files.items()):
+            content = json.loads(manifest.read_bytes())
+            files = content["files"]
+            if folder.name == f"step-{content['step']:08d}" and all(
+                (folder / name).stat().st_size == record["bytes"] for name, record in files.items()
+            ):
                 n_bytes = sum(record["bytes"] for record in files.values())
                 return f"{folder.name}, {_ago(manifest.stat().st_mtime)}, {size(n_bytes)}{damaged}"
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -61,3 +61,16 @@ def check_init_from(config: Config) -> dict[str, str]:
     from torchtitan_lite.huggingface.weights import check_source
 
     return check_source(config)
+
+
+def check_suffixes(config: Config) -> dict[str, str]:
+    """Check data.text_suffixes, as the search for text does. Returns the broken rules."""
+    if not config.data.text_suffixes:
+        return {}
+    from torchtitan_lite.data.prepare.corpus import checked_suffixes
+
+    try:
+        checked_suffixes(config.data.text_suffixes)
+    except DataError as error:
+        return {"data.text_suffixes": str(error)}
+    return {}

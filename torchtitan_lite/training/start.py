@@ -108,7 +108,7 @@ def take_over(attempt: Attempt, loaded_config: Loaded, data: DataSet, s: Session
             log.info(f"note    {note}")
     if not finished:
         with s.watchdog.loading("comparing the space on the disk"):
-            s.checkpointer.require_space()
+            s.checkpointer.require_space(step)
     facts = run_folder.facts(layout, world, attempt.machines, sys.argv)
     facts |= {"steps": config.train.steps, "config_files": list(loaded_config.files)}
     facts["setting"] = dict(s.state.bitwise_setting)  # for a replay

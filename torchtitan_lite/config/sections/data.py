@@ -2,13 +2,14 @@
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat
 
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.paths import is_prepared, not_a_folder, problem
+from torchtitan_lite.config.paths import expand, is_prepared, not_a_folder, problem
 from torchtitan_lite.config.section import (
     ASKS,
     REFUSED,
@@ -244,6 +245,13 @@ def local_rules(config: "Config", machine: Machine) -> Rules:
     for key, named in (("data.path", paths), ("data.sources", data.sources)):
         if missing := [why for path in named if path and (why := _missing_text(path))]:
             yield key, f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
+    places: dict[str, str] = {}
+    for path in data.sources:
+        if problem(path) == "" and (first := places.setdefault(os.path.realpath(expand(path)), path)) != path:
+            yield (
+                "data.sources same",
+                f'data.sources: "{first}" and "{path}" are the same; name it once, with the sum of both weights',
+            )
     if data.path == []:
         yield "data.path", 'data.path = [] names no text; data.path = "" is Python\'s standard library'
     if isinstance(data.path, list) and (prepared := [p for p in paths if not problem(p) and is_prepared(p)]):

@@ -36,6 +36,11 @@ _DELETING = UsedIf(
 )
 _WITH_TASKS = UsedIf("eval.tasks", "eval.tasks", lambda c: bool(c.tasks))
 _WITH_WANDB = UsedIf("log.trackers", 'log.trackers = ["wandb"]', lambda c: "wandb" in c.log.trackers)
+_REACHED = UsedIf(
+    "train.steps",
+    "train.steps that reach them",
+    lambda c: bool(c.train.epochs) or min(c.profile.steps, default=0) <= c.train.steps,
+)
 _PROFILING = UsedIf("profile.steps", "profile.steps, e.g. [10, 12]", lambda c: bool(c.profile.steps))
 
 
@@ -84,7 +89,7 @@ of another run or checkpoint, which applies while this run has none"""
     """keep this many of the newest checkpoints; 0: all"""
     keep_every: Annotated[NonNegativeInt, _DELETING] = 0
     """also keep the checkpoints of every Nth step; 0: none"""
-    keep_best: Annotated[bool, _DELETING] = False
+    keep_best: Annotated[bool, _DELETING, _VALIDATING] = False
     """also keep the one with the lowest validation loss (validate at the steps that are saved)"""
 
 
@@ -100,7 +105,7 @@ class LogConfig(Section):
 
 
 class ProfileConfig(Section):
-    steps: list[PositiveInt] = Field(default=[], examples=[[10, 12]])
+    steps: Annotated[list[PositiveInt], _REACHED] = Field(default=[], examples=[[10, 12]])
     """first and last step to profile, e.g. [10, 12]; writes traces and a table to profile/"""
     memory_snapshot: Annotated[bool, _PROFILING] = False
     """CUDA: also record the allocator's history in these steps, for pytorch.org/memory_viz"""

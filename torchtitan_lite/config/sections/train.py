@@ -41,6 +41,17 @@ _SKIPPING = UsedIf(
     'train.on_nonfinite = "skip" or spike.action',
     lambda c: c.train.on_nonfinite == "skip" or c.spike.action in ("skip", "rewind"),
 )
+_DETECTING = UsedIf(
+    "spike.loss_deviations spike.norm_deviations",
+    "spike.loss_deviations or spike.norm_deviations above 0",
+    lambda c: bool(c.spike.loss_deviations or c.spike.norm_deviations),
+)
+_SAVING = UsedIf(  # a run that has resumed can go back to that checkpoint
+    "checkpoint.every",
+    "a checkpoint to go back to: checkpoint.every above 0",
+    lambda c: c.spike.action != "rewind" or c.checkpoint.every != 0,
+    refuse=False,
+)
 _RESTORED = Resume("allowed", "the window of losses and the number of rewinds are restored")
 _WATCHING = used_with("spike.action", "log", "skip", "rewind")
 _REWINDING = used_with("spike.action", "rewind")
@@ -87,7 +98,7 @@ up; 0: use steps"""
 class SpikeConfig(Section):
     on_resume: ClassVar[Resume] = replace(_RESTORED, changes_steps=False)
 
-    action: Annotated[Literal["off", "log", "skip", "rewind"], _RESTORED] = "off"
+    action: Annotated[Literal["off", "log", "skip", "rewind"], _RESTORED, _DETECTING, _SAVING] = "off"
     """on a loss or gradient norm far above those before it: log it; skip the update; or rewind: go back to the newest \
 checkpoint, and continue after the samples seen since then"""
     window: Annotated[int, _RESTORED, _WATCHING] = Field(default=128, ge=4, le=10_000)

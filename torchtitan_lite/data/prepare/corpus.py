@@ -113,7 +113,7 @@ def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
     return suffix if suffix in KINDS else ".txt" if suffix in text_suffixes else ""
 
 
-def _checked(text_suffixes: Collection[str]) -> tuple[str, ...]:
+def checked_suffixes(text_suffixes: Collection[str]) -> tuple[str, ...]:
     """The suffixes in lower case. Raises DataError for what is no suffix of plain text."""
     suffixes = tuple(dict.fromkeys(suffix.lower() for suffix in text_suffixes))
     for suffix in suffixes:
@@ -131,7 +131,7 @@ def find(path: str | list[str], text_key: str = "text", text_suffixes: Collectio
     Raises:
         DataError: nothing was found, or something is unreadable.
     """
-    text_suffixes = _checked(text_suffixes)
+    text_suffixes = checked_suffixes(text_suffixes)
     if path == "":
         return _standard_library()
     files: dict[Path, None] = {}

@@ -257,7 +257,8 @@ def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[I
     decoded, head = _decoded(lines), list[str]()
     while not (head and head[-1].strip()) and (line := next(decoded, "")):
         head.append(line)
-    reader = csv.reader(itertools.chain(head, decoded), strict=True, delimiter=_delimiter("".join(head[-1:]), columns))
+    delimiter = _delimiter(head, decoded, columns)
+    reader = csv.reader(itertools.chain(head, decoded), strict=True, delimiter=delimiter)
     at: list[int] = []
     width = 0  # of the header
     while True:
@@ -280,12 +281,24 @@ def _rows(lines: Iterable[Item], columns: list[str], longest: int) -> Iterator[I
             yield place, _document(columns, [row[i] for i in at])
 
 
-def _delimiter(header: str, columns: list[str]) -> str:
-    """The first delimiter by which the header has all columns; if there is none, that which makes the most columns."""
-    rows = {}
+def _delimiter(head: list[str], following: Iterator[str], columns: list[str]) -> str:
+    """The first delimiter by which the header has all columns; if there is none, that which makes the most columns.
+
+    Args:
+        head: ends with the first line of the header. Lines after it that are read here, because a name has line
+            breaks, are appended.
+    """
+    begin, rows = max(len(head) - 1, 0), {}
+
+    def header() -> Iterator[str]:
+        yield from head[begin:]
+        for line in following:
+            head.append(line)
+            yield line
+
     for delimiter in ",\t;|":
-        with contextlib.suppress(csv.Error, StopIteration):  # e.g. a header of several lines
-            rows[delimiter] = next(csv.reader([header], strict=True, delimiter=delimiter))
+        with contextlib.suppress(csv.Error, StopIteration):
+            rows[delimiter] = next(csv.reader(header(), strict=True, delimiter=delimiter))
     complete = [delimiter for delimiter, row in rows.items() if set(columns) <= set(row)]
     return next(iter(complete), max(rows, key=lambda delimiter: len(rows[delimiter])) if "," in rows else ",")
 

@@ -137,8 +137,9 @@ def held_out_below(corpus: Corpus, fraction: float, options: Options) -> int:
         if lowest < below and n > 1:
             return below
     if n < 2:
-        blocks = "blocks of 1 KiB" if all(corpora.kind(file) in ("", ".txt") for file in corpus.files) else "documents"
-        raise DataError(f"the text has {n} {blocks}; at least 2 are needed, to train and to validate")
+        plain = all(corpora.kind(file) in ("", ".txt") for file in corpus.files)
+        found = f"{counted(n, 'block')} of 1 KiB" if plain else counted(n, "document")
+        raise DataError(f"the text has {found}; at least 2 are needed, to train and to validate")
     return max(below, lowest + 1)
 
 
