@@ -13,8 +13,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
-from unittest.mock import Mock, patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
@@ -23,6 +24,7 @@ from tests.helpers import HANGS_S, ROOT, python, succeeded
 from tests.tools.elastic_machines import ELASTIC, SECRET, Machines, until
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools.elastic import __main__, coordinator, wire
+from torchtitan_lite.tools.elastic import machine as member
 
 # A process of the run: it writes down its world, and runs until it is told to end.
 PROGRAM = """
@@ -130,6 +132,7 @@ def test_a_machine_leaves_on_a_signal_and_a_spare_one_takes_its_place(started: S
     world(tmp_path, 0, 2)
     assert machines.leave("d") == 75
     assert machines.worlds() == 1, "the world does not notice that a spare machine leaves"
+    machines.alive["a"].send_signal(signal.SIGTERM)  # a launcher may send it twice
     assert machines.leave("a") == 75
     assert len(list(tmp_path.glob("0.*.saved"))) == 2, "all had time to save"
     world(tmp_path, 1, 2)
@@ -401,6 +404,36 @@ def test_a_message_is_accepted_only_as_it_was_sent(attack: str, accepted: int) -
 
 
 @pytest.mark.parametrize(("limit", "accepted"), [(13, True), (12, False)])
+def test_a_message_may_hold_any_letters() -> None:
+    async def sent() -> dict[str, Any]:
+        one, other = await pair()
+        one.send(name="K\u00f6ln \u2603")
+        return await other.receive(HANGS_S)
+
+    assert asyncio.run(sent()) == {"name": "K\u00f6ln \u2603"}
+
+
+def test_a_machine_looks_for_the_coordinator_for_as_long_after_each_contact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers at 100, 200 and 300 seconds, and then no more."""
+    waiting = member.Machine("x", 1, ["program"], 150, b"secret")
+    now = 0.0
+
+    async def follow(*_: Any) -> None:
+        nonlocal now
+        now += 100
+        waiting._contact = now <= 300
+        if not waiting._contact:
+            raise ConnectionRefusedError
+
+    monkeypatch.setattr(waiting, "_follow", follow)
+    monkeypatch.setattr(member, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(asyncio, "open_connection", AsyncMock(return_value=(None, None)))
+    monkeypatch.setattr(asyncio, "sleep", AsyncMock())
+    with pytest.raises(ConfigError, match="no coordinator of this run answers"):
+        asyncio.run(waiting.run("127.0.0.1", 1))
+    assert now == 500
+
+
 def test_a_message_longer_than_the_limit_is_not_read(
     limit: int, accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,8 @@ import re
 import statistics
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,14 @@ from benchmarks import published
 from tests.helpers import ROOT
 from tests.tools.memory import VOCABULARY, config_of
 from torchtitan_lite import plan
+from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
 from torchtitan_lite.tools.estimate import simulate
+from torchtitan_lite.tools.estimate.communication import expected_s
 from torchtitan_lite.tools.estimate.planned_run import make_plan
 from torchtitan_lite.tools.estimate.step_time import Machine, expected, micro_batch
-from torchtitan_lite.tools.estimate.work import Attention, Product, Traffic, Work
+from torchtitan_lite.tools.estimate.work import Attention, Collective, Product, Traffic, Work
 
 MEDIAN, WORST = 0.10, 0.25
 H100 = Machine(DEVICES["h100"])
@@ -54,6 +58,12 @@ def test_the_documented_errors_are_within_the_limits() -> None:
     held = [row for row in published.ROWS if not row.calibrates]
     assert {128, 256} < {row.gpus for row in held}
     assert any("70B" in row.model for row in held)
+
+
+def test_a_call_takes_its_latency_however_small_it_is() -> None:
+    run: Any = SimpleNamespace(layout=Layout(1, 8, 1, 0, 1), world_size=8)
+    found = expected_s(run, {Collective("all-gather", 0, 8): 3}, DEVICES["h100"])
+    assert found == {"all-gather": (pytest.approx(3 * (20e-6 + 8 * 2e-6)), 3)}
 
 
 SAMPLE = [row for row in published.ROWS if row.model == "MPT 1B" or (row.model == "Llama 3 8B" and row.gpus == 8)]
