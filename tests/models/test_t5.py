@@ -101,7 +101,7 @@ def test_the_amount_of_padding_changes_nothing() -> None:
 
 @pytest.mark.parametrize("more", [{}, V1_0])
 def test_feed_forwards_drop_values_in_training(more: dict[str, Any]) -> None:
-    x = torch.randn(1, 8, SHAPE["dim"])
+    x = torch.randn(1, 8, 48)
     blocks = [block for block in make(dropout=0.5, **more).modules() if isinstance(block, t5.FeedForward)]
     assert len(blocks) == 5
     for block in blocks:

@@ -403,7 +403,6 @@ def test_a_message_is_accepted_only_as_it_was_sent(attack: str, accepted: int) -
     assert asyncio.run(receive()) == [{"number": i} for i in range(accepted)]
 
 
-@pytest.mark.parametrize(("limit", "accepted"), [(13, True), (12, False)])
 def test_a_message_may_hold_any_letters() -> None:
     async def sent() -> dict[str, Any]:
         one, other = await pair()
@@ -434,6 +433,7 @@ def test_a_machine_looks_for_the_coordinator_for_as_long_after_each_contact(monk
     assert now == 500
 
 
+@pytest.mark.parametrize(("limit", "accepted"), [(13, True), (12, False)])
 def test_a_message_longer_than_the_limit_is_not_read(
     limit: int, accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
