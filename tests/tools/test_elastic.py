@@ -133,6 +133,7 @@ def test_a_machine_leaves_on_a_signal_and_a_spare_one_takes_its_place(started: S
     assert machines.leave("d") == 75
     assert machines.worlds() == 1, "the world does not notice that a spare machine leaves"
     machines.alive["a"].send_signal(signal.SIGTERM)  # a launcher may send it twice
+    until(lambda: "leaves after the next save" in machines.said("a"), "the first signal")
     assert machines.leave("a") == 75
     assert len(list(tmp_path.glob("0.*.saved"))) == 2, "all had time to save"
     world(tmp_path, 1, 2)
