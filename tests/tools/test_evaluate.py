@@ -260,7 +260,6 @@ def test_an_encoder_decoder_scores_as_in_its_validation(runs: Path, tmp_path: Pa
     assert list(again["texts"].values()) == [row]
 
 
-@pytest.mark.extended
 def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: Path) -> None:
     """The same documents, as text or as tokens; --split=all is all of them."""
     out = tmp_path / "prepared"
@@ -273,8 +272,8 @@ def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: 
     assert (tokens["tokens"], tokens["bytes"]) == (raw["tokens"], raw["bytes"])
     assert tokens["loss"] == pytest.approx(raw["loss"], rel=1e-6)  # batches have other windows
     assert model["texts"][tables.TOTAL]["bytes"] == 2 * raw["bytes"]
-    (some,) = scored(1, runs / "one", "--documents=1", "--data", text, out=tmp_path / "some.json")
-    assert some["texts"][str(text)]["documents"] == 1
+    (some,) = scored(1, runs / "one", "--split=all", "--documents=1", "--data", out, text, out=tmp_path / "some.json")
+    assert some["texts"][str(out)]["documents"] == some["texts"][str(text)]["documents"] == 1
     assert some["texts"][str(text)]["loss_stderr"] is None
 
 

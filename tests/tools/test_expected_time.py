@@ -21,7 +21,7 @@ from torchtitan_lite.tools.estimate import simulate
 from torchtitan_lite.tools.estimate.communication import expected_s
 from torchtitan_lite.tools.estimate.planned_run import make_plan
 from torchtitan_lite.tools.estimate.step_time import Machine, expected, micro_batch
-from torchtitan_lite.tools.estimate.work import Attention, Collective, Product, Traffic, Work
+from torchtitan_lite.tools.estimate.work import Attention, Collective, Product, Traffic, Work, _bytes
 
 MEDIAN, WORST = 0.10, 0.25
 H100 = Machine(DEVICES["h100"])
@@ -58,6 +58,15 @@ def test_the_documented_errors_are_within_the_limits() -> None:
     held = [row for row in published.ROWS if not row.calibrates]
     assert {128, 256} < {row.gpus for row in held}
     assert any("70B" in row.model for row in held)
+
+
+@pytest.mark.parametrize(
+    ("operator", "n_inputs", "times"),
+    [(torch.ops.aten.zero_.default, 1, 1), (torch.ops.aten.copy_.default, 2, 2), (torch.ops.aten.add_.Tensor, 2, 3)],
+)
+def test_an_operator_reads_its_inputs_and_writes_what_it_changes(operator: Any, n_inputs: int, times: int) -> None:
+    tensors = [torch.ones(10) for _ in range(n_inputs)]
+    assert _bytes(operator, tuple(tensors), tensors, tensors[:1]) == times * 40
 
 
 def test_a_call_takes_its_latency_however_small_it_is() -> None:

@@ -153,6 +153,16 @@ def test_communication_follows_from_the_shards() -> None:
     assert sent["reduce-scatter"] == 3 * everything
 
 
+def test_a_reduction_that_waits_for_the_last_micro_batch_is_planned_once() -> None:
+    config = config_of("llama", 8, **{"train.global_batch_size": 3 * 8 * 4, "model.n_layers": 9})
+    last = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"grad_sync": "last"})})
+    every, once = (
+        sum(times for collective, times in make_plan(c, 8, H100).collectives.items() if "scatter" in collective.kind)
+        for c in (config, last)
+    )
+    assert every == 3 * once > 0
+
+
 def test_link_times_follow_from_bytes_and_bandwidth() -> None:
     def layout(replicate: int, shard: int) -> Layout:
         return Layout(replicate, shard, 1, 0, 1)
