@@ -182,6 +182,16 @@ def test_scores_and_text_are_those_of_the_commands(place: Path) -> None:
     assert said == f"def {ttl.generate(model, tokenizer, 'def ', max_tokens=20)}\n"
 
 
+def test_each_split_is_scored_as_itself(place: Path) -> None:
+    model, tokenizer = ttl.load_model("runs/default")
+    data = ttl.open_data(tiny_config())
+    losses = {
+        next(iter(ttl.evaluate(model, tokenizer, data, split=split, documents=1).values()))["loss"]
+        for split in ("val", "train")
+    }
+    assert len(losses) == 2
+
+
 def test_the_state_of_a_model_in_training_stays(place: Path) -> None:
     config = tiny_config()
     data = ttl.open_data(config)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers import ROOT, tiny
 from torchtitan_lite import process
-from torchtitan_lite.process import cpu_threads, quota_of_cores, usable_cores
+from torchtitan_lite.process import cpu_threads, local_rank, quota_of_cores, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--uts", "--pid", "--fork", "--mount-proc"]
@@ -108,6 +108,13 @@ def test_the_number_of_threads_has_a_source(
 
 
 V1, V2 = "4:memory:/elsewhere\n2:cpu,cpuacct:/docker/1\n0::/\n", "0::/pod/container\n"
+
+
+def test_each_machine_has_a_local_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints the errors of its machine."""
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert local_rank() == 0
 
 
 @pytest.mark.parametrize(("groups", "files", "quota"), [
