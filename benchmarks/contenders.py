@@ -252,8 +252,10 @@ def ddp_hf(shape: Shape, world: World) -> Step:
 
 
 def transformers_fsdp2(shape: Shape, world: World) -> Step:
-    """transformers' own FSDP2."""
-    return loop(shard_with_transformers(hugging_face_llama(shape), world.world_size, dtype=shape.dtype), shape, world)
+    """transformers' own FSDP2. On one rank it neither shards nor casts: autocast does."""
+    model = hugging_face_llama(shape).to(world.device)
+    alone = world.world_size == 1
+    return loop(shard_with_transformers(model, world.world_size, dtype=shape.dtype), shape, world, autocast=alone)
 
 
 def shard_with_transformers(model: Any, dp_shard: int, dp_replicate: int = 1, *, dtype: str) -> Any:
