@@ -251,6 +251,24 @@ def ddp_hf(shape: Shape, world: World) -> Step:
     return loop(DistributedDataParallel(hugging_face_llama(shape)), shape, world, autocast=True)
 
 
+def transformers_fsdp2(shape: Shape, world: World) -> Step:
+    """transformers' own FSDP2. On one rank it neither shards nor casts: autocast does."""
+    model = hugging_face_llama(shape).to(world.device)
+    alone = world.world_size == 1
+    return loop(shard_with_transformers(model, world.world_size, dtype=shape.dtype), shape, world, autocast=alone)
+
+
+def shard_with_transformers(model: Any, dp_shard: int, dp_replicate: int = 1, *, dtype: str) -> Any:
+    """What `from_pretrained(distributed_config=...)` does to a model, which also requires accelerate. In place."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    given = DistributedConfig(
+        fsdp_size=dp_shard, dp_replicate_size=dp_replicate, fsdp_mixed_precision=dtype == "bfloat16"
+    )
+    config, _, mesh = type(model).prepare_distribute_model(given)
+    return type(model).maybe_distribute_model(model, config, mesh)
+
+
 def fabric(shape: Shape, world: World) -> Step:
     """Lightning Fabric's ModelParallelStrategy, which is FSDP2."""
     from lightning_fabric import Fabric
@@ -337,6 +355,7 @@ CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
     "torchtitan_lite, bfloat16": ours(fsdp__param_dtype="bfloat16"),
     "bare FSDP2 loop": bare_fsdp2,
     "DDP": ddp,
+    "transformers' FSDP2": transformers_fsdp2,
     "Fabric, HF Llama": fabric,
     "Accelerate, HF Llama": accelerate,
     "bare FSDP2 loop, HF Llama": bare_fsdp2_hf,
@@ -349,6 +368,7 @@ EXTRA = "torchtitan_lite, compiled", "torchtitan_lite, not sharded", "torchtitan
 # runs where the other is not installed
 STAND_INS = {"Fabric, HF Llama": "bare FSDP2 loop, HF Llama", "Accelerate, HF Llama": "DDP, HF Llama"}
 NEEDS = {
+    "transformers' FSDP2": ("transformers",),
     "bare FSDP2 loop, HF Llama": ("transformers",),
     "DDP, HF Llama": ("transformers",),
     "Fabric, HF Llama": ("lightning-fabric", "transformers"),

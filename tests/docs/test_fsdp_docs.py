@@ -7,6 +7,7 @@ import re
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, wrap
 
+from tests.distributed.knob_table import CASES
 from tests.helpers import ROOT
 from torchtitan_lite.config import schema
 from torchtitan_lite.config.sections.fsdp import STRATEGIES
@@ -66,3 +67,17 @@ def test_every_argument_and_policy_of_fsdp1_has_a_row() -> None:
     wanted |= {name for name in vars(wrap) if name.endswith(("_policy", "Policy")) and not name.startswith("_")}
     wanted |= {field.name for field in dataclasses.fields(fsdp.MixedPrecision) if not field.name.startswith("_")}
     assert not wanted - named
+
+
+def test_every_test_that_stands_for_one_of_torch_exists() -> None:
+    text = (ROOT / "docs/torch_tests.md").read_text()
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert all(len(row) == 2 for row in rows)
+    named = {pair for row in rows for pair in re.findall(r"`(\w+\.py)::([^`]+)`", row[1])}
+    assert len(named) > 30
+    for file, name in named:
+        (path,) = (ROOT / "tests").rglob(file)
+        known = name in CASES if file == "knob_table.py" else f"def {name}(" in path.read_text()
+        assert known, f"{file}::{name}"
+    for row in rows[1:]:  # each is answered in one of the three ways
+        assert row[0].strip().startswith("**") or re.search(r"`\w+\.py::|GPU only|not ours|newer than", row[1]), row

@@ -1,0 +1,73 @@
+"""torch's own comparison of sharded with replicated parameters and gradients, on models sharded by `apply_fsdp`."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import run_distributed
+from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
+from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.optim.optimizer import freeze
+
+# rows of 30, 10 and 3 divide by neither 2 nor 4, and of 3 one of four ranks has none
+MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=3, n_layers=2, max_seq_len=8)
+CASES: dict[str, dict[str, Any]] = {
+    "4 ranks": {},
+    "HSDP": {"dp_replicate": 2},
+    "4 copies": {"dp_shard": 1},
+    "reshard to 2": {"reshard_after_forward": 2},
+    "kept, sync last": {"reshard_after_forward": False, "reshard_after_backward": False, "grad_sync": "last"},
+    "all-reduce last": {"dp_replicate": 2, "grad_sync": "all_reduce_last"},
+}
+
+
+def make(frozen: list[str]) -> Transformer:
+    """On the meta device."""
+    with torch.device("meta"):
+        model = build(MODEL, 97)
+    if frozen:
+        freeze(model, frozen)
+    return model
+
+
+def steps_agree(world: World, keys: dict[str, Any], frozen: list[str]) -> bool:
+    """After the forwards and backwards of two steps of two micro-batches; between the steps is an update."""
+    # imports expecttest
+    from torch.testing._internal.common_fsdp import check_sharded_parity
+    from torch.testing._internal.common_utils import TestCase
+
+    config, n = FsdpConfig(**keys), world.world_size
+    whole, sharded = make(frozen), make(frozen)
+    apply_fsdp(sharded, build_mesh(config, world.device), config)
+    for model in (whole, sharded):
+        materialise(model, world.device, seed=1)
+    # not AdamW, which turns the rounding of a gradient near zero into a step of its own
+    both = [(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) for model in (whole, sharded)]
+    for step in range(2):
+        tokens = torch.randint(97, (2, n, 9), generator=torch.Generator().manual_seed(step))
+        for i, rows in enumerate(tokens):
+            (whole(rows[:, :-1], rows[:, 1:]) / tokens[:, :, 1:].numel()).backward()
+            before_micro_batch(sharded, config, last=i == 1)
+            mine = rows[world.rank, None]
+            (sharded(mine[:, :-1], mine[:, 1:]) * n / tokens[:, :, 1:].numel()).backward()
+        check_sharded_parity(TestCase(), whole, sharded)
+        for _, optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    return True
+
+
+def all_agree(world: World) -> list[str]:
+    """The cases that passed; the first that does not ends the run."""
+    passed = [name for name, keys in CASES.items() if steps_agree(world, keys, [])]
+    frozen = ["tok_embeddings.*", "layers.0.*", "layers.1.attention.wq.weight"]
+    return passed + ["frozen"] * steps_agree(world, {}, frozen)
+
+
+def test_torch_finds_parameters_and_gradients_equal() -> None:
+    pytest.importorskip("expecttest")
+    assert run_distributed(all_agree, 4) == [[*CASES, "frozen"]] * 4
