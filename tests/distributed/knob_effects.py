@@ -17,14 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 
 import train
 from tests.distributed.test_blocks import Operators
+from torchtitan_lite import models
+from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.parallelize import groups_of
+from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, NonFiniteError
 from torchtitan_lite.training.session import Session
@@ -299,6 +303,23 @@ def on_the_cpu_explicit_all_gathers_run_beside_the_computation(build: Build) -> 
         assert (beside > 0) == explicit, (explicit, beside, len(transfers))
 
 
+# --- offloading: needs a GPU (ON_CUDA of knob_table.py) ---------------------------------------------------------
+
+
+def pinned_memory_is_asked_for_unless_it_is_switched_off(build: Build) -> None:
+    t = build()
+    for keys, expected in (
+        ({}, OffloadPolicy()),
+        ({"cpu_offload": True}, CPUOffloadPolicy(pin_memory=True)),
+        ({"cpu_offload": True, "pin_memory": False}, CPUOffloadPolicy(pin_memory=False)),
+    ):
+        with torch.device("meta"):
+            model = models.build(t.config.model, 517)
+        with patch.object(parallelize, "fully_shard") as shard, patch.object(parallelize, "_fsdp"):
+            parallelize.apply_fsdp(model, build_mesh(FsdpConfig(), torch.device("cpu")), FsdpConfig(**keys))
+        assert [call.kwargs["offload_policy"] for call in shard.call_args_list] == [expected] * (len(GROUPS) + 1)
+
+
 # --- precision --------------------------------------------------------------------------------------------------
 
 
@@ -562,6 +583,7 @@ _ON_2 = (
     all_gathers_are_issued_as_far_ahead_as_promised,
     the_first_all_gather_is_issued_before_the_batch_is_fetched,
     on_the_cpu_explicit_all_gathers_run_beside_the_computation,
+    pinned_memory_is_asked_for_unless_it_is_switched_off,
     computation_communication_and_sums_have_their_dtypes,
     the_first_layer_can_stay_in_float32,
     what_groups_hand_on_can_stay_in_float32,

@@ -53,7 +53,7 @@ class FsdpConfig(Section):
     dp_shard: int = -1
     """ranks per replica; -1: world size / dp_replicate; 1: no sharding"""
     shard_columns: Annotated[list[str], BITS] = Field(default=[], examples=[["layers.*.attention.wk.weight"]])
-    """patterns of matrices to split over the ranks by columns (dim 1), not rows: those with fewer rows than ranks"""
+    """patterns of matrices to split over the ranks by columns (dim 1), such as those with fewer rows than ranks"""
     blocks_per_group: Annotated[PositiveInt, BITS] = 1
     """blocks that are gathered and reduced together. Larger groups issue fewer collectives, but use more memory"""
     reshard_after_forward: Annotated[bool | int | Literal["default"], PlainValidator(_reshard)] = "default"
@@ -213,9 +213,9 @@ def rules(config: "Config", machine: Machine) -> Rules:
     if fsdp.cpu_offload and replicate > 1:
         yield (
             "fsdp.cpu_offload fsdp.dp_replicate",
-            f"fsdp.cpu_offload = true with fsdp.dp_replicate = {replicate} may give wrong gradients without an error: "
-            "torch reuses a gradient's memory while it is copied to the host "
-            "(https://github.com/pytorch/pytorch/pull/180665); fsdp.dp_replicate = 1 works",
+            f"fsdp.cpu_offload = true with fsdp.dp_replicate = {replicate} is not proven to give the right gradients: "
+            "https://github.com/pytorch/pytorch/pull/180665 measured wrong ones, without an error; "
+            "fsdp.dp_replicate = 1 works",
         )
     if fsdp.cpu_offload and config.optim.name == "muon":
         yield (
