@@ -316,7 +316,8 @@ def pinned_memory_is_asked_for_unless_it_is_switched_off(build: Build) -> None:
         with torch.device("meta"):
             model = models.build(t.config.model, 517)
         with patch.object(parallelize, "fully_shard") as shard, patch.object(parallelize, "_fsdp"):
-            parallelize.apply_fsdp(model, build_mesh(FsdpConfig(), torch.device("cpu")), FsdpConfig(**keys))
+            config = FsdpConfig.model_validate(keys)
+            parallelize.apply_fsdp(model, build_mesh(config, torch.device("cpu")), config)
         assert [call.kwargs["offload_policy"] for call in shard.call_args_list] == [expected] * (len(GROUPS) + 1)
 
 
