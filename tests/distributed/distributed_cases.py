@@ -5,6 +5,7 @@ rank that fails ends the whole run: the others would wait for it.
 """
 
 import contextlib
+import itertools
 import math
 import shutil
 import sys
@@ -355,8 +356,9 @@ def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:
-    world = World(dist.get_rank(), 4, CPU, 1)
-    for name, family in FAMILIES.items():
+    """Sent by rank 0, and read by each rank of one machine."""
+    for (name, family), on_one_machine in itertools.product(FAMILIES.items(), (False, True)):
+        world = World(dist.get_rank(), 4, CPU, 1, local_world_size=4 if on_one_machine else 1)
         reference = {key: p.detach().bfloat16() for key, p in plain(seed=3, family=family).named_parameters()}
         model = sharded(make_mesh(MESHES["2 x 2"]), COLUMNS if name == "gpt" else None, seed=4, family=family)
         checkpointer = Checkpointer(
