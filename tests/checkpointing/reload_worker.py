@@ -19,8 +19,9 @@ from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state, set_learning_rate
 
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
-# mesh -> number of ranks and of copies; no size below divides evenly
-MESHES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (4, 2)}
+# mesh -> number of ranks and of copies; no number of rows below divides evenly. "c": COLUMNS are split by columns
+MESHES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "3c": (3, 1), "4": (4, 1), "2x2": (4, 2), "2x2c": (4, 2)}
+COLUMNS = ["tok_embeddings.*", "*.w[kq1].weight"]
 SHAPE = {"dim": 36, "n_heads": 6, "hidden_dim": 50, "n_layers": 1, "max_seq_len": 8, "tie_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SHAPE | {"family": "llama", "n_kv_heads": 2},
@@ -28,12 +29,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def fsdp(mesh: str) -> dict[str, Any]:
+    """The section [fsdp] of a mesh."""
+    return {"dp_replicate": MESHES[mesh][1], "shard_columns": COLUMNS if mesh.endswith("c") else []}
+
+
 class State:
     """A model and its optimizer on this mesh."""
 
     def __init__(self, mesh: str, seed: int, family: str, world: World) -> None:
-        values = {"model": MODELS[family], "fsdp": {"dp_replicate": MESHES[mesh][1]}, "run": {"device": "cpu"}}
-        config = Config.model_validate(values)
+        config = Config.model_validate({"model": MODELS[family], "fsdp": fsdp(mesh), "run": {"device": "cpu"}})
         self.world = world
         self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, world.device))
         materialise(self.model, world.device, seed)

@@ -9,9 +9,11 @@ from tests.helpers import run_distributed
 
 
 def test_a_checkpoint_of_each_way_loads_by_the_other_api_on_another_mesh(tmp_path: Path) -> None:
-    """From three ranks, which divide nothing evenly, on two machines' worth of copies."""
-    run_distributed(save, 3, tmp_path, "3", "llama")
-    run_distributed(load, 4, tmp_path, "2x2", "llama", ["3"])
+    """From three ranks, which divide no number of rows evenly, on two machines' worth of copies; rows and columns."""
+    for mesh in ("3", "3c"):
+        run_distributed(save, 3, tmp_path, mesh, "llama")
+    run_distributed(load, 4, tmp_path, "2x2", "llama", ["3c"])
+    run_distributed(load, 4, tmp_path, "2x2c", "llama", ["3"])
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -56,7 +56,7 @@ def train_while_saving(world: World, folder: Path, mesh: str) -> None:
         assert saves[True] == saves[False], f"{kind} {api}: another step, or bytes of two"
 
 
-@pytest.mark.parametrize(("mesh", "world_size"), [("1", 1), ("3", 3)])
+@pytest.mark.parametrize(("mesh", "world_size"), [("1", 1), ("3", 3), ("3c", 3)])
 def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: int, tmp_path: Path) -> None:
     """On one rank as well: there, torch's functions return the live tensors."""
     run_distributed(train_while_saving, world_size, tmp_path, mesh)
@@ -196,6 +196,7 @@ def test_full_checkpoints_need_only_the_disk_of_the_first_machine(
 # --- broadcasts in pieces ---------------------------------------------------------------------------------------
 
 SHAPES = [(7, 3), (7,), (2, 5), (1, 1), (64, 2), ()]  # of 3 ranks, some have no rows of them
+BY_COLUMNS = [(7, 3), (2, 6), (1, 3), (2, 3, 5), (5, 9, 2)]
 
 
 def broadcast_in_pieces(world: World) -> None:
@@ -213,6 +214,12 @@ def broadcast_in_pieces(world: World) -> None:
                 rows, first = local_rows(target)
                 expected = whole[name][first : first + len(rows)] if target.ndim else whole[name]
                 assert rows.equal(expected), (full_state.PIECE, dtype, name)
+            whole = {str(shape): torch.randint(1, 100, shape).to(dtype) for shape in BY_COLUMNS}
+            targets = {n: distribute_tensor(torch.zeros_like(t), mesh, [Shard(1)]) for n, t in whole.items()}
+            saver.broadcast(targets, whole.__getitem__ if world.rank == 0 else None)
+            for name, target in targets.items():
+                rows, _ = local_rows(target)
+                assert rows.equal(whole[name].chunk(3, dim=1)[world.rank]), (full_state.PIECE, dtype, name)
 
 
 def test_a_tensor_arrives_in_pieces_of_any_size() -> None:

@@ -12,10 +12,10 @@ def parse(*argv: str, world_size: int = 1, n_gpus: int = 0) -> toml.Loaded:
     return cli.parse(argv, world_size=world_size, n_gpus=n_gpus).loaded
 
 
-def mistakes(*argv: str, world_size: int = 1) -> str:
+def mistakes(*argv: str, world_size: int = 1, n_gpus: int = 0) -> str:
     """The message about a config that has mistakes."""
     with pytest.raises(ConfigError) as caught:
-        parse(*argv, world_size=world_size)
+        parse(*argv, world_size=world_size, n_gpus=n_gpus)
     return str(caught.value)
 
 

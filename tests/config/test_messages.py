@@ -9,9 +9,11 @@ import train
 from tests.config.parsing import mistakes, parse, write
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.schema import Config, SampleConfig
+from torchtitan_lite.config.sections import fsdp
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools import generate
+from torchtitan_lite.training import checks
 from torchtitan_lite.training.sampling import wrong_prompts
 
 
@@ -93,6 +95,8 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.dp_replicate=1"], 'without them use "FULL_SHARD"'),
         (["--fsdp.grad_sync=all_reduce_last"], 'but dp_replicate = 1 and dp_shard = 1; "every" or "last" works'),
         (["--fsdp.cpu_offload"], "but this run uses no GPU; fsdp.cpu_offload = false works"),
+        (["--fsdp.pin_memory=false"], "has no effect without fsdp.cpu_offload = true"),
+        (["--fsdp.reduce_scatter_buffers=0"], "should be greater than 0"),
         (["--fsdp.forward_prefetch=3"], "fsdp.forward_prefetch = 3 has no effect without fsdp.explicit_prefetching"),
         (["--grad_scaler.min_scale=2"], 'has no effect without a dtype "float16" in [fsdp]'),
         (
@@ -299,3 +303,30 @@ def test_a_run_for_another_machine_needs_nothing_of_this_one(key: str, monkeypat
         load.load(None, values)
     assert key in str(caught.value)
     assert load.load(None, values, elsewhere=True)
+
+
+def test_a_key_that_the_installed_torch_lacks_is_named_with_the_version_that_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = "--fsdp.separate_reduce_scatter_group", "--fsdp.reduce_scatter_buffers=2"
+    monkeypatch.setattr(fsdp, "version", lambda _: "2.12.1+cu130")
+    text = mistakes(*keys)
+    for key, value, default in (("separate_reduce_scatter_group", "true", "false"), ("reduce_scatter_buffers", 2, 1)):
+        needs = f"fsdp.{key} = {value} needs torch 2.13 or newer, but 2.12.1+cu130 is installed; fsdp.{key} = {default}"
+        assert f"{needs} works" in text
+    monkeypatch.setattr(fsdp, "version", lambda _: "2.13.0")
+    assert parse(*keys).config.fsdp.reduce_scatter_buffers == 2
+
+
+def test_what_needs_several_ranks_is_refused_before_any_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    columns = ["--model.dim=36", "--model.n_heads=6", "--model.n_kv_heads=2", "--fsdp.shard_columns=*.w1.weight"]
+    (uneven,) = {*checks.check_patterns(parse(*columns, "--model.n_layers=1", world_size=8).config).values()}
+    assert "w1.weight has 36 columns, which fsdp.dp_shard = 8 does not divide; fsdp.dp_shard = 4 works, or" in uneven
+    (unknown,) = checks.check_patterns(parse("--fsdp.shard_columns=*.wq", world_size=8).config).values()
+    assert 'fsdp.shard_columns: "*.wq" matches no parameter' in unknown
+    assert "reshard_after_forward = true works" in mistakes(
+        "--fsdp.shard_columns=*.w1.weight", "--fsdp.reshard_after_forward=2", world_size=8
+    )
+    offloaded = mistakes("--fsdp.cpu_offload", "--fsdp.dp_replicate=2", world_size=8, n_gpus=8)
+    assert "pull/180665 measured wrong ones, without an error; fsdp.dp_replicate = 1 works" in offloaded

@@ -5,6 +5,7 @@ rank that fails ends the whole run: the others would wait for it.
 """
 
 import contextlib
+import itertools
 import math
 import shutil
 import sys
@@ -27,6 +28,7 @@ from torchtitan_lite.checkpointing.save import require_finite
 from torchtitan_lite.checkpointing.select import verify_together
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors
+from torchtitan_lite.config.patterns import first_match
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
     FsdpConfig,
@@ -74,6 +76,7 @@ MESHES = {
     "2 x 2": torch.tensor([[0, 1], [2, 3]]),
     "4 copies": torch.tensor([[0], [1], [2], [3]]),
 }
+COLUMNS = FsdpConfig(shard_columns=["pos_embeddings.*", "*.wo.weight", "*.w1.weight"])
 COPIES = {"4": 1, "2 x 2": 2, "4 copies": 4}  # of each shard
 
 
@@ -107,10 +110,12 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
         assert not plain(8, config).output.weight.equal(reference.output.weight), "another seed"
         parameters = dict(reference.named_parameters())
         loss_of(reference).backward()
-        for name, mesh in meshes.items():
-            if dist.get_rank() not in MESHES[name] or name not in WHERE.get(family, MESHES):
+        columns = ["2 x 2, columns"] if family == "gpt" else []
+        for name in [*meshes, *columns]:
+            mesh = meshes[name.removesuffix(", columns")]
+            if name not in columns and (dist.get_rank() not in MESHES[name] or name not in WHERE.get(family, MESHES)):
                 continue
-            model = sharded(mesh, family=config)
+            model = sharded(mesh, COLUMNS if name in columns else None, family=config)
             where = f"{family}, mesh {name}"
             assert all(b.equal(dict(reference.named_buffers())[key]) for key, b in model.named_buffers()), where
             loss_of(model).backward()  # the same tokens on each rank, so that the mean is each rank's own gradient
@@ -118,8 +123,9 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
             assert found.keys() == parameters.keys(), where
             for key, parameter in found.items():
                 assert isinstance(parameter, DTensor)
-                rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
-                assert parameter.to_local().shape[0] <= rows, f"{where}: {key} is not sharded"
+                dim = int(name in columns and first_match(key, COLUMNS.shard_columns) is not None)
+                per_rank = -(-parameter.shape[dim] // mesh.size(mesh.ndim - 1))
+                assert parameter.to_local().shape[dim] <= per_rank, f"{where}: {key} is not sharded"
                 assert parameter.full_tensor().equal(parameters[key]), f"{where}: {key} differs"
                 assert isinstance(parameter.grad, DTensor), f"{where}: {key} has no gradient"
                 torch.testing.assert_close(
@@ -350,10 +356,11 @@ def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:
-    world = World(dist.get_rank(), 4, CPU, 1)
-    for name, family in FAMILIES.items():
+    """Sent by rank 0, and read by each rank of one machine."""
+    for (name, family), on_one_machine in itertools.product(FAMILIES.items(), (False, True)):
+        world = World(dist.get_rank(), 4, CPU, 1, local_world_size=4 if on_one_machine else 1)
         reference = {key: p.detach().bfloat16() for key, p in plain(seed=3, family=family).named_parameters()}
-        model = sharded(make_mesh(MESHES["2 x 2"]), seed=4, family=family)
+        model = sharded(make_mesh(MESHES["2 x 2"]), COLUMNS if name == "gpt" else None, seed=4, family=family)
         checkpointer = Checkpointer(
             Path("unused"), model, build_optimizer(model, OptimConfig(name="adamw")), CheckpointConfig(), world
         )

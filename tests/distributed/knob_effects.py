@@ -4,6 +4,7 @@ Each effect is called on all ranks of a process group, by knob_worker.py, with a
 from [fsdp] keys and the like, on top of a three-layer model.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 
 import train
 from tests.distributed.test_blocks import Operators
+from torchtitan_lite import models
+from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.parallelize import groups_of
+from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, NonFiniteError
 from torchtitan_lite.training.session import Session
@@ -186,6 +191,60 @@ def without_shards_every_rank_holds_everything(build: Build) -> None:
         assert {e.ranks for e in events if e.what == "all-reduce"} == {4}
 
 
+def matrices_are_split_by_columns_where_a_pattern_matches(build: Build) -> None:
+    t = build(fsdp__shard_columns=["*.wk.weight", "output.*"])
+    by_columns = set()
+    for name, p in t.model.named_parameters():
+        assert isinstance(p, DTensor)
+        assert p.placements in ((Shard(0),), (Shard(1),))
+        by_columns |= {name} if p.placements == (Shard(1),) else set()
+    assert by_columns == {f"layers.{i}.attention.wk.weight" for i in range(3)} | {"output.weight"}
+    assert local_rows(t.model.get_parameter("layers.0.attention.wk.weight"))[0].shape == (12, 9)
+    once = {"tok_embeddings": 1, "norm, output": 1}
+    assert counted(t, "gather") == {name: 2 * once.get(name, 2) for name in GROUPS}, "in the same collectives"
+    for pattern, expected in (
+        ("*norm.weight", "matches no parameter"),
+        ("*.w2.weight", r"w2.weight has 50 columns, which fsdp.dp_shard = 4 does not divide; fsdp.dp_shard = 2 works"),
+        ("layer.*", "matches no parameter: did you mean"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            build(fsdp__shard_columns=[pattern])
+
+
+# --- reduce-scatters --------------------------------------------------------------------------------------------
+
+
+class _Buffers(_Written):
+    """Counts the inputs of reduce-scatters that exist at each one, and keeps their process groups."""
+
+    def __init__(self) -> None:
+        super().__init__("reduce", "", [])
+        self.inputs: list[Any] = []
+        self.alive: list[int] = []
+        self.groups: set[Any] = set()
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any) -> Any:
+        self.inputs.append(weakref.ref(input_tensor.untyped_storage()))
+        self.alive.append(sum(buffer() is not None for buffer in self.inputs))
+        self.groups.add(group)
+        return super().__call__(output_tensor, input_tensor, group, **more)
+
+
+def reduce_scatters_have_buffers_and_a_group_of_their_own(build: Build) -> None:
+    for buffers, separate in ((1, False), (1, True), (2, False), (3, True)):
+        keys = {"separate_reduce_scatter_group": separate, "reduce_scatter_buffers": buffers}
+        t = build(**{f"fsdp__{key}": value for key, value in keys.items()}, speed__shared_memory=False)
+        comm = _Buffers()
+        for module in t.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+        train.train_step(t, 1)
+        assert max(comm.alive) == buffers, (buffers, comm.alive)
+        (group,) = comm.groups
+        mesh = next(p.device_mesh for p in t.model.parameters() if isinstance(p, DTensor))
+        assert (group == mesh.get_group()) != separate
+
+
 # --- accumulation -----------------------------------------------------------------------------------------------
 
 
@@ -242,6 +301,24 @@ def on_the_cpu_explicit_all_gathers_run_beside_the_computation(build: Build) -> 
         assert len(calls) == len(transfers) > 0
         beside = sum(not any(start <= begun and done <= end for start, end in calls) for begun, done in transfers)
         assert (beside > 0) == explicit, (explicit, beside, len(transfers))
+
+
+# --- offloading: needs a GPU (ON_CUDA of knob_table.py) ---------------------------------------------------------
+
+
+def pinned_memory_is_asked_for_unless_it_is_switched_off(build: Build) -> None:
+    t = build()
+    for keys, expected in (
+        ({}, OffloadPolicy()),
+        ({"cpu_offload": True}, CPUOffloadPolicy(pin_memory=True)),
+        ({"cpu_offload": True, "pin_memory": False}, CPUOffloadPolicy(pin_memory=False)),
+    ):
+        with torch.device("meta"):
+            model = models.build(t.config.model, 517)
+        with patch.object(parallelize, "fully_shard") as shard, patch.object(parallelize, "_fsdp"):
+            config = FsdpConfig.model_validate(keys)
+            parallelize.apply_fsdp(model, build_mesh(config, torch.device("cpu")), config)
+        assert [call.kwargs["offload_policy"] for call in shard.call_args_list] == [expected] * (len(GROUPS) + 1)
 
 
 # --- precision --------------------------------------------------------------------------------------------------
@@ -496,15 +573,18 @@ _ON_4 = (
     copies_of_shards_reduce_within_and_then_between,
     all_reduce_last_reduces_between_copies_once_a_step,
     without_shards_every_rank_holds_everything,
+    matrices_are_split_by_columns_where_a_pattern_matches,
 )
 _ON_2 = (
     reshard_after_forward_gathers_twice_or_once,
     several_blocks_are_gathered_and_reduced_as_one_group,
     reshard_after_backward_keeps_what_was_gathered_until_the_step_ends,
     gradients_are_summed_with_every_micro_batch_or_the_last,
+    reduce_scatters_have_buffers_and_a_group_of_their_own,
     all_gathers_are_issued_as_far_ahead_as_promised,
     the_first_all_gather_is_issued_before_the_batch_is_fetched,
     on_the_cpu_explicit_all_gathers_run_beside_the_computation,
+    pinned_memory_is_asked_for_unless_it_is_switched_off,
     computation_communication_and_sums_have_their_dtypes,
     the_first_layer_can_stay_in_float32,
     what_groups_hand_on_can_stay_in_float32,

@@ -1,5 +1,5 @@
-"""The table of [fsdp] and related keys that test_knobs.py compares with an unsharded reference: at most 60 rows,
-of which 6 are of Muon, the only optimizer that communicates.
+"""The table of [fsdp] and related keys that test_knobs.py compares with an unsharded reference: at most 66 rows,
+of which 7 are of Muon, the only optimizer that communicates.
 
 The fast paths of [speed] are on, as by default, with blocks and chunks so small (knob_worker.py) that a sequence has
 several; the plain model has none of them.
@@ -70,6 +70,8 @@ FIRST_LAYER_FP32 = {"fsdp.precision_overrides": [{"match": "layers.0.*", "param_
 PLAIN = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions", "shared_memory")}
 HANDED_ON = {"fsdp.output_dtype": "float16"}
 EXPLICIT = {"fsdp.explicit_prefetching": True}
+SPLIT = {"fsdp.shard_columns": ["tok_embeddings.*", "*.w[kq].weight"]}
+REDUCES = {"fsdp.separate_reduce_scatter_group": True, "fsdp.reduce_scatter_buffers": 2, "speed.shared_memory": False}
 MUON = {"optim.name": "muon", "optim.muon_embedding_lr_factor": 1.0}
 
 CASES = {
@@ -81,6 +83,9 @@ CASES = {
     "SHARD_GRAD_OP": Case(2, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, same_as="llama"),
     "NO_SHARD": Case(2, {"fsdp.sharding_strategy": "NO_SHARD"}),
     "2 blocks in a group": Case(2, {"fsdp.blocks_per_group": 2}, same_as="llama"),
+    "columns": Case(2, {"fsdp.shard_columns": ["*"], "fsdp.reshard_after_forward": True}),
+    "columns, tied, prefetch 2": Case(2, SPLIT | EXPLICIT | {"model.tie_embeddings": True}, base="gpt"),
+    "reduce-scatter apart, 2 buffers": Case(2, REDUCES, same_as="llama"),
     "prefetch 1": Case(2, EXPLICIT | {"fsdp.forward_prefetch": 1, "fsdp.backward_prefetch": 1}, same_as="llama"),
     "prefetch 3, kept": Case(
         2,
@@ -141,6 +146,10 @@ CASES = {
     "HSDP, all-reduce last, bf16 throughout": Case(
         4, HSDP | BF16 | {"fsdp.reduce_dtype": "bfloat16", "fsdp.grad_sync": "all_reduce_last"}, dtype="bfloat16"
     ),
+    "HSDP, columns, bf16, all-reduce last": Case(
+        4, HSDP | BF16 | SPLIT | {"fsdp.grad_sync": "all_reduce_last"}, dtype="bfloat16"
+    ),
+    "HSDP, reduce-scatter apart, 2 buffers": Case(4, HSDP | REDUCES),
     "HYBRID_SHARD": Case(4, {"fsdp.sharding_strategy": "HYBRID_SHARD"}, same_as="HSDP"),
     "_HYBRID_SHARD_ZERO2": Case(4, {"fsdp.sharding_strategy": "_HYBRID_SHARD_ZERO2"}, same_as="HSDP"),
     "4 copies": Case(4, {"fsdp.dp_shard": 1}),
@@ -157,6 +166,7 @@ CASES = {
     "muon, reshard true, 2 blocks in a group": Case(
         2, MUON | {"fsdp.reshard_after_forward": True, "fsdp.blocks_per_group": 2}, same_as="muon"
     ),
+    "muon, columns": Case(4, MUON | {"fsdp.shard_columns": ["*.attention.*"]}),
     "muon, bf16": Case(2, MUON | BF16 | {"optim.muon_dtype": "bfloat16"}, dtype="bfloat16"),
     "muon, HSDP, all-reduce last": Case(4, MUON | HSDP | {"fsdp.grad_sync": "all_reduce_last"}),
     "muon, sync last, tied, frozen": Case(
@@ -203,13 +213,17 @@ EXTENDED = {
     *("HSDP, sync last", "HSDP, all-reduce last", "HSDP, all-reduce last, bf16 throughout", "HSDP, fp16"),
     *("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "t5, plain", "t5, first layer fp32", "t5, bf16, compile"),
     *("t5, dropout, checkpointing selective", "muon, reshard true, 2 blocks in a group", "muon, bf16", "muon, t5"),
-    "muon, sync last, tied, frozen",
+    *("muon, sync last, tied, frozen", "columns, tied, prefetch 2", "HSDP, reduce-scatter apart, 2 buffers"),
 }
 
 # On one GPU: the rows that need no second rank, and those that need a GPU.
 OFFLOAD = {"fsdp.cpu_offload": True}
 ON_CUDA = {name: replace(case, ranks=1) for name, case in CASES.items() if case.ranks == 2 and name != "NO_SHARD"}
-ON_CUDA |= {"host offload": Case(1, OFFLOAD), "host offload, fp16": Case(1, OFFLOAD | FP16, dtype="float16")}
+ON_CUDA |= {
+    "host offload": Case(1, OFFLOAD),
+    "host offload, not pinned": Case(1, OFFLOAD | {"fsdp.pin_memory": False}, same_as="host offload"),
+    "host offload, fp16": Case(1, OFFLOAD | FP16, dtype="float16"),
+}
 
 
 class FixedSamples:

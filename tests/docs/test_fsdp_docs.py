@@ -4,25 +4,40 @@ import dataclasses
 import inspect
 import re
 
+import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, wrap
 
 from tests.distributed.knob_table import CASES
 from tests.helpers import ROOT
 from torchtitan_lite.config import schema
-from torchtitan_lite.config.sections.fsdp import STRATEGIES
+from torchtitan_lite.config.sections.fsdp import SINCE, STRATEGIES
 
 TEXT = (ROOT / "docs/fsdp.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if line.startswith("|")]
 
 
-def test_every_public_method_of_fsdp_module_is_listed() -> None:
-    listed = {row[0].strip("`"): row[1] for row in ROWS if re.fullmatch(r"`[a-z_]+`", row[0]) and len(row) == 2}
-    listed = {name: what for name, what in listed.items() if name in TEXT.split("## Every public method")[1]}
-    public = {name for name in dir(FSDPModule) if not name.startswith("_")}
-    assert not public - listed.keys(), "not in the table"
-    gone = listed.keys() - public
-    assert all("since torch 2.1" in listed[name] for name in gone), f"not in torch: {gone}"
+def public_options() -> set[str]:
+    """FSDP2's public names, the arguments of `fully_shard` and of its policies, and the methods of FSDPModule."""
+    names = {name for name in fsdp.__all__ if getattr(fsdp, name).__module__ == fsdp.__name__}  # the others are FSDP1's
+    of = ["fully_shard", *(name for name in names if name.endswith("Policy"))]
+    arguments = {f"{name}({argument})" for name in of for argument in inspect.signature(getattr(fsdp, name)).parameters}
+    methods = {name for name in dir(FSDPModule) if not name.startswith("_")}
+    return names | arguments - {"fully_shard(module)"} | methods
+
+
+def test_every_public_option_is_offered_or_explained() -> None:
+    table = TEXT.split("## Every public option")[1]
+    listed = dict(re.findall(r"^\| `([\w()]+)` \| (.+) \|$", table, re.M))
+    installed = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    since = {name: (2, int((re.findall(r"since torch 2\.(\d+)\)$", what) or [0])[0])) for name, what in listed.items()}
+    assert public_options() == {name for name in listed if since[name] <= installed}
+    keys = {key.removeprefix("fsdp.") for key in schema.known_keys() if key.startswith("fsdp.")}
+    for name, what in listed.items():
+        offered = re.match(r"used|not needed|not offered|not used|`MixedPrecisionPolicy`, below", what)
+        assert offered or set(re.findall(r"^`([a-z_]+)", what)) & keys, f"{name}: {what}"
+        for key in re.findall(r"^`([a-z_]+)`", what):
+            assert since[name] == (2, 0) or SINCE[key] == since[name], f"{key} is refused before torch {SINCE[key]}"
 
 
 def test_every_key_is_explained() -> None:
@@ -57,7 +72,7 @@ def test_what_is_called_used_is_used_outside_of_the_tests() -> None:
 
 
 def test_every_argument_and_policy_of_fsdp1_has_a_row() -> None:
-    table = TEXT.split("## From FSDP1")[1].split("## Every public method")[0]
+    table = TEXT.split("## From FSDP1")[1].split("## Every public option")[0]
     named = set(re.findall(r"\w+", " ".join(re.findall(r"^\| (.+?) \| ", table, re.M))))
     arguments = inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters.keys()
     same = {"self", "module", "sharding_strategy", "cpu_offload", "backward_prefetch", "mixed_precision"}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import train
 from checkpoint import Checkpointer
-from tests.checkpointing.reload_worker import MESHES, MODELS, WAYS
+from tests.checkpointing.reload_worker import MESHES, MODELS, WAYS, fsdp
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import (
@@ -51,7 +51,7 @@ def on_mesh(mesh: str, config: ModelConfig, frozen: Sequence[str] = ()) -> Trans
         model = build(config, 517)
     if frozen:
         freeze(model, frozen)
-    apply_fsdp(model, device_mesh if copies > 1 else device_mesh["dp_shard"], FsdpConfig())
+    apply_fsdp(model, device_mesh if copies > 1 else device_mesh["dp_shard"], FsdpConfig(**fsdp(mesh)))
     materialise(model, torch.device("cpu"), seed=1)
     return model
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.checkpointing.reload_worker import MESHES
+from tests.checkpointing.reload_worker import MESHES, fsdp
 from tests.helpers import (
     assert_same_end,
     checkpoint,
@@ -50,18 +50,20 @@ def test_the_recurrence_is_the_mean_with_falling_shares() -> None:
         torch.testing.assert_close(mean, shares @ values[:step] / shares.sum())
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.extended] if m in "24" else []) for m in MESHES])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[pytest.mark.extended] if m in ("2", "4", "2x2c") else []) for m in MESHES]
+)
 def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
     """With uneven and empty shards, copies, tied and frozen parameters, every optimizer, and a withheld update.
 
     `plan` counts its memory.
     """
-    n, copies = MESHES[mesh]
+    n, _ = MESHES[mesh]
     measured = run_distributed(follow_averages, n, mesh)[0]
     for label in ("adamw", "muon"):
         values = {"freeze": [FROZEN], "ema_decay": DECAY, "lr": 0.01} | OPTIMIZERS[label]
         model = TIED.model_dump() | {"size": "1M"}
-        keys = {"model": model, "optim": values, "train": {"seq_len": 8}, "fsdp": {"dp_replicate": copies}}
+        keys = {"model": model, "optim": values, "train": {"seq_len": 8}, "fsdp": fsdp(mesh)}
         planned = simulate(Config.model_validate(keys), n, 517, on_gpu=False)
         assert planned.peaks["start"][OPTIMIZER] == measured[label]
 

@@ -27,7 +27,7 @@ def reference(name: str, number: int, weight: Tensor, steps: int = 3) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[] if mesh in ("1", "2x2") else [pytest.mark.extended]) for mesh in MESHES]
+    "mesh", [pytest.param(mesh, marks=[] if mesh in ("1", "2x2", "3c") else [pytest.mark.extended]) for mesh in MESHES]
 )
 def test_updates_are_those_of_the_formula_on_any_mesh(mesh: str) -> None:
     """With uneven and empty shards, and copies; with one small all-reduce a step."""

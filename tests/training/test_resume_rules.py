@@ -85,6 +85,7 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
     by_gloo = {"speed.shared_memory": False}
     changes: list[dict[str, Any]] = [
         *({"fsdp.dp_shard": 1}, {"fsdp.param_dtype": "bfloat16"}, {"fsdp.reduce_dtype": "bfloat16"}),
+        {"fsdp.shard_columns": ["*.wk.weight"]},
         *({"fsdp.output_dtype": "bfloat16"}, {"fsdp.cast_forward_inputs": True}, {"fsdp.grad_sync": "last"}),
         {"fsdp.precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]},
         *({"compile.enabled": True, "compile.backend": "eager"}, {"train.micro_batch_size": 3}, by_gloo),

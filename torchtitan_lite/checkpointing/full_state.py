@@ -14,7 +14,7 @@ from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs, layout, write_tensors
 from torchtitan_lite.checkpointing.tensor_names import prefix
 from torchtitan_lite.distributed.agreement import from_all_ranks, outcome_on_rank0
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import local_rows, shard_dim
 from torchtitan_lite.errors import CheckpointError
 
 PIECE = 64 << 20  # bytes that are sent at a time
@@ -76,7 +76,7 @@ class HostGather:
 
     Args:
         tensors: the live tensors; only their shapes are used.
-        copies: this rank's rows of `needed_copies`, on the CPU.
+        copies: this rank's parts of `needed_copies`, on the CPU.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -84,11 +84,11 @@ class HostGather:
         self._group = group
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._mine = {
-            name: (local_rows(tensor)[1], len(copies[name]))
+            name: (shard_dim(tensor), local_rows(tensor)[1], copies[name].shape[shard_dim(tensor)])
             for name, tensor in tensors.items()
-            if _has_rows(tensor) and len(copies[name])
+            if _has_rows(tensor) and copies[name].numel()
         }
-        self._places: list[dict[str, tuple[int, int]]] = []
+        self._places: list[dict[str, tuple[int, int, int]]] = []
 
     def __call__(self, name: str) -> Tensor:
         """The whole tensor on rank 0, an empty one elsewhere. Raises CheckpointError if rank 0 has no memory for it."""
@@ -113,11 +113,17 @@ class HostGather:
                 dist.send(self._copies[name], dst=0, group=self._group)
             return whole
         copy = self._copies[name]
-        coming = [dist.irecv(whole[first : first + n], src=rank, group=self._group) for rank, first, n in others]
-        whole[: len(copy)] = copy
-        for work in coming:
+        places = [whole.narrow(dim, first, n) for _, dim, first, n in others]
+        # columns of a row are not contiguous: they are received into a tensor of their own
+        parts = [place if place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype) for place in places]
+        coming = [dist.irecv(part, src=other[0], group=self._group) for part, other in zip(parts, others, strict=True)]
+        dim = others[0][1]
+        whole.narrow(dim, 0, copy.shape[dim]).copy_(copy)
+        for work, place, part in zip(coming, places, parts, strict=True):
             assert work is not None
             work.wait()
+            if part is not place:
+                place.copy_(part)
         return whole
 
 
@@ -139,17 +145,24 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
         whole: on the CPU of rank 0, None elsewhere.
         buffer: (PIECE,) uint8 on the ranks' devices. All pieces go through it, so nothing else is allocated.
     """
-    rows, row = local_rows(target)
-    local, first = rows.view(-1), row * math.prod(target.shape[1:])
+    shard, first = local_rows(target)
+    dim = shard_dim(target)
+    # (rows, width): with dim 0 all is one row, of which this rank has the elements `first` to `last`
+    width, first = math.prod(target.shape[dim:]), first * math.prod(target.shape[dim + 1 :])
+    last = first + math.prod(shard.shape[dim:])
+    local = shard.view(-1, last - first) if last > first else shard.new_empty(0, 0)
     pieces = buffer.view(target.dtype)
     for start in range(0, target.numel(), len(pieces)):
         piece = pieces[: target.numel() - start]
         if whole is not None:
             piece.copy_(whole.view(-1)[start : start + len(piece)])
         dist.broadcast(piece.view(torch.uint8), src=0)  # gloo has no int16
-        begin, end = max(start, first), min(start + len(piece), first + len(local))
-        if begin < end:
-            local[begin - first : end - first].copy_(piece[begin - start : end - start])
+        for row in range(start // width, min(len(local), -(-(start + len(piece)) // width))):
+            offset = row * width
+            begin, end = max(start - offset, first), min(start + len(piece) - offset, last)
+            if begin < end:
+                piece_begin = begin + offset - start
+                local[row, begin - first : end - first].copy_(piece[piece_begin : piece_begin + end - begin])
         progress.advance(piece.nbytes)
 
 
@@ -157,5 +170,6 @@ def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Non
     """Fill this rank's rows from whole tensors that it can read itself. Lazy ones are read one at a time."""
     for name, target in targets.items():
         rows, first = local_rows(target)
+        dim = shard_dim(target)
         with progress.working(f"reading {name}"):
-            rows.copy_(whole[name][first : first + len(rows)])
+            rows.copy_(whole[name].narrow(dim, first, rows.shape[dim]))

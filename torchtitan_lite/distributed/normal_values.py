@@ -14,7 +14,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import local_rows, shard_dim
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
@@ -23,15 +23,19 @@ _CHUNK = 1 << 20  # elements drawn at a time, to bound memory
 
 
 def normal_(seed: int, name: str, parameter: Tensor, deviation: float) -> None:
-    """Fill this rank's rows of a parameter with normal values of mean 0 and this deviation."""
+    """Fill this rank's part of a parameter with normal values of mean 0 and this deviation."""
     shard, first_row = local_rows(parameter)
-    flat = shard.view(-1)
-    first = first_row * math.prod(parameter.shape[1:])
+    flat, dim = shard.view(-1), shard_dim(parameter)
+    first = first_row * math.prod(parameter.shape[dim + 1 :])
+    # split at dim 1, each row has elements of other ranks before and after this rank's
+    mine, others = math.prod(shard.shape[dim:]), math.prod(parameter.shape[dim:]) - math.prod(shard.shape[dim:])
     table = _quantiles().to(flat.device) * deviation
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     for start in range(0, flat.numel(), _CHUNK):
         stop = min(start + _CHUNK, flat.numel())
         index = torch.arange(first + start, first + stop, dtype=torch.int64, device=flat.device)
+        if dim:
+            index += (index - first) // mine * others
         flat[start:stop] = table[splitmix64(int.from_bytes(key[:8], "little"), index) >> 48 & (_LEVELS - 1)]
 
 

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.distributed.post_forward import one_mesh
+from torchtitan_lite.distributed.sharding import column_placement
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
@@ -116,7 +117,7 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     """Shard a model on the meta device over the mesh, in place, and set up prefetching.
 
     Raises:
-        ConfigError: see `groups_of`.
+        ConfigError: see `groups_of` and `column_placement`.
     """
     # param_dtype is that of the gathered copies; shards, and so the optimizer, stay float32. Without a reduce_dtype,
     # FSDP2 would sum gradients over the ranks in param_dtype: in bfloat16, a sum loses what is less than 1/256 of it.
@@ -125,8 +126,9 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
         reduce_dtype=getattr(torch, config.reduce_dtype),
         cast_forward_inputs=config.cast_forward_inputs,  # False by default: see _cast_first
     )
-    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=config.pin_memory) if config.cpu_offload else OffloadPolicy()
     groups = groups_of(model, config)
+    placement = column_placement(model, config.shard_columns, mesh.shape[-1])
     with contextlib.ExitStack() as sharing:
         if type(config.reshard_after_forward) is int:
             sharing.enter_context(one_mesh())
@@ -141,6 +143,7 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
                 group.modules,
                 mesh=mesh,
                 reshard_after_forward=group.reshard_after_forward,
+                shard_placement_fn=placement,
                 mp_policy=mp_policy,
                 offload_policy=offload,
             )
@@ -155,6 +158,10 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
         for group in groups:
             for module in group.modules:
                 module.register_forward_pre_hook(functools.partial(_cast_first, group.param_dtype))
+    if config.separate_reduce_scatter_group:
+        _fsdp(model).set_separate_reduce_scatter_group()
+    if config.reduce_scatter_buffers > 1:
+        _fsdp(model).set_reduce_scatter_max_input_buffers(config.reduce_scatter_buffers)
     if config.explicit_prefetching:
         chain = [_fsdp(group.modules[0]) for group in groups]  # the modules of a group share one state
         _set_prefetch(chain, config, model.config.tie_embeddings, mesh.device_type)

@@ -169,7 +169,13 @@ def fsdp_line(config: Config) -> str:
     if fsdp.precision_overrides:
         parts.append(f"precision overrides for {', '.join(o.match for o in fsdp.precision_overrides)}")
     if fsdp.cpu_offload:
-        parts.append("offloaded to the host")
+        parts.append("offloaded to the host" + ("" if fsdp.pin_memory else ", not pinned"))
+    if fsdp.shard_columns:
+        parts.append(f"split by columns: {', '.join(fsdp.shard_columns)}")
+    if fsdp.separate_reduce_scatter_group:
+        parts.append("reduce-scatter in its own process group")
+    if fsdp.reduce_scatter_buffers > 1:
+        parts.append(f"{fsdp.reduce_scatter_buffers} reduce-scatter buffers")
     if checkpointing.mode != "none":
         blocks = "every block" if checkpointing.every == 1 else f"1 block in {checkpointing.every}"
         parts.append(f"{checkpointing.mode} activation checkpointing of {blocks}")

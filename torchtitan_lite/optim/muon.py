@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import local_rows, shard_dim
 from torchtitan_lite.optim.guarded import AdamW
 
 ITERATIONS = 5
@@ -99,14 +99,14 @@ def _write(tensor: Tensor, value: Tensor, withheld: Tensor | None) -> None:
 
 
 def exchanges(matrices: Iterable[nn.Parameter], ranks: int = 0) -> Iterable[list[nn.Parameter]]:
-    """Matrices that are exchanged together: of one shape, and at most OWNED_BYTES for each owner.
+    """Matrices that are exchanged together: of one shape, sharded alike, and at most OWNED_BYTES for each owner.
 
     Args:
         ranks: the number of owners; 0: the ranks that shard the matrices.
     """
     shapes: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for matrix in matrices:
-        shapes[tuple(matrix.shape)].append(matrix)
+        shapes[tuple(matrix.shape), shard_dim(matrix)].append(matrix)
     for same in shapes.values():
         n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * (ranks or ranks_of(same[0])[1])
         yield from (same[i : i + n] for i in range(0, len(same), n))
@@ -134,6 +134,8 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     if group is None:
         return [newton_schulz(whole) for whole in rows]
     m, n = matrices[0].shape
+    if by_columns := shard_dim(matrices[0]) == 1:  # the rows of the transposed matrix
+        m, n, rows = n, m, [part.T for part in rows]
     per_rank = -(-m // n_ranks)  # as torch.chunk splits dim 0: the first ranks hold all rows
     counts = [min(per_rank, m - first_row) for first_row in range(0, m, per_rank)]
     own_count = counts[rank] if rank < len(counts) else 0
@@ -150,8 +152,9 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
     # (owned matrices, rows of the rank, N) from each rank -> (owned matrices, M, N)
     parts = [part.view(n_owned, -1, n) for part in received.split(from_ranks[: len(counts)])] if n_owned else []
-    done = [newton_schulz(whole) for whole in torch.cat(parts, dim=1)] if parts else []
-    del received, parts
+    wholes = torch.cat(parts, dim=1) if parts else ()
+    done = [newton_schulz(whole.T).T if by_columns else newton_schulz(whole) for whole in wholes]
+    del received, parts, wholes
     back = [whole.split(counts) for whole in done]
     sent = torch.cat([part[r].reshape(-1) for r in range(len(counts)) for part in back]) if back else sent.new_empty(0)
     del done, back
@@ -160,7 +163,7 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     found = rows[:]
     for owner, part in zip(owners, received.split([to_owners[owner] for owner in owners]), strict=True):
         for i, own in zip(owned[owner], part.view(len(owned[owner]), own_count, n), strict=True):
-            found[i] = own
+            found[i] = own.T if by_columns else own
     return found
 
 

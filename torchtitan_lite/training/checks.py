@@ -7,18 +7,22 @@ import torch
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.parallelize import groups_of
+from torchtitan_lite.distributed.sharding import column_placement
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.optim.optimizer import freeze, parameter_groups
+from torchtitan_lite.process import env_int
 
 
 def check_patterns(config: Config) -> dict[str, str]:
     """Check parameter patterns against the model. Returns the broken rules, as `conflicts` does."""
     with torch.device("meta"):
         model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
+    shards = config.fsdp.mesh(env_int("WORLD_SIZE", 1))[1]
     checks: dict[str, Callable[[], object]] = {
         "optim.freeze": lambda: freeze(model, config.optim.freeze),
         "optim.groups": lambda: parameter_groups(model, config.optim),
         "fsdp.precision_overrides": lambda: groups_of(model, config.fsdp),
+        "fsdp.shard_columns": lambda: column_placement(model, config.fsdp.shard_columns, shards),
     }
     broken: dict[str, str] = {}
     for key, check in checks.items():

@@ -1,6 +1,9 @@
 """[fsdp] and [grad_scaler]: the mesh, when parameters are gathered and gradients reduced, and in which dtypes."""
 
+import json
+import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PositiveInt
@@ -49,6 +52,8 @@ class FsdpConfig(Section):
     """number of replicas of the sharded model (HSDP); -1: world size / dp_shard, or 1 if that is -1 too"""
     dp_shard: int = -1
     """ranks per replica; -1: world size / dp_replicate; 1: no sharding"""
+    shard_columns: Annotated[list[str], BITS] = Field(default=[], examples=[["layers.*.attention.wk.weight"]])
+    """patterns of matrices to split over the ranks by columns (dim 1), such as those with fewer rows than ranks"""
     blocks_per_group: Annotated[PositiveInt, BITS] = 1
     """blocks that are gathered and reduced together. Larger groups issue fewer collectives, but use more memory"""
     reshard_after_forward: Annotated[bool | int | Literal["default"], PlainValidator(_reshard)] = "default"
@@ -73,12 +78,18 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
     """dtypes of single groups: [[fsdp.precision_overrides]] match = "layers.0.*", with any of the dtypes"""
     cpu_offload: Annotated[bool, BITS] = False  # the optimizer then runs on the host
     """keep parameters, gradients and optimizer state on the host (GPU runs only)"""
+    pin_memory: Annotated[bool, used_with("fsdp.cpu_offload", True)] = True
+    """with cpu_offload: keep parameters and gradients in pinned memory, which is copied during the computation"""
     explicit_prefetching: bool = False
     """issue the first all-gather before the batch is fetched, and prefetch the next groups by explicit lists"""
     forward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
     """with explicit_prefetching: groups to prefetch in forward"""
     backward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
     """with explicit_prefetching: groups to prefetch in backward"""
+    separate_reduce_scatter_group: bool = False
+    """reduce-scatter in a process group of its own, beside all-gathers in backward (GPUs; since torch 2.13)"""
+    reduce_scatter_buffers: PositiveInt = 1
+    """input buffers of reduce-scatters in flight; above 1, backward waits less for them (GPUs; since torch 2.13)"""
 
     def mesh(self, world_size: int) -> tuple[int, int]:
         """dp_replicate and dp_shard, where -1 takes all remaining ranks."""
@@ -181,6 +192,12 @@ def rules(config: "Config", machine: Machine) -> Rules:
             f"fsdp.reshard_after_forward = {ranks} should divide dp_shard = {shard} and be less than it; "
             f"{' or '.join([*divisors, 'true'])} works",
         )
+    if fsdp.shard_columns and not isinstance(ranks, bool | str):
+        yield (
+            "fsdp.shard_columns fsdp.reshard_after_forward",
+            f"fsdp.reshard_after_forward = {ranks} keeps rows of each parameter, which torch can't gather again for "
+            "fsdp.shard_columns; reshard_after_forward = true works",
+        )
     if fsdp.grad_sync == "all_reduce_last" and (replicate == 1 or shard == 1):
         yield (
             "fsdp.grad_sync fsdp.dp_replicate fsdp.dp_shard",
@@ -192,6 +209,13 @@ def rules(config: "Config", machine: Machine) -> Rules:
             "fsdp.cpu_offload run.device",
             "fsdp.cpu_offload = true moves parameters between a GPU and the host, but this run uses no GPU; "
             "fsdp.cpu_offload = false works",
+        )
+    if fsdp.cpu_offload and replicate > 1:
+        yield (
+            "fsdp.cpu_offload fsdp.dp_replicate",
+            f"fsdp.cpu_offload = true with fsdp.dp_replicate = {replicate} is not proven to give the right gradients: "
+            "https://github.com/pytorch/pytorch/pull/180665 measured wrong ones, without an error; "
+            "fsdp.dp_replicate = 1 works",
         )
     if fsdp.cpu_offload and config.optim.name == "muon":
         yield (
@@ -206,3 +230,24 @@ def rules(config: "Config", machine: Machine) -> Rules:
             f"grad_scaler.min_scale = {scaler.min_scale} is above grad_scaler.init_scale = "
             f"{scaler.init_scale}; min_scale = 1.0 works",
         )
+
+
+SINCE = {"separate_reduce_scatter_group": (2, 13), "reduce_scatter_buffers": (2, 13)}  # keys that need a newer torch
+
+
+def lacking() -> set[str]:
+    """The keys that the installed torch does not have yet."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version("torch"))[:2])
+    return {f"fsdp.{key}" for key, since in SINCE.items() if numbers < since}
+
+
+def local_rules(config: "Config", machine: Machine) -> Rules:
+    """Keys that the installed torch does not have yet."""
+    for key, since in SINCE.items():
+        value, default = getattr(config.fsdp, key), FsdpConfig.model_fields[key].default
+        if value != default and f"fsdp.{key}" in lacking():
+            yield (
+                f"fsdp.{key}",
+                f"fsdp.{key} = {json.dumps(value)} needs torch {since[0]}.{since[1]} or newer, but {version('torch')} "
+                f"is installed; fsdp.{key} = {json.dumps(default)} works",
+            )
