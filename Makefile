@@ -2,6 +2,7 @@
 # make test     set up, run the tests
 # make test-all the same, then additional cases (make test-extended)
 # make check    set up, run ruff and mypy
+# make compat   set up, run a part of the tests with each version of torch that is supported (downloads gigabytes)
 # make bench    set up, compare the speed with other frameworks on this machine
 #
 #   make train CONFIG=configs/debug.toml ARGS="--train.steps=50"    another experiment, other values
@@ -22,7 +23,7 @@ OPTIONS = $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 PYTEST = HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)'))
 
-.PHONY: train test test-extended test-all check bench clean
+.PHONY: train test test-extended test-all check compat bench clean
 .DEFAULT_GOAL := train
 
 # OMP_NUM_THREADS=1 is torchrun's default, without its warning; train.py then applies [run] threads.
@@ -45,6 +46,9 @@ check: $(VENV)/.installed-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+compat: $(VENV)/.installed-dev
+	$(PY) -m tests.compat $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(PY) -m benchmarks.train $(ARGS)
