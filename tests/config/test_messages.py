@@ -135,6 +135,13 @@ def test_each_invalid_option_has_its_message(argv: list[str], expected: str) -> 
     assert expected in mistakes(*argv)
 
 
+@pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype", "output_dtype"])
+def test_an_override_matches_a_whole_group(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    part = f"--fsdp.precision_overrides=[{{match = 'layers.0.attention.*', {key} = 'bfloat16'}}]"
+    assert train.main(["--check-config", part]) == 2
+    assert "group 'layers.0' is gathered and cast together; a pattern has to match all of" in capsys.readouterr().err
+
+
 def test_patterns_and_prompts_are_reported_with_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--optim.freeze=['no', 'nope']", "--optim.groups=[{match = 'none'}, {match = 'nil'}]", "--train.steps=x"]
     argv += ["--fsdp.precision_overrides=[{match = 'nix', param_dtype = 'bfloat16'}]", "--sample.prompts=['']"]
