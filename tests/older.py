@@ -161,7 +161,8 @@ def repeatable(run: Path) -> list[dict[str, str]]:
     As text: every bit of a float counts, 1 is not 1.0, and NaN equals itself.
     """
     kept = [record for record in records(run) if "save_s" not in record]
-    return [{key: json.dumps(value) for key, value in r.items() if not MEASURED.fullmatch(key)} for r in kept]
+    texts = ({key: json.dumps(value) for key, value in r.items() if not MEASURED.fullmatch(key)} for r in kept)
+    return [{key: re.sub(r'"/[^"]*/data/', '"@data/', text) for key, text in r.items()} for r in texts]  # of sources
 
 
 def different_tensors(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
