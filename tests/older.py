@@ -162,7 +162,8 @@ def repeatable(run: Path) -> list[dict[str, str]]:
     """
     kept = [record for record in records(run) if "save_s" not in record]
     texts = ({key: json.dumps(value) for key, value in r.items() if not MEASURED.fullmatch(key)} for r in kept)
-    return [{key: re.sub(r'"/[^"]*/data/', '"@data/', text) for key, text in r.items()} for r in texts]  # of sources
+    placed = re.compile(r"/[^\"]*/data/")  # sources are named by their folders
+    return [{placed.sub("@data/", key): placed.sub("@data/", text) for key, text in r.items()} for r in texts]
 
 
 def different_tensors(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
