@@ -2,7 +2,7 @@
 
 Each version is installed once, in .compat/ (CUDA builds of several gigabytes, where there is no other); everything else
 is that of this interpreter. A part of the tests runs with it. Then each version saves checkpoints in all four ways, and
-each other one resumes them: the losses of the next steps must agree. Prints the rows of the table in docs/fsdp.md.
+each other one resumes them: the losses of the next steps must agree. Prints a row for each version.
 """
 
 import argparse

@@ -2,17 +2,21 @@
 
 import os
 import threading
+import traceback
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint import Checkpointer
+from checkpoint import Checkpointer, failures_of_ranks
 from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import full_state, storage
@@ -224,3 +228,20 @@ def broadcast_in_pieces(world: World) -> None:
 
 def test_a_tensor_arrives_in_pieces_of_any_size() -> None:
     run_distributed(broadcast_in_pieces, 3)
+
+
+def test_weights_that_are_transposed_views_are_sent() -> None:
+    """As those of a Hugging Face GPT-2, where rank 0 sends them to other machines."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        sender: Any = SimpleNamespace(world=World(0, 1, torch.device("cpu"), 1))
+        whole, target = torch.arange(12.0).view(3, 4).T, torch.empty(4, 3)
+        Checkpointer.broadcast(sender, {"weight": target}, lambda _: whole)
+        assert target.equal(whole)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_failure_of_a_rank_within_dcp_is_an_error_that_names_it() -> None:
+    with pytest.raises(CheckpointError, match="rank 1: no such shard"), failures_of_ranks():
+        raise CheckpointException("load", {1: (OSError("no such shard"), traceback.StackSummary())})

@@ -143,6 +143,12 @@ def test_state_that_a_checkpoint_would_lose_is_refused(model: Transformer) -> No
         optimizer_tensors(model, optimizer)
 
 
+def test_a_step_returns_the_loss_of_its_closure() -> None:
+    model = nn.Linear(3, 5, bias=False)
+    optimizer = build_optimizer(model, OptimConfig(name="sgd", lr=0.1))
+    assert optimizer.step(lambda: 3.5) == 3.5
+
+
 def test_sgd_is_that_of_torch_from_its_first_step() -> None:
     """Its momentum is made before the first step, and must begin with the gradient alone."""
     ours = nn.Linear(3, 5, bias=False)

@@ -85,10 +85,7 @@ class BaseCheckpointer(ABC):
 
     def parts(self) -> Parts:
         """The live tensors, by file of a full state dict."""
-        model, optimizer = (
-            own_tensors(self.model),
-            optimizer_tensors(self.model, self.optimizer),
-        )
+        model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
 
     def require_space(self, step: int) -> None:

@@ -19,9 +19,9 @@ class TrainState:
     skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
     jumps: list[list[int]] = field(default_factory=list)  # [step, first, end]: after it, these samples were skipped
     spikes: Mapping[str, Any] = field(default_factory=dict)  # see training/spikes/watch.py
-    loss_since: list[float] = field(default_factory=list)  # of Session; empty in older checkpoints
+    loss_since: list[float] = field(default_factory=list)  # of metrics.Meter; empty in older checkpoints
     end_token: int | None = None  # token id; None in checkpoints older than this field
-    validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see evaluate.py
+    validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
     # must be equal for a bitwise resume; "setting" in state.json

@@ -1,4 +1,4 @@
-"""Which part of a parameter this rank holds: some rows, or with `fsdp.shard_dim1` some columns."""
+"""Which part of a parameter this rank holds: some rows, or with `fsdp.shard_columns` some columns."""
 
 import math
 from collections.abc import Callable, Sequence
