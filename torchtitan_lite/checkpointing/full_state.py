@@ -150,19 +150,21 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
     # (rows, width): with dim 0 all is one row, of which this rank has the elements `first` to `last`
     width, first = math.prod(target.shape[dim:]), first * math.prod(target.shape[dim + 1 :])
     last = first + math.prod(shard.shape[dim:])
-    local = shard.view(-1, last - first) if last > first else shard.new_empty(0, 0)
+    local = shard.view(-1, last - first) if last > first else None
     pieces = buffer.view(target.dtype)
-    for start in range(0, target.numel(), len(pieces)):
-        piece = pieces[: target.numel() - start]
+    start = 0
+    while start < target.numel():  # a piece is some whole rows, or a part of one
+        row, column = divmod(start, width)
+        whole_rows = len(pieces) // width * width
+        piece = pieces[: min(whole_rows, target.numel() - start) or min(len(pieces), width - column)]
         if whole is not None:
             piece.copy_(whole.view(-1)[start : start + len(piece)])
         dist.broadcast(piece.view(torch.uint8), src=0)  # gloo has no int16
-        for row in range(start // width, min(len(local), -(-(start + len(piece)) // width))):
-            offset = row * width
-            begin, end = max(start - offset, first), min(start + len(piece) - offset, last)
-            if begin < end:
-                piece_begin = begin + offset - start
-                local[row, begin - first : end - first].copy_(piece[piece_begin : piece_begin + end - begin])
+        rows = piece.view(-1, min(len(piece), width))
+        begin, end = max(first, column), min(last, column + rows.shape[1])
+        if local is not None and begin < end:
+            local[row : row + len(rows), begin - first : end - first].copy_(rows[:, begin - column : end - column])
+        start += len(piece)
         progress.advance(piece.nbytes)
 
 
