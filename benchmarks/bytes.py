@@ -11,7 +11,8 @@ from typing import Any
 
 TOKENS, DIM, VOCABULARY = 8192, 2048, 128256
 GB = 1e9
-PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product", "flex_attention")
+UPDATE = ("torchtitan_lite/optim/muon.py", "torchtitan_lite/optim/guarded.py")
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product", "flex_attention")
 
 
 def loss(chunked: bool) -> tuple[float, float, float]:
@@ -83,6 +84,21 @@ def fsdp(world_size: int, **options: Any) -> float:
     return (copied[1] - copied[0]) / parameters
 
 
+def update(optimizer: str, world_size: int, dp_replicate: int = 1) -> tuple[int, float]:
+    """Operators, and GB that those other than products move, of one update of GPT-2 124M on rank 0."""
+    from tests.fake_cuda.step import config_of, logged_step
+
+    values: dict[str, Any] = {
+        **{"model.family": "gpt", "model.size": "124M", "model.max_seq_len": 128, "train.seq_len": 128},
+        **{"train.micro_batch_size": 1, "train.global_batch_size": world_size, "run.device": "cuda"},
+        **{"tokenizer.vocab_size": 50304, "fsdp.dp_replicate": dp_replicate, "optim.name": optimizer},
+    }
+    log = logged_step(config_of(values, world_size), world_size, 50304)
+    ours = [o for o in log.operators if o.where.startswith(UPDATE) or o.within.startswith("torch/optim/")]
+    log.operators = [o for o in ours if o.bytes]
+    return len(log.operators), log.bytes(without=PRODUCTS) / GB
+
+
 def main(_argv: Sequence[str]) -> int:
     rows = [("loss of 8,192 tokens, vocabulary 128,256, dim 2,048, bfloat16", "")]
     for name, chunked in (("in chunks", True), ("of all logits", False)):
@@ -103,6 +119,11 @@ def main(_argv: Sequence[str]) -> int:
             (f'{where}, kept gathered, grad_sync = "last"', gathered | {"grad_sync": "last"}),
         ):
             rows.append((f"  {name}", f"{fsdp(world_size, **options):.1f} bytes"))
+    rows.append(("update of GPT-2 124M, without products", ""))
+    for name, mesh in (("one GPU", (1, 1)), ("8 GPUs", (8, 1)), ("8 GPUs, 2 copies", (8, 2))):
+        for optimizer in ("adamw", "muon"):
+            operators, moved = update(optimizer, *mesh)
+            rows.append((f"  {name}, {optimizer}", f"{operators:,} operators, {moved:.1f} GB"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows))
     return 0

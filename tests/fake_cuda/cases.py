@@ -28,11 +28,12 @@ TABLE: dict[str, dict[str, Any]] = {
         **{"fsdp.dp_replicate": 2, "fsdp.explicit_prefetching": True, "optim.rms_scaling": True},
         "activation_checkpointing.mode": "full",
     },
-    "document mask, selective checkpointing": {
+    "document mask, selective checkpointing, HSDP, muon": {
+        **{"optim.name": "muon", "fsdp.dp_replicate": 2},
         **{"data.document_mask": True, "data.packing": "best_fit", "activation_checkpointing.mode": "selective"},
     },
-    "world of one, float16, tied, logits of all tokens": {
-        **{"train.global_batch_size": 1, "fsdp.param_dtype": "float16", "model.tie_embeddings": True},
+    "world of one, float16, tied, logits of all tokens, muon": {
+        **{"optim.name": "muon", "train.global_batch_size": 1, "fsdp.param_dtype": "float16", "model.tie_embeddings": True},
         "speed.chunked_loss": False,
     },
     "gpt in float32, dropout, accumulation, kept gathered, gradients synchronised once": {
@@ -52,6 +53,7 @@ def step_facts(name: str) -> dict[str, Any]:
         "operators": len(log.operators),
         "waits": [(o.name, o.where, o.waits) for o in log.waits],
         "attention": [o.name for o in log.operators if "attention" in o.name],
+        "muon": [o.name for o in log.operators if "bmm" in o.name and o.where.startswith("torchtitan_lite/optim/")],
     }
 
 

@@ -40,11 +40,20 @@ def kernels(step: dict[str, Any]) -> list[str]:
 
 
 def test_selective_checkpointing_keeps_attention_within_documents(found: Any) -> None:
-    step = kernels(found["steps"]["document mask, selective checkpointing"])
+    step = kernels(found["steps"]["document mask, selective checkpointing, HSDP, muon"])
     forward, backward = (f"compiled flex_attention {way}" for way in ("forward", "backward"))
     assert step == [forward, forward, backward, backward]  # of two blocks: none is recomputed
     full = kernels(found["steps"]["HSDP, full checkpointing, explicit prefetching, RMS scaling"])
     assert full.count("cudnn_attention") == 4, "full checkpointing recomputes it"
+
+
+def test_muon_multiplies_the_matrices_of_a_shape_together(found: Any) -> None:
+    """Of 14 matrices of four shapes in all; with 8 owners, rank 0 has one each of two shapes."""
+    for name, shapes in (
+        ("world of one, float16, tied, logits of all tokens, muon", 4),
+        ("document mask, selective checkpointing, HSDP, muon", 2),
+    ):
+        assert len(found["steps"][name]["muon"]) == shapes * 5 * 3
 
 
 def test_a_document_mask_is_never_a_matrix_of_tokens_by_tokens(found: Any) -> None:
@@ -78,5 +87,5 @@ def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
 def test_the_table_of_bytes_is_printed() -> None:
     lines = succeeded(start([sys.executable, "-m", "benchmarks.bytes"])).splitlines()
     figures = [float(line.split("  ")[-1].split()[0].replace(",", "")) for line in lines if line.startswith("  ")]
-    assert len(figures) == 12
+    assert len(figures) == 18
     assert figures[4] == 0, "bfloat16 copies no shared heads"

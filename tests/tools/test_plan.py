@@ -69,7 +69,7 @@ def test_averages_take_one_copy_of_the_shards(mesh: dict[str, Any], optimizer: s
     assert averaged.collectives == plain.collectives, "they are computed on each rank's shards"
     assert averaged.simulated.exchanges == plain.simulated.exchanges
     assert bool(plain.simulated.exchanges) == (optimizer == "muon")
-    assert {c.ranks for c in plain.simulated.exchanges} <= {plain.layout.dp_shard}
+    assert {c.ranks for c in plain.simulated.exchanges} <= {plain.layout.dp_shard, plain.layout.dp_replicate}
 
 
 def test_offloading_moves_shards_gradients_and_state_to_the_host() -> None:

@@ -56,7 +56,7 @@ Work = Product | Attention | Traffic
 class Collective:
     """One collective over `ranks`; `bytes` is the full size that is gathered, scattered or summed."""
 
-    kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce", "all-to-all, muon"
+    kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce", or of optim.muon
     bytes: int
     ranks: int
 
