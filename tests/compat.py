@@ -28,6 +28,7 @@ PART += [
     "training/test_world_sizes.py",
     "training/test_t5_runs.py",
     "docs/test_fsdp_docs.py",
+    "gpu/test_imports.py",
 ]
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
 STEPS = 6

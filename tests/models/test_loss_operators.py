@@ -116,13 +116,18 @@ def elementwise_bytes(compute: Callable[..., Tensor]) -> int:
 
 
 def test_the_kernel_moves_an_eighth_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the products: per logit of bfloat16 a read and a write, per weight the float32 gradient once more."""
+    """Beyond the products: per logit of bfloat16 a read and a write, per weight the float32 gradient once more.
+
+    Before torch 2.13 the second chunk's product is added to the gradient by an operator: two reads and a write more.
+    """
     logits, weights = 8192 * 128_256, 128_256 * 2048
+    in_place = loss_operators.SIMULATES_ADDING
     found = elementwise_bytes(chunked_loss.chunked_cross_entropy)
-    assert found == pytest.approx(4 * logits + (4 + 2) * weights, rel=0.03)
-    assert elementwise_bytes(plainly) > 7 * found
+    assert found == pytest.approx(4 * logits + (4 + 2 + (0 if in_place else 12)) * weights, rel=0.03)
+    least = 7 if in_place else 5
+    assert elementwise_bytes(plainly) > least * found
     monkeypatch.setattr(loss_operators, "logits_to_gradient_", loss_operators.plain_logits_to_gradient_)
-    assert elementwise_bytes(chunked_loss.chunked_cross_entropy) > 7 * found, "without Triton"
+    assert elementwise_bytes(chunked_loss.chunked_cross_entropy) > least * found, "without Triton"
 
 
 def test_without_triton_a_gpu_computes_the_same_with_plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:

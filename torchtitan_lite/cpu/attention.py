@@ -69,7 +69,11 @@ class _BlockAttention(torch.autograd.Function):
 
 def _softmax_backward_(grad: Tensor, probabilities: Tensor) -> None:
     """Turn the gradient of the probabilities into that of the scores, in place."""
-    torch._softmax_backward_data(grad, probabilities, -1, grad.dtype, grad_input=grad)  # private: has no public form
+    if hasattr(torch, "_softmax_backward_data"):  # private: may go away
+        torch._softmax_backward_data(grad, probabilities, -1, grad.dtype, grad_input=grad)
+    else:
+        total = (grad * probabilities).sum(-1, keepdim=True, dtype=torch.promote_types(grad.dtype, torch.float32))
+        grad.copy_((grad - total) * probabilities)
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, slice]]:

@@ -58,7 +58,7 @@ def apply_compile(model: Transformer, config: CompileConfig) -> None:
     """Compile each block in place: names stay the same, and equal blocks are compiled once."""
     if config.enabled:
         # dtype, freezing and checkpointing make different kinds of blocks; validation doubles their number
-        dynamo = torch._dynamo.config
-        dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(model.layers))
+        compiler = torch.compiler.config
+        compiler.recompile_limit = max(compiler.recompile_limit, 4 * len(model.layers))
         for layer in model.layers:
             layer.compile(backend=config.backend, fullgraph=True)

@@ -103,10 +103,10 @@ def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A compiled function whose result selective checkpointing can keep: it sees it only with this option."""
-    from torch._inductor import config
-
-    name = "wrap_inductor_compiled_regions"
-    return torch.compile(function, options={name: True} if hasattr(config, name) else {})
+    try:
+        return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
+    except RuntimeError:  # this torch has no such option
+        return torch.compile(function)
 
 
 @functools.cache

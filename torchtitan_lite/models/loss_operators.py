@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Whether FakeTensors of 16-bit matrices can be added to a float32 matrix as a product: not in torch 2.11 and 2.12.
+SIMULATES_ADDING = torch.__version__ >= "2.13"
 PLAIN_ROWS = 1024  # rows that plain operators compute at a time on a GPU: they make several float32 copies of them
 
 
@@ -92,7 +94,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         torch.addmm(total, a.float(), b.float(), beta=int(not first), out=total)
     elif first:
         torch.mm(a, b, out_dtype=torch.float32, out=total)
-    elif simulated or _adds_in_place(a.device, a.dtype):
+    elif SIMULATES_ADDING if simulated else _adds_in_place(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += torch.mm(a, b, out_dtype=torch.float32)
