@@ -33,7 +33,12 @@ TABLE: dict[str, dict[str, Any]] = {
         **{"data.document_mask": True, "data.packing": "best_fit", "activation_checkpointing.mode": "selective"},
     },
     "world of one, float16, tied, logits of all tokens, muon": {
-        **{"optim.name": "muon", "train.global_batch_size": 1, "fsdp.param_dtype": "float16", "model.tie_embeddings": True},
+        **{
+            "optim.name": "muon",
+            "train.global_batch_size": 1,
+            "fsdp.param_dtype": "float16",
+            "model.tie_embeddings": True,
+        },
         "speed.chunked_loss": False,
     },
     "gpt in float32, dropout, accumulation, kept gathered, gradients synchronised once": {
