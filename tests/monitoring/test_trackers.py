@@ -14,7 +14,7 @@ import torch
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import Config, FsdpConfig, LogConfig
+from torchtitan_lite.config.schema import Config, FsdpConfig, LogConfig, RunConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import mfu, trackers
@@ -296,6 +296,13 @@ def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch
     cpu = World(0, 4, torch.device("cpu"), 1)
     assert peak_flops(Config(), cpu) == 0
     gpu = World(0, 4, torch.device("cuda"), 1)
-    for name, expected in {"NVIDIA H100 80GB HBM3": 4 * mfu.DEVICES["h100"].bf16_flops, "Some GPU": 0.0}.items():
+    for name, expected in {"NVIDIA H100 80GB HBM3": 4 * mfu.DEVICES["h100"].half_flops, "Some GPU": 0.0}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert peak_flops(Config(fsdp=FsdpConfig(param_dtype="bfloat16")), gpu) == expected
+        config = Config(fsdp=FsdpConfig(param_dtype="bfloat16"))
+        assert peak_flops(config, gpu) == expected
+        lines = mfu.start_lines(config, gpu)
+        assert len(lines) == (not expected)
+        assert not lines or "the peak of Some GPU is not known; run.peak_tflops = " in lines[0]
+        own = config.model_copy(update={"run": RunConfig(peak_tflops=100)})
+        assert peak_flops(own, gpu) == peak_flops(own, cpu) == 4e14
+        assert not mfu.start_lines(own, gpu)

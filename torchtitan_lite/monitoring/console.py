@@ -55,6 +55,10 @@ def start_lines(
     ]
     if world.device.type == "cpu" and (line := spinning_line(world.threads)):
         lines.append(line)
+    if world.device.type == "cuda":
+        from torchtitan_lite.monitoring import mfu
+
+        lines += mfu.start_lines(config, world)
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
     if loaded:

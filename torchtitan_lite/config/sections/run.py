@@ -22,6 +22,9 @@ class RunConfig(Section):
     """seed of the initial parameters, the data order and dropout"""
     device: Annotated[Literal["auto", "cpu", "cuda"], BITS] = "auto"
     """where to train; auto: cuda if there is a GPU, else cpu"""
+    peak_tflops: NonNegativeFloat = 0.0
+    """peak of one device in the run's dtype, dense, in TFLOP/s, for MFU; 0: as published for the device's name, and \
+unknown on a CPU"""
     threads: Annotated[int, BITS] = Field(default=0, ge=0, le=4096)
     """CPU threads per rank; 0: without a launcher OMP_NUM_THREADS, else the cores of the machine, or the quota of its \
 container, divided by its ranks"""
