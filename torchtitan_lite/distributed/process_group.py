@@ -44,6 +44,7 @@ def process_group(run: RunConfig) -> Iterator[World]:
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    use_tf32(run, device)
     process.die_with_launcher()
     timeout = timedelta(minutes=run.timeout_minutes)
     if "RANK" in os.environ:
@@ -79,6 +80,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def use_tf32(run: RunConfig, device: torch.device) -> None:
+    """Obey run.tf32. For the process: torch has no setting for a device."""
+    if run.tf32 and device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
 
 
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:

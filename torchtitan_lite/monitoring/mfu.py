@@ -72,25 +72,36 @@ class Device:
         driver_name: a pattern for the driver's name, without maker and family. All of the name has to match: a suffix
             (PCIe, NVL, D, Laptop GPU, Max-Q, MIG 1g.10gb, 40GB) makes it another device with other figures.
         bf16: whether it has products of bfloat16; without, they are emulated, at the rate of float32 at best.
+        tf32: whether torch computes float32 products in TF32 if it is asked to.
         sustained: share of the peak that very large products reach, fitted to published runs; None: there are none.
     """
 
     name: str
     driver_name: str
     half_flops: float  # of float16 and bfloat16, dense, per second
-    fp32_flops: float  # torch computes float32 products in float32 (no TF32) by default
+    fp32_flops: float  # torch computes float32 products in float32 (no TF32), unless run.tf32 is true
     memory_gib: float  # as the driver reports
     memory_bandwidth: float
     intra_node: float  # between devices of a machine
     inter_node: float  # a device's share of the machine's network
     per_node: int = 8
     bf16: bool = True
+    tf32: bool = True
     sustained: float | None = None
+
+    @property
+    def tf32_flops(self) -> float:
+        """FLOPs per second in TF32: half of bfloat16's in every datasheet since Ampere's."""
+        return self.half_flops / 2 if self.tf32 and self.bf16 else self.fp32_flops
 
     def computing(self, config: Config) -> "Device":
         """With the peaks at which a run of this config computes."""
         emulated = config.fsdp.param_dtype == "bfloat16" and not self.bf16
-        return replace(self, half_flops=self.fp32_flops) if emulated else self
+        return replace(
+            self,
+            half_flops=self.fp32_flops if emulated else self.half_flops,
+            fp32_flops=self.tf32_flops if config.run.tf32 else self.fp32_flops,
+        )
 
     def peak_flops(self, dtype: str) -> float:
         """FLOPs per second of products of this dtype, e.g. "bfloat16"."""
@@ -129,13 +140,13 @@ DEVICES = {
         # NVIDIA GB300 NVL72 datasheet (2025), a 72nd: 2.5 PFLOPS (half of the sparse), 279 GB at 8 TB/s
         _row("gb300", r"gb300", 2500, 80, 277.0, 8000, 900, 100, per_node=72),
         # AMD Instinct MI300X datasheet (2023): 1,307.4 TFLOPS, 192 GiB at 5.3 TB/s, 7 links of 128 GB/s both ways. "VF"
-        # is a whole GPU in a virtual machine.
-        _row("mi300x", r"mi300x( oam| vf)?( 192 ?gb)?", 1307.4, 163.4, 191.9, 5300, 448, 50),
+        # is a whole GPU in a virtual machine. (TF32 is left out: hipBLASLt needs a switch of its own for it.)
+        _row("mi300x", r"mi300x( oam| vf)?( 192 ?gb)?", 1307.4, 163.4, 191.9, 5300, 448, 50, tf32=False),
         # AMD Instinct MI325X datasheet (2024): as MI300X, 256 GiB at 6 TB/s
-        _row("mi325x", r"mi325x( oam| vf)?( 256 ?gb)?", 1307.4, 163.4, 255.9, 6000, 448, 50),
+        _row("mi325x", r"mi325x( oam| vf)?( 256 ?gb)?", 1307.4, 163.4, 255.9, 6000, 448, 50, tf32=False),
         # AMD Instinct MI350X and MI355X datasheets (2025): 2.3 and 2.5 PFLOPS, 288 GiB at 8 TB/s, 7 links of 153.6 GB/s
-        _row("mi350x", r"mi350x( oam| vf)?( 288 ?gb)?", 2306.9, 144.2, 287.9, 8000, 537.6, 50),
-        _row("mi355x", r"mi355x( oam| vf)?( 288 ?gb)?", 2516.6, 157.3, 287.9, 8000, 537.6, 50),
+        _row("mi350x", r"mi350x( oam| vf)?( 288 ?gb)?", 2306.9, 144.2, 287.9, 8000, 537.6, 50, tf32=False),
+        _row("mi355x", r"mi355x( oam| vf)?( 288 ?gb)?", 2516.6, 157.3, 287.9, 8000, 537.6, 50, tf32=False),
         # A100 datasheets (2020, 2021): 40 GB at 1,555 GB/s; PCIe 80 GB at 1,935 GB/s, PCIe 4.0 x16 64 GB/s both ways
         _row("a100-40gb", r"a100[- ]sxm4?[- ]40 ?gb", 312, 19.5, 39.4, 1555, 300, 25, sustained=0.76),
         _row("a100-pcie", r"a100 80 ?gb pcie", 312, 19.5, 79.3, 1935, _PCIE4, _PORT),
@@ -197,8 +208,37 @@ def peak_flops(config: Config, world: World) -> float:
 
 
 def start_lines(config: Config, world: World) -> list[str]:
-    """What the start of a run on a GPU says about its peak."""
-    if config.data.objective == "pairs" or peak_flops(config, world):
-        return []
-    name = torch.cuda.get_device_name(world.device)
-    return [f"run     MFU is not logged: the peak of {name} is not known; run.peak_tflops = its dense TFLOP/s gives it"]
+    """What the start of a run on a GPU says about the speed of its products, and about MFU."""
+    slow = slow_products(
+        world.device,
+        config.fsdp.param_dtype,
+        tf32=config.run.tf32,
+        options=("--mixed-precision", "run.tf32 = true", 'fsdp.param_dtype = "float16"'),
+    )
+    lines = [f"run     {slow}"] if slow else []
+    if config.data.objective != "pairs" and not peak_flops(config, world):
+        name = torch.cuda.get_device_name(world.device)
+        lines.append(
+            f"run     MFU is not logged: the peak of {name} is not known; run.peak_tflops = its dense TFLOP/s gives it"
+        )
+    return lines
+
+
+def slow_products(gpu: torch.device, dtype: str, *, tf32: bool, options: tuple[str, str, str]) -> str:
+    """Why products of a dtype are slower than they could be on this GPU, and the fix; empty if they are not.
+
+    Args:
+        options: for bfloat16, for TF32 and for float16.
+    """
+    name = torch.cuda.get_device_name(gpu)
+    device = named(name)
+    before_ampere = not torch.version.hip and torch.cuda.get_device_capability(gpu) < (8, 0)
+    if dtype == "bfloat16" and before_ampere:
+        return f"{name} emulates bfloat16, no faster than float32; {options[2]} uses its tensor cores"
+    if dtype != "float32" or (tf32 and not before_ampere):
+        return ""
+    rates = (
+        f"at {device.fp32_flops / 1e12:g} of {device.half_flops / 1e12:g} TFLOP/s" if device else "without tensor cores"
+    )
+    fixes = [options[2]] if before_ampere else [options[0], *([options[1]] if device is None or device.tf32 else [])]
+    return f"float32 products run {rates}; {' or '.join(fixes)} is faster"

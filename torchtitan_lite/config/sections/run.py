@@ -32,6 +32,8 @@ container, divided by its ranks"""
     """save and exit after this many minutes; 0: no limit"""
     timeout_minutes: float = Field(default=20.0, gt=0, le=525_600)
     """end the run, with stacks in stacks/, if a rank delays a step or a save or load makes no progress for this long"""
+    tf32: Annotated[bool, BITS] = False
+    """NVIDIA GPUs since Ampere: float32 products in TF32 (10 bits of mantissa instead of 23), several times as fast"""
     deterministic: Annotated[bool, BITS] = False
     """CUDA: use only deterministic (slower) kernels, for a bitwise-identical resume; the CPU is always deterministic"""
 

@@ -96,7 +96,7 @@ def _device(options: argparse.Namespace) -> Device | None:
     if bad:
         raise ConfigError("; ".join(f"--{flag} should be above 0 and finite" for flag in bad))
     if "half_flops" in figures:
-        figures["fp32_flops"] = figures["half_flops"]
+        figures |= {"fp32_flops": figures["half_flops"], "bf16": True, "tf32": False}  # whatever the dtype is
     if "per_node" in figures:
         figures["per_node"] = int(figures["per_node"])
         if figures["per_node"] < 1:
