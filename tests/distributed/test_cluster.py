@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from checkpoint import Checkpointer
 from tests.forkserver import free_port
@@ -69,11 +68,12 @@ def test_only_a_save_in_the_background_has_a_group_of_its_own(
 ) -> None:
     """Each group is a connection to every rank."""
     own: Any = object()
+    shared: Any = object()
     monkeypatch.setattr(save, "untimed_group", lambda: own)
-    world = World(0, 1, torch.device("cpu"), 1, untimed=dist.GroupMember.NON_GROUP_MEMBER)
+    world = World(0, 1, torch.device("cpu"), 1, untimed=shared)
     nothing: Any = None
     found = Checkpointer(Path(), nothing, nothing, CheckpointConfig(async_save=background), world)
-    assert found.group is (own if background else world.untimed)
+    assert found.group is (own if background else shared)
 
 
 def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path, tmp_path: Path) -> None:
