@@ -135,7 +135,7 @@ def flops_per_token(options: list[str], *, causal: bool) -> int:
 def peak_flops(name: str) -> float:
     """Of a GPU by the name that its driver reports; NaN if it is not known."""
     known = mfu.named(name)
-    return known.bf16_flops if known else math.nan
+    return known.half_flops if known else math.nan
 
 
 def reason(stderr: str) -> str:

@@ -32,7 +32,7 @@ MACHINES: dict[str, tuple[Device, float]] = {  # and the power limit, as a share
     "H100, 800 Gbit/s": (replace(H100, inter_node=12.5e9), 1.0),
     "A100": (A100, 1.0),
     "A100, 400 Gbit/s": (replace(A100, inter_node=6.25e9), 1.0),
-    "A100 40 GB": (replace(A100, memory_gib=39.4, memory_bandwidth=1.555e12), 1.0),
+    "A100 40 GB": (DEVICES["a100-40gb"], 1.0),
 }
 
 

@@ -11,9 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fake_cuda.operators import OperatorLog
 from tests.fake_cuda.step import DEVICE, config_of, logged_step
 from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.distributed.process_group import World, use_tf32
 from torchtitan_lite.models.attention import within_documents
 from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.llama import Attention
+from torchtitan_lite.monitoring import mfu
 
 VOCABULARY = 512
 _BASE = {
@@ -94,7 +96,18 @@ def mask_facts() -> dict[str, Any]:
     return found
 
 
+def tf32_facts() -> list[Any]:
+    """Without and with run.tf32: torch's precision of float32 products, and what the start of a run says."""
+    found: list[Any] = []
+    for tf32 in (False, True):
+        config = config_of({"run.device": "cuda", "run.tf32": tf32}, 1)
+        use_tf32(config.run, DEVICE)
+        found.append((torch.get_float32_matmul_precision(), mfu.start_lines(config, World(0, 1, DEVICE, 1))))
+    return found
+
+
 def main(argv: Sequence[str]) -> int:
     steps = {name: step_facts(name) for name in TABLE}
-    Path(argv[0]).write_text(json.dumps({"attention": attention_facts(), "mask": mask_facts(), "steps": steps}))
+    facts = {"attention": attention_facts(), "mask": mask_facts(), "steps": steps, "tf32": tf32_facts()}
+    Path(argv[0]).write_text(json.dumps(facts))
     return 0

@@ -83,6 +83,13 @@ def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
     assert n_bytes == copied
 
 
+def test_tf32_is_a_choice_that_the_start_of_a_run_names(found: Any) -> None:
+    without, with_tf32 = found["tf32"]
+    line = "run     float32 products run at 67 of 989 TFLOP/s; --mixed-precision or run.tf32 = true is faster"
+    assert without == ["highest", [line]]
+    assert with_tf32 == ["high", []]
+
+
 @pytest.mark.extended
 def test_the_table_of_bytes_is_printed() -> None:
     lines = succeeded(start([sys.executable, "-m", "benchmarks.bytes"])).splitlines()

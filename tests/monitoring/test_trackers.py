@@ -14,7 +14,7 @@ import torch
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import Config, FsdpConfig, LogConfig
+from torchtitan_lite.config.schema import Config, FsdpConfig, LogConfig, RunConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import mfu, trackers
@@ -296,6 +296,39 @@ def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch
     cpu = World(0, 4, torch.device("cpu"), 1)
     assert peak_flops(Config(), cpu) == 0
     gpu = World(0, 4, torch.device("cuda"), 1)
-    for name, expected in {"NVIDIA H100 80GB HBM3": 4 * mfu.DEVICES["h100"].bf16_flops, "Some GPU": 0.0}.items():
+    for name, expected in {"NVIDIA H100 80GB HBM3": 4 * mfu.DEVICES["h100"].half_flops, "Some GPU": 0.0}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert peak_flops(Config(fsdp=FsdpConfig(param_dtype="bfloat16")), gpu) == expected
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        config = Config(fsdp=FsdpConfig(param_dtype="bfloat16"))
+        assert peak_flops(config, gpu) == expected
+        lines = mfu.start_lines(config, gpu)
+        assert len(lines) == (not expected)
+        assert not lines or "the peak of Some GPU is not known; run.peak_tflops = " in lines[0]
+        own = config.model_copy(update={"run": RunConfig(peak_tflops=100)})
+        assert peak_flops(own, gpu) == peak_flops(own, cpu) == 4e14
+        assert not mfu.start_lines(own, gpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", "float32", False, "at 67 of 989 TFLOP/s; --mixed-precision or run.tf32 = true is"),
+        ("Some GPU", "float32", False, "without tensor cores; --mixed-precision or run.tf32 = true is faster"),
+        ("AMD Instinct MI300X", "float32", False, "at 163.4 of 1307.4 TFLOP/s; --mixed-precision is faster"),
+        ("NVIDIA H100 80GB HBM3", "float32", True, ""),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", False, ""),
+        ("Tesla T4", "bfloat16", False, 'Tesla T4 emulates bfloat16, no faster than float32; fsdp.param_dtype = "fl'),
+        ("Tesla T4", "float32", True, 'at 8.1 of 65 TFLOP/s; fsdp.param_dtype = "float16" is faster'),
+        ("Tesla T4", "float16", False, ""),
+    ],
+)
+def test_the_start_names_a_dtype_that_is_slow_on_the_gpu(
+    name: str, dtype: Any, tf32: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability = (7, 5) if "T4" in name else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    config = Config(fsdp=FsdpConfig(param_dtype=dtype), run=RunConfig(tf32=tf32, peak_tflops=1))
+    lines = mfu.start_lines(config, World(0, 1, torch.device("cuda"), 1))
+    assert len(lines) == bool(said)
+    assert not said or said in lines[0]

@@ -168,5 +168,5 @@ def test_plan_prints_the_least_and_the_expected_time(capsys: pytest.CaptureFixtu
 def test_a_slower_device_is_expected_to_take_longer() -> None:
     config = config_of("llama, bfloat16, selective", 8)
     found = make_plan(config, 8, DEVICES["h100"])
-    half = replace(DEVICES["h100"], bf16_flops=DEVICES["h100"].bf16_flops / 2, memory_bandwidth=1e12, intra_node=1e9)
+    half = replace(DEVICES["h100"], half_flops=DEVICES["h100"].half_flops / 2, memory_bandwidth=1e12, intra_node=1e9)
     assert expected(found, half).total > expected(found, DEVICES["h100"]).total

@@ -229,6 +229,19 @@ def test_invalid_options_are_errors_that_say_what_works(
     assert said in capsys.readouterr().err
 
 
+def test_a_plan_without_sharding_names_the_options_that_save_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--train.micro_batch_size=1", "--train.global_batch_size=2"]
+    assert plan.main(["--world-size=1", *options]) == 0
+    said = capsys.readouterr().out.split("nothing is sharded, so these save FSDP's copies\n")[1].splitlines()
+    kept = "--fsdp.reshard_after_forward=false --fsdp.reshard_after_backward=false"
+    assert [line.split("fits   ")[1] for line in said] == [
+        f"{kept}   (bit for bit the same)",
+        f"{kept} --fsdp.grad_sync=last   (gradients are added in another order)",
+    ]
+    assert plan.main(["--world-size=2", *options]) == 0
+    assert "nothing is sharded" not in capsys.readouterr().out
+
+
 def test_no_advice_is_more_ranks_than_a_plan_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,37 +261,58 @@ def test_no_advice_is_more_ranks_than_a_plan_takes(
 NAMES = {
     **{"NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA B200": "b200"},
     **{"NVIDIA GH200 480GB": "gh200", "NVIDIA B300 SXM6 AC": "b300", "NVIDIA GB200": "gb200", "NVIDIA GB300": "gb300"},
-    **{"NVIDIA L40S": "l40s", "AMD Instinct MI300X": "mi300x", "AMD Instinct MI325X": "mi325x"},
+    **{"NVIDIA L40S": "l40s", "NVIDIA L40": "l40", "NVIDIA L4": "l4", "AMD Instinct MI325X": "mi325x"},
+    **{"AMD Instinct MI300X": "mi300x", "AMD Instinct MI300X VF": "mi300x", "AMD Instinct MI355X": "mi355x"},
     **{"NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA GeForce RTX 5090": "rtx5090"},
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000",
+    **{"NVIDIA GeForce RTX 3090": "rtx3090", "NVIDIA RTX 6000 Ada Generation": "rtx6000ada"},
+    **{"NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000", "NVIDIA RTX A6000": "rtxa6000"},
+    **{"NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb"},
+    **{"NVIDIA A100 80GB PCIe": "a100-pcie", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA H100 NVL": "h100-nvl"},
+    **{"NVIDIA H200 NVL": "h200-nvl", "NVIDIA H20": "h20", "NVIDIA A10": "a10", "NVIDIA A10G": "a10g"},
+    **{"NVIDIA A40": "a40", "NVIDIA A30": "a30", "Tesla V100-SXM2-16GB": "v100-16gb", "Tesla T4": "t4"},
+    **{"Tesla V100-SXM2-32GB": "v100", "Tesla V100-PCIE-32GB": "v100-pcie", "AMD Instinct MI350X": "mi350x"},
+    **{"Tesla V100-PCIE-16GB": "v100-pcie-16gb"},
     **{"H100 80 GB": "h100", "A100 80 GB": "a100", "RTX 4090 24 GB": "rtx4090"},
 }
 VARIANTS = """
-    NVIDIA H100 PCIe, NVIDIA H100 NVL, NVIDIA H200 NVL, NVIDIA H800, NVIDIA H20, Tesla T4, , cpu,
-    NVIDIA A100-SXM4-40GB, NVIDIA A100-PCIE-40GB, NVIDIA A100 80GB PCIe, NVIDIA A100-SXM-64GB, NVIDIA RTX A1000,
-    NVIDIA A10, NVIDIA A800-SXM4-80GB, NVIDIA L40, NVIDIA L4, NVIDIA GH200 144G HBM3e,
+    NVIDIA H800, NVIDIA H20-3e, Tesla V100S-PCIE-32GB, , cpu, NVIDIA A100-SXM-64GB, NVIDIA RTX A1000,
+    NVIDIA A800-SXM4-80GB, NVIDIA GH200 144G HBM3e, NVIDIA A10G MIG 1g, NVIDIA A40-48Q,
     NVIDIA H100 80GB HBM3 MIG 1g.10gb, NVIDIA A100-SXM4-80GB MIG 3g.40gb, NVIDIA H200 MIG 7g.141gb,
     NVIDIA GeForce RTX 4090 D, NVIDIA GeForce RTX 4090 Laptop GPU, NVIDIA GeForce RTX 5090 D,
     NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition, NVIDIA RTX PRO 6000 Blackwell Server Edition,
-    NVIDIA RTX 6000 Ada Generation, AMD Instinct MI300A, AMD Instinct MI300X VF, AMD Instinct MI250X
+    NVIDIA GeForce RTX 3090 Ti, AMD Instinct MI300A, AMD Instinct MI250X
 """
 
 
 def test_devices_are_recognised_by_name_and_their_variants_are_not() -> None:
     """Each variant has other figures."""
     assert {name: named(name) for name in NAMES} == {name: DEVICES[device] for name, device in NAMES.items()}
+    assert set(NAMES.values()) == set(DEVICES)
     assert not [name for name in VARIANTS.split(",") if named(name.strip())]
 
 
 def test_figures_of_devices_are_plausible() -> None:
     """Units slip easily: each is between the least and the most of what is sold."""
     for device in DEVICES.values():
-        assert 1e14 < device.bf16_flops < 3e15
-        assert 1.5 < device.bf16_flops / device.fp32_flops < 35
-        assert 20 < device.memory_gib < 300
-        assert 0.5e12 < device.memory_bandwidth <= 8e12
+        assert 6e13 < device.half_flops < 3e15
+        assert 1.5 < device.half_flops / device.fp32_flops < 35
+        assert 14 < device.memory_gib < 300
+        assert 0.3e12 <= device.memory_bandwidth <= 8e12
         assert 1e9 < device.inter_node <= device.intra_node < 1e12
         assert device.per_node in (1, 8, 72)
+
+
+def test_a_device_without_bfloat16_computes_it_at_the_rate_of_float32() -> None:
+    """And float32 at that of TF32, if it has that."""
+    bf16, fp16 = ({"fsdp.param_dtype": load.ConfigValue(dtype, "test")} for dtype in ("bfloat16", "float16"))
+    for name, expected in {"v100": 15.7e12, "h100": 989e12}.items():
+        plan_ = make_plan(load.load(None, bf16).config, 1, DEVICES[name])
+        assert plan_.device
+        assert plan_.device.peak_flops("bfloat16") == expected
+    assert DEVICES["v100"].computing(load.load(None, fp16).config).peak_flops("float16") == 125e12
+    tf32 = load.load(None, {"run.tf32": load.ConfigValue(True, "test")}).config
+    found = {name: DEVICES[name].computing(tf32).peak_flops("float32") for name in ("h100", "v100", "mi300x")}
+    assert found == {"h100": 494.5e12, "v100": 15.7e12, "mi300x": 163.4e12}
 
 
 class CountedOperators(TorchDispatchMode):

@@ -98,7 +98,14 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
     assert not resumed.differences(setting({}), setting({"fsdp.blocks_per_group": 2}))
     offloaded = Config().model_copy(update={"fsdp": FsdpConfig(cpu_offload=True)})  # a rule wants a GPU for it
     assert compatibility.bitwise_setting(offloaded, WORLD)["cpu_offload"]
-    by_the_machine = {"fsdp.cpu_offload", "run.device", "run.threads", "run.deterministic", "speed.widened_products"}
+    by_the_machine = {
+        "fsdp.cpu_offload",
+        "run.device",
+        "run.threads",
+        "run.deterministic",
+        "run.tf32",
+        "speed.widened_products",
+    }
     changed = {key for change in changes for key in change} | {"fsdp.blocks_per_group", "fsdp.dp_replicate"}
     assert schema.bitwise_keys().keys() == (changed - {"fsdp.dp_shard"}) | by_the_machine
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}

@@ -154,6 +154,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "cpu": "" if on_gpu else re.findall(r"model name\s*: (.*)|\Z", Path("/proc/cpuinfo").read_text())[0],
         "instructions": "" if on_gpu else _instructions(),
+        "tf32": config.run.tf32 and on_gpu,
         "deterministic": config.run.deterministic or not on_gpu,
         "threads": world.threads,
         "torch": torch.__version__,

@@ -55,6 +55,10 @@ def start_lines(
     ]
     if world.device.type == "cpu" and (line := spinning_line(world.threads)):
         lines.append(line)
+    if world.device.type == "cuda":
+        from torchtitan_lite.monitoring import mfu
+
+        lines += mfu.start_lines(config, world)
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
     if loaded:
@@ -85,6 +89,8 @@ def spinning_line(threads: int) -> str:
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     model = config.model
     products = ", its products in float32: this CPU has no instructions for them" if widened else ""
+    if config.run.tf32 and config.run.device != "cpu" and config.fsdp.param_dtype == "float32":
+        products = ", its products in TF32 on a GPU"
     layers = f"{' + '.join(map(str, model.stacks))} layer{'' if model.stacks == (1,) else 's'}"
     return (
         f"model   {model.family} dim {model.dim}, {layers}, {counted(model.n_heads, 'head')}: {parameters}; "

@@ -95,7 +95,7 @@ def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list
     if values := changed(saved, current):
         lines.append(f"run     changed since then: {values}")
     # checkpoints of older versions do not record these
-    older = {"fast_paths": 1, "shared_memory_copies": False, "blocks_per_group": 1, "shard_columns": []}
+    older = {"fast_paths": 1, "shared_memory_copies": False, "blocks_per_group": 1, "shard_columns": [], "tf32": False}
     if values := differences(older | dict(saved.bitwise_setting), current.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if config.eval.every and (values := validation_change(saved, current)):

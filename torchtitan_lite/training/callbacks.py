@@ -134,7 +134,7 @@ def _finite(value: float) -> float | None:
 
 def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
     """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
-    if world.device.type != "cuda" or config.data.objective == "pairs":
+    if config.data.objective == "pairs" or (world.device.type != "cuda" and not config.run.peak_tflops):
         return 0.0
     from torchtitan_lite.monitoring.mfu import flops_per_token, peak_flops
 

@@ -22,6 +22,9 @@ class RunConfig(Section):
     """seed of the initial parameters, the data order and dropout"""
     device: Annotated[Literal["auto", "cpu", "cuda"], BITS] = "auto"
     """where to train; auto: cuda if there is a GPU, else cpu"""
+    peak_tflops: NonNegativeFloat = 0.0
+    """peak of one device in the run's dtype, dense, in TFLOP/s, for MFU; 0: as published for the device's name, and \
+unknown on a CPU"""
     threads: Annotated[int, BITS] = Field(default=0, ge=0, le=4096)
     """CPU threads per rank; 0: without a launcher OMP_NUM_THREADS, else the cores of the machine, or the quota of its \
 container, divided by its ranks"""
@@ -29,6 +32,8 @@ container, divided by its ranks"""
     """save and exit after this many minutes; 0: no limit"""
     timeout_minutes: float = Field(default=20.0, gt=0, le=525_600)
     """end the run, with stacks in stacks/, if a rank delays a step or a save or load makes no progress for this long"""
+    tf32: Annotated[bool, BITS] = False
+    """NVIDIA GPUs since Ampere: float32 products in TF32 (10 bits of mantissa instead of 23), several times as fast"""
     deterministic: Annotated[bool, BITS] = False
     """CUDA: use only deterministic (slower) kernels, for a bitwise-identical resume; the CPU is always deterministic"""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # figures of another device, by option: field of Device, unit, help
 FIGURES = {
-    "peak-tflops": ("bf16_flops", 1e12, "dense TFLOPs per second in the dtype that is computed in"),
+    "peak-tflops": ("half_flops", 1e12, "dense TFLOPs per second in the dtype that is computed in"),
     "memory-gib": ("memory_gib", 1.0, "memory of a device, GiB"),
     "memory-gbs": ("memory_bandwidth", 1e9, "bandwidth of that memory, GB per second"),
     "intra-node-gbs": ("intra_node", 1e9, "bandwidth between devices of a machine, GB per second and direction"),
@@ -101,8 +101,8 @@ def _device(options: argparse.Namespace) -> Device | None:
     bad = [flag for flag, (field, _, _) in FIGURES.items() if not 0 < figures.get(field, 1) < math.inf]
     if bad:
         raise ConfigError("; ".join(f"--{flag} should be above 0 and finite" for flag in bad))
-    if "bf16_flops" in figures:
-        figures["fp32_flops"] = figures["bf16_flops"]
+    if "half_flops" in figures:
+        figures |= {"fp32_flops": figures["half_flops"], "bf16": True, "tf32": False}  # whatever the dtype is
     if "per_node" in figures:
         figures["per_node"] = int(figures["per_node"])
         if figures["per_node"] < 1:

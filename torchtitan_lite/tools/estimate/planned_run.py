@@ -85,7 +85,7 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
     return Plan(
         config=config,
         world_size=world_size,
-        device=device,
+        device=device and device.computing(config),
         layout=layout,
         vocab_size=vocab_size,
         n_parameters=n_parameters,

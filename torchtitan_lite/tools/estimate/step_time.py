@@ -49,7 +49,7 @@ def optimizer_s(plan: Plan, device: Device) -> float:
     flops = sum(n * 2 * w.m * w.n * w.k for w, n in work.items() if isinstance(w, Product))
     wide = any(isinstance(w, Product) and w.width == 4 for w in work)
     exchanged = communication.least_s(plan, plan.simulated.exchanges, device)
-    return moved + flops / (device.fp32_flops if wide else device.bf16_flops) + sum(exchanged.values())
+    return moved + flops / (device.fp32_flops if wide else device.half_flops) + sum(exchanged.values())
 
 
 def least_s(plan: Plan, device: Device) -> float:
@@ -91,7 +91,7 @@ class Machine:
 
     def rate(self, width: int) -> float:
         """FLOPs per second of large products; `width`: bytes of an element."""
-        nominal = self.device.fp32_flops if width == 4 else self.device.bf16_flops
+        nominal = self.device.fp32_flops if width == 4 else self.device.half_flops
         return (self.device.sustained or SUSTAINED) * self.power**POWER * nominal
 
     @property

@@ -37,6 +37,7 @@ from torchtitan_lite.distributed.process_group import World, exit_process, proce
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, UserError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
+from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.process import local_rank, print_once
 from torchtitan_lite.scoring.find_tasks import BUILT_IN, find_each
 from torchtitan_lite.scoring.likelihood import bytes_per_token, over_ranks
@@ -78,6 +79,7 @@ class Options:
     json: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: str = "float32"
+    tf32: bool = False
     ema: bool = False
     tokenizer: Path | None = None
 
@@ -122,6 +124,7 @@ def options_of(argv: Sequence[str]) -> Options:
     add("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    add("--tf32", action="store_true", help="on a GPU, compute float32 products in TF32")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
@@ -350,6 +353,10 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
         raise ConfigError("\n  ".join(problems))
     if len(options.models) > 1:
         options = in_common_windows(options)
+    if world.device.type == "cuda" and world.rank == 0:
+        fixes = "--dtype=bfloat16", "--tf32", "a newer GPU"
+        if slow := mfu.slow_products(world.device, options.dtype, tf32=options.tf32, options=fixes):
+            print(f"note    {slow}")
     results: list[dict[str, Any]] = []
     first: dict[str, Scores] = {}
     first_tasks: dict[str, TaskScore] = {}
@@ -418,7 +425,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     options = options_of(argv)
 
     def run() -> int:
-        with process_group(RunConfig(device=options.device)) as world:
+        with process_group(RunConfig(device=options.device, tf32=options.tf32)) as world:
             evaluate(options, world)
         return 0
 
