@@ -78,5 +78,5 @@ def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
 def test_the_table_of_bytes_is_printed() -> None:
     lines = succeeded(start([sys.executable, "-m", "benchmarks.bytes"])).splitlines()
     figures = [float(line.split("  ")[-1].split()[0].replace(",", "")) for line in lines if line.startswith("  ")]
-    assert len(figures) == 12
-    assert figures[4] == 0, "bfloat16 copies no shared heads"
+    assert len(figures) == 16
+    assert figures[8] == 0, "bfloat16 copies no shared heads"
