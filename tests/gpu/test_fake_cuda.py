@@ -63,7 +63,8 @@ def test_a_document_mask_is_never_a_matrix_of_tokens_by_tokens(found: Any) -> No
         ("bfloat16, 256, 8", "cudnn", 0),
         ("bfloat16, 100, 2", "flash", 0),  # cuDNN only for multiples of 128 tokens
         ("float32, 256, 2", "efficient", 2 * 2 * 8 * 256 * 64 * 4),  # which takes no shared heads
-        ("bfloat16, 1, 2, cached", "efficient", 2 * 2 * 8 * 256 * 64 * 2),  # a mask: fewer queries than keys
+        ("bfloat16, 1, 2, cached", "flash", 0),  # one query needs no mask
+        ("bfloat16, 2, 2, cached", "efficient", 2 * 2 * 8 * 257 * 64 * 2),  # a mask: fewer queries than keys
     ],
 )
 def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
@@ -72,6 +73,12 @@ def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
     names, n_bytes = found["attention"][case]
     assert names == [f"aten._scaled_dot_product_{kernel}_attention.default"]
     assert n_bytes == copied
+
+
+def test_cudnn_comes_first_only_on_gpus_where_it_is_faster(found: Any) -> None:
+    names = {gpu: name for gpu, (name,) in found["capability"].items()}
+    cudnn = {gpu for gpu, name in names.items() if "cudnn" in name}
+    assert cudnn == {"(9, 0)", "(10, 0)"}, names
 
 
 @pytest.mark.extended
