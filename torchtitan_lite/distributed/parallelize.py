@@ -236,13 +236,13 @@ def evaluating(
     if generating is not None and device is not None:
         assert isinstance(model, Transformer)
         kept = _kept_gathered(model, generating, device)
-    for module, _ in kept:
-        module.set_reshard_after_forward(False, recurse=False)
+    for group, _ in kept:
+        group.set_reshard_after_forward(False, recurse=False)
     with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
         yield
     model.train()
-    for module, reshards in kept:
-        module.set_reshard_after_forward(reshards, recurse=False)
+    for group, reshards in kept:
+        group.set_reshard_after_forward(reshards, recurse=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
