@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,7 +13,7 @@ from tests.fake_cuda.operators import OperatorLog
 from tests.fake_cuda.step import DEVICE, config_of, logged_step
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed.process_group import World, use_tf32
-from torchtitan_lite.models.attention import within_documents
+from torchtitan_lite.models.attention import attend, within_documents
 from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.llama import Attention
 from torchtitan_lite.monitoring import mfu
@@ -69,7 +70,8 @@ def attention_facts() -> dict[str, Any]:
     found = {}
     for dtype, length, kv_heads, cached in [
         *((torch.bfloat16, 256, 2, False), (torch.float16, 256, 2, False), (torch.float32, 256, 2, False)),
-        *((torch.bfloat16, 256, 8, False), (torch.bfloat16, 100, 2, False), (torch.bfloat16, 1, 2, True)),
+        *((torch.bfloat16, 256, 8, False), (torch.bfloat16, 100, 2, False)),
+        *((torch.bfloat16, 1, 2, True), (torch.bfloat16, 2, 2, True)),
     ]:
         config = ModelConfig.model_validate({"dim": 512, "n_heads": 8, "n_kv_heads": kv_heads, "family": "llama"})
         with FakeTensorMode(), torch.device(DEVICE):
@@ -83,6 +85,18 @@ def attention_facts() -> dict[str, Any]:
         kernels = [o.name for o in log.operators if "attention" in o.name or "bmm" in o.name]
         copied = sum(o.written for o in log.operators if o.name in ("aten.clone.default", "aten.index_select.default"))
         found[f"{str(dtype).removeprefix('torch.')}, {length}, {kv_heads}{', cached' * cached}"] = kernels, copied
+    return found
+
+
+def capability_facts() -> dict[str, Any]:
+    """The kernel of causal attention by the GPU's compute capability."""
+    found = {}
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        with FakeTensorMode(), patch.object(torch.cuda, "get_device_capability", lambda *_, c=capability: c):
+            q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+            with OperatorLog() as log:
+                attend(q, q, q)
+        found[str(capability)] = [o.name for o in log.operators if "attention" in o.name]
     return found
 
 
@@ -108,6 +122,12 @@ def tf32_facts() -> list[Any]:
 
 def main(argv: Sequence[str]) -> int:
     steps = {name: step_facts(name) for name in TABLE}
-    facts = {"attention": attention_facts(), "mask": mask_facts(), "steps": steps, "tf32": tf32_facts()}
+    facts: dict[str, Any] = {
+        "attention": attention_facts(),
+        "capability": capability_facts(),
+        "mask": mask_facts(),
+        "steps": steps,
+    }
+    facts["tf32"] = tf32_facts()
     Path(argv[0]).write_text(json.dumps(facts))
     return 0
