@@ -59,6 +59,7 @@ WITHOUT = {
     # operators
     "_softmax_backward_data": SLOWER,
     "_scaled_dot_product_": "selective checkpointing recomputes attention",
+    "_scaled_mm": "selective checkpointing recomputes float8 products",
     "_is_avx512_bf16_supported": SLOWER,
     "_is_amx_tile_supported": SLOWER,
     "_is_mkldnn_bf16_supported": SLOWER,
@@ -66,10 +67,13 @@ WITHOUT = {
     "_fused_adamw_": ERROR,
     "_fused_adamw_.tensor_lr": "`plan` computes updates of rms_scaling on real tensors",
     "_foreach_add_": ERROR,  # torch's own optimizers call these
+    "_foreach_copy_": ERROR,
     "_foreach_div": ERROR,
     "_foreach_div_": ERROR,
+    "_foreach_mul": ERROR,
     "_foreach_mul_": ERROR,
     "_foreach_norm": ERROR,
+    "_foreach_sub": ERROR,
     "_foreach_sub_": ERROR,
     "_init_group": ERROR,
     # the simulated step of `plan`
@@ -80,7 +84,6 @@ WITHOUT = {
     "_allgather_base_": COMPARED,
     "_reduce_scatter_base_": COMPARED,
     "_unsafe_view": COMPARED,
-    "_foreach_copy_": COMPARED,
     "_foreach_zero_": COMPARED,
     # the rest
     "_record_memory_history": "no memory snapshot, with a note",
@@ -157,9 +160,13 @@ NEEDED = [name for name, text in WITHOUT.items() if text == ERROR and re.match("
 def test_an_update_that_lacks_a_name_names_it(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parameter = nn.Parameter(torch.ones(3, 3))
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(3, 3, bias=False)])
+    parameter = model.get_parameter("layers.0.weight")
     parameter.grad = torch.ones(3, 3)
-    optimizer = ScaledAdamW([{"params": [parameter], "lr_factor": 1.0}], OptimConfig(lr=1e-3))
+    optimizer: Any = ScaledAdamW([{"params": [parameter], "lr_factor": 1.0}], OptimConfig(lr=1e-3))
+    if name in ("_foreach_copy_", "_foreach_mul", "_foreach_sub"):
+        optimizer = build_optimizer(model, OptimConfig(name="muon", muon_dtype="bfloat16"))
     optimizer.found_inf = torch.zeros(())
     if name == "_init_group":  # ours calls torch's
         monkeypatch.setattr(torch.optim, "AdamW", type("AdamW", (), {"__module__": "torch.optim.adamw"}))
