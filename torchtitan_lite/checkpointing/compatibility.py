@@ -116,6 +116,9 @@ def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> A
 
 
 FAST_PATHS = 3  # the order of their sums on a CPU; it was 1 in old checkpoints, which do not record it
+GPU_FAST_PATHS = (
+    2  # 1 before vocabularies were padded, Muon computed in batches, and cuDNN came first on some GPUs only
+)
 
 
 def is_refused(key: str) -> bool:
@@ -146,7 +149,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "compile": config.compile.backend if config.compile.enabled else "off",
         "block_attention": config.speed.block_attention and not on_gpu,
         "fused_functions": config.speed.fused_functions and family.fused_functions and not on_gpu,
-        "fast_paths": 1 if on_gpu else FAST_PATHS,
+        "fast_paths": GPU_FAST_PATHS if on_gpu else FAST_PATHS,
         "blocks_per_group": config.fsdp.blocks_per_group if groups_matter else 1,
         "widened_products": widens(config, world),
         "shared_memory": in_rank_order and layout.dp_shard > 2,
