@@ -120,11 +120,9 @@ def projections(widths: Sequence[int], *, fused: bool) -> float:
         x = torch.empty(TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
         weights = [torch.empty(n, DIM, dtype=torch.bfloat16, requires_grad=True) for n in widths]
         grads = [torch.empty(TOKENS, n, dtype=torch.bfloat16) for n in widths]
+        apply: Any = Fused.apply
         with OperatorLog() as log:
-            if fused:
-                outputs = Fused.apply(x, *weights)  # type: ignore[no-untyped-call]
-            else:
-                outputs = [x @ weight.T for weight in weights]
+            outputs = apply(x, *weights) if fused else [x @ weight.T for weight in weights]
             torch.autograd.backward(outputs, grads)
     return log.bytes() / 1e6
 
