@@ -58,7 +58,7 @@ def start_lines(
     if world.device.type == "cuda":
         from torchtitan_lite.monitoring import mfu
 
-        lines += mfu.start_lines(config, world)
+        lines += copies_lines(config, layout) + mfu.start_lines(config, world)
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
     if loaded:
@@ -68,6 +68,19 @@ def start_lines(
     if config.model.init_from and not loaded:
         lines.append(f"run     starts from the weights of {config.model.init_from}")
     return "\n".join(lines)
+
+
+def copies_lines(config: Config, layout: Layout) -> list[str]:
+    """Where nothing is sharded, what saves FSDP's copies (`plan` says whether it fits); empty if that is set."""
+    fsdp = config.fsdp
+    if layout.dp_shard > 1 or fsdp.cpu_offload or fsdp.reshard_after_forward != "default":
+        return []
+    keys = ["fsdp.reshard_after_forward = false"]
+    if layout.grad_accum_steps > 1:
+        keys += ["fsdp.reshard_after_backward = false", 'fsdp.grad_sync = "last"']
+    *others, last = keys
+    named = f"{', '.join(others)} and {last}" if others else last
+    return [f"fsdp    nothing is sharded: {named} would save copies, if the memory is there (see plan)"]
 
 
 def spinning_line(threads: int) -> str:
