@@ -199,7 +199,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile)
+    blocks.apply_compile(model, config.compile, dynamic=config.data.objective == "pairs")
     parallelize.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.shared_memory:
         cpu.apply_shared_memory(model, mesh)

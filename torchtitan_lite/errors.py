@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from types import ModuleType
 
 from torchtitan_lite.terminal import print_error
 
@@ -145,9 +146,22 @@ def _explained(error: Exception) -> str:
         message = "the input is nested too deeply"
     elif isinstance(error, OverflowError):
         message = f"a number is too large: {error}"
+    elif _is_missing_in_torch(error):
+        message = f"this needs torch 2.11 to 2.15: torch {sys.modules['torch'].__version__}: {error}"
     else:
         return ""
     return message + _where(error)
+
+
+def _is_missing_in_torch(error: Exception) -> bool:
+    """Whether an error means that this torch has no such module, or no such private name of a module, class, object."""
+    if isinstance(error, ImportError):
+        return (error.name or "").startswith("torch.") and "torch" in sys.modules
+    if not isinstance(error, AttributeError) or not (error.name or "").startswith("_"):
+        return False
+    owner = error.obj
+    place = owner.__name__ if isinstance(owner, ModuleType) else getattr(owner, "__module__", type(owner).__module__)
+    return "torch" in sys.modules and place.split(".")[0] == "torch"
 
 
 _HINTS = {

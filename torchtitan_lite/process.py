@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -114,6 +115,17 @@ def keep_freed_memory() -> None:
         mallopt(m_mmap_threshold, 1 << 30)
         mallopt(m_trim_threshold, 2**31 - 1)
         mallopt(m_top_pad, 64 << 20)
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files to the hard one: each of gloo's groups may have a connection to every rank.
+
+    A million is enough, and some programs close all numbers up to the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**20 if hard == resource.RLIM_INFINITY else min(hard, 2**20)
+    if resource.RLIM_INFINITY != soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def print_once(message: str, local_rank: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -392,6 +392,17 @@ def test_tensor_files_equal_those_of_the_safetensors_library(
     back = load_file(tmp_path / "x")
     assert back.keys() == tensors.keys()
     assert all(back[name].equal(tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+
+
+def test_an_error_of_the_hashing_thread_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not keep the writer waiting. (torch's FileSystemWriter loses such an error: pytorch#191391.)"""
+    failing = Mock(update=Mock(side_effect=MemoryError("no memory left")))
+    monkeypatch.setattr(safetensors_file, "hashlib", Mock(sha256=Mock(return_value=failing)))
+    tensors = {str(number): torch.ones(3) for number in range(5)}
+    with pytest.raises(MemoryError, match="no memory left"):
+        write_tensors(tmp_path / "model.safetensors", specs_of(tensors), tensors.__getitem__, ahead=len(tensors) + 2)
+    with pytest.raises(MemoryError):
+        write_tensors(tmp_path / "next.safetensors", specs_of(tensors), tensors.__getitem__, ahead=1)
 
 
 def test_verify_names_what_is_damaged(finished: Path, sharded: Path, tmp_path: Path) -> None:

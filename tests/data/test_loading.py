@@ -298,7 +298,11 @@ def test_the_next_batch_is_prefetched() -> None:
     assert [ahead.batch(first, 4).global_tokens for first in (8, 12, 16)] == [8, 12, 16]
     assert ahead.batch(100, 4).global_tokens == 100, "somebody jumped"
     assert ahead.batch(104, 8).global_tokens == 104, "batches became larger"
+    asked.calls, before = [], asked.calls
+    assert [ahead.batch(first, size, 10).global_tokens for first, size in ((0, 4), (4, 4), (8, 2))] == [0, 4, 8]
     ahead.close()
+    assert [call[:2] for call in asked.calls if call[0] < 100] == [(0, 4), (4, 4), (8, 2)], "and none after the last"
+    asked.calls = before
     assert [call[:2] for call in asked.calls if call[0] <= 20] == [(8, 4), (12, 4), (16, 4), (20, 4)]
     assert all(name.startswith("batches") for _, _, name in asked.calls)
 

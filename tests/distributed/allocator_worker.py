@@ -13,7 +13,12 @@ import train
 
 def first_use() -> int:
     """In place of `torch.cuda.device_count`."""
-    print(torch._C._accelerator_getAllocatorSettings(), flush=True)  # read from the environment now
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # from the environment, now
+    if read is None:  # torch 2.11 does not tell: print what it will read
+        settings = next(value for name, value in os.environ.items() if name.endswith("ALLOC_CONF"))
+    else:
+        settings = read()
+    print(settings, flush=True)
     raise SystemExit(0)
 
 

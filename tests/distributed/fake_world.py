@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite import models
 from torchtitan_lite.config import load
@@ -15,7 +14,7 @@ from torchtitan_lite.distributed.process_group import build_mesh
 
 
 def main() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    dist.init_process_group("fake", rank=3, world_size=8)
     for file in sys.argv[1:]:
         config = load.load(Path(file), {}, world_size=8).config
         mesh = build_mesh(config.fsdp, torch.device("cpu"))

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
-from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
+from torchtitan_lite import cpu
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
+from torchtitan_lite.distributed import blocks
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.models import Transformer, build
@@ -98,3 +101,22 @@ def test_each_kind_of_block_is_compiled_once(config: ModelConfig, mode: str, eve
         gradients(model)
     assert counters["stats"]["unique_graphs"] == kinds
     assert not counters["graph_break"]
+
+
+def test_selective_checkpointing_keeps_products_of_float8() -> None:
+    scaled = torch.ops.aten._scaled_mm.default
+    assert blocks._keep(blocks.PRODUCTS, None, scaled) == CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_blocks_are_not_compiled_for_each_length_of_pairs(dynamic: bool) -> None:
+    """Block attention would be: train.py sets `dynamic`, and without it torch finds out at the second length."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = build(ModelConfig(dim=32, n_heads=2, n_layers=2, max_seq_len=128), 97)
+    cpu.apply(model, SpeedConfig())
+    apply_compile(model, CompileConfig(enabled=True, backend="eager"), dynamic=dynamic)
+    for length in range(8, 8 * 12, 8):
+        tokens = torch.ones(2, length, dtype=torch.int64)
+        model(tokens, tokens).backward()
+    assert counters["stats"]["unique_graphs"] == (1 if dynamic else 2)

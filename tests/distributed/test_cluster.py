@@ -12,14 +12,21 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from checkpoint import Checkpointer
 from tests.forkserver import free_port
-from tests.helpers import HANGS_S, ROOT, losses, ranks, records, succeeded, tiny
+from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, succeeded, tiny
 from tests.tools.elastic_machines import until
-from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing import save, storage
+from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed import process_group
+from torchtitan_lite.distributed.process_group import World
 
+LAZY = "TORCH_GLOO_LAZY_INIT"
 DOC = (ROOT / "docs/cluster.md").read_text()
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -32,6 +39,51 @@ def agents(command: list[str], fault: str) -> list[subprocess.Popen[str]]:
     env = ENV | {"FAULT": fault, "FAULT_SECONDS": "5"}
     pipe = subprocess.PIPE
     return [subprocess.Popen(launcher, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
+
+
+def test_a_large_world_connects_lazily_and_may_open_as_many_files_as_the_system_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(LAZY, raising=False)
+    process_group.connect_lazily(process_group.LARGE)
+    assert LAZY not in os.environ
+    process_group.connect_lazily(process_group.LARGE + 1)
+    assert os.environ[LAZY] == "1"
+    script = tmp_path / "limited.py"
+    script.write_text(
+        "import resource\nfrom tests.called import RunConfig, process_group\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))\n"
+        'with process_group(RunConfig(device="cpu", threads=1)):\n'
+        "    print(hard, *resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    )
+    hard, soft, still_hard = map(int, succeeded(python(script=str(script))).split())
+    assert soft == min(hard, 2**20) > hard // 2
+    assert hard == still_hard
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_only_a_save_in_the_background_has_a_group_of_its_own(
+    background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group is a connection to every rank."""
+    own: Any = object()
+    shared: Any = object()
+    monkeypatch.setattr(save, "untimed_group", lambda: own)
+    world = World(0, 1, torch.device("cpu"), 1, untimed=shared)
+    nothing: Any = None
+    found = Checkpointer(Path(), nothing, nothing, CheckpointConfig(async_save=background), world)
+    assert found.group is (own if background else shared)
+
+
+def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path, tmp_path: Path) -> None:
+    more = {"train__steps": 3, "speed__shared_memory": False, "train__global_batch_size": 4}
+    for name, lazy, state_dict in (("at-once", "0", "full"), ("lazy", "1", "sharded")):
+        for steps in (3, 5):
+            saves = {"checkpoint__async_save": lazy == "1", "checkpoint__state_dict": state_dict}
+            given = tiny(text, tmp_path, run__name=name, **(more | saves | {"train__steps": steps}))
+            succeeded(ranks(4, *given, "--optim.schedule=constant", env={LAZY: lazy}))
+    assert losses(tmp_path / "lazy") == losses(tmp_path / "at-once")
 
 
 @pytest.mark.extended

@@ -84,15 +84,34 @@ def test_every_argument_and_policy_of_fsdp1_has_a_row() -> None:
     assert not wanted - named
 
 
+def unknown_tests(cells: list[str]) -> list[str]:
+    """What these cells name as `file.py::test` and is neither a function of that file nor a row of knob_table.py."""
+    named = {pair for cell in cells for pair in re.findall(r"`(\w+\.py)::([^`]+)`", cell)}
+    unknown = []
+    for file, name in sorted(named):
+        (path,) = (ROOT / "tests").rglob(file)
+        if not (name in CASES if file == "knob_table.py" else f"def {name}(" in path.read_text()):
+            unknown.append(f"{file}::{name}")
+    return unknown
+
+
 def test_every_test_that_stands_for_one_of_torch_exists() -> None:
     text = (ROOT / "docs/torch_tests.md").read_text()
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert all(len(row) == 2 for row in rows)
-    named = {pair for row in rows for pair in re.findall(r"`(\w+\.py)::([^`]+)`", row[1])}
-    assert len(named) > 30
-    for file, name in named:
-        (path,) = (ROOT / "tests").rglob(file)
-        known = name in CASES if file == "knob_table.py" else f"def {name}(" in path.read_text()
-        assert known, f"{file}::{name}"
+    assert not unknown_tests([row[1] for row in rows])
     for row in rows[1:]:  # each is answered in one of the three ways
         assert row[0].strip().startswith("**") or re.search(r"`\w+\.py::|GPU only|not ours|newer than", row[1]), row
+
+
+def test_every_common_mistake_has_a_thread_and_a_test() -> None:
+    table = TEXT.split("## Common mistakes")[1].split("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 15
+    for row in rows:
+        assert len(row) == 3, row
+        for number, link in re.findall(r"\[[\w-]+ #(\d+)\]\((.+?)\)", row[1]):
+            assert re.fullmatch(rf"https://github\.com/[\w-]+/[\w-]+/(issues|pull)/{number}", link), row
+        assert "github.com" in row[1], row
+        assert "::" in row[2], row
+    assert not unknown_tests([row[2] for row in rows])

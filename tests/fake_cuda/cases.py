@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,7 +13,7 @@ from tests.fake_cuda.operators import OperatorLog
 from tests.fake_cuda.step import DEVICE, config_of, logged_step
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed.process_group import World, use_tf32
-from torchtitan_lite.models.attention import within_documents
+from torchtitan_lite.models.attention import attend, within_documents
 from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.llama import Attention
 from torchtitan_lite.monitoring import mfu
@@ -30,11 +31,17 @@ TABLE: dict[str, dict[str, Any]] = {
         **{"fsdp.dp_replicate": 2, "fsdp.explicit_prefetching": True, "optim.rms_scaling": True},
         "activation_checkpointing.mode": "full",
     },
-    "document mask, selective checkpointing": {
+    "document mask, selective checkpointing, HSDP, muon": {
+        **{"optim.name": "muon", "fsdp.dp_replicate": 2},
         **{"data.document_mask": True, "data.packing": "best_fit", "activation_checkpointing.mode": "selective"},
     },
-    "world of one, float16, tied, logits of all tokens": {
-        **{"train.global_batch_size": 1, "fsdp.param_dtype": "float16", "model.tie_embeddings": True},
+    "world of one, float16, tied, logits of all tokens, muon": {
+        **{
+            "optim.name": "muon",
+            "train.global_batch_size": 1,
+            "fsdp.param_dtype": "float16",
+            "model.tie_embeddings": True,
+        },
         "speed.chunked_loss": False,
     },
     "gpt in float32, dropout, accumulation, kept gathered, gradients synchronised once": {
@@ -54,6 +61,7 @@ def step_facts(name: str) -> dict[str, Any]:
         "operators": len(log.operators),
         "waits": [(o.name, o.where, o.waits) for o in log.waits],
         "attention": [o.name for o in log.operators if "attention" in o.name],
+        "muon": [o.name for o in log.operators if "bmm" in o.name and o.where.startswith("torchtitan_lite/optim/")],
     }
 
 
@@ -62,7 +70,8 @@ def attention_facts() -> dict[str, Any]:
     found = {}
     for dtype, length, kv_heads, cached in [
         *((torch.bfloat16, 256, 2, False), (torch.float16, 256, 2, False), (torch.float32, 256, 2, False)),
-        *((torch.bfloat16, 256, 8, False), (torch.bfloat16, 100, 2, False), (torch.bfloat16, 1, 2, True)),
+        *((torch.bfloat16, 256, 8, False), (torch.bfloat16, 100, 2, False)),
+        *((torch.bfloat16, 1, 2, True), (torch.bfloat16, 2, 2, True)),
     ]:
         config = ModelConfig.model_validate({"dim": 512, "n_heads": 8, "n_kv_heads": kv_heads, "family": "llama"})
         with FakeTensorMode(), torch.device(DEVICE):
@@ -76,6 +85,18 @@ def attention_facts() -> dict[str, Any]:
         kernels = [o.name for o in log.operators if "attention" in o.name or "bmm" in o.name]
         copied = sum(o.written for o in log.operators if o.name in ("aten.clone.default", "aten.index_select.default"))
         found[f"{str(dtype).removeprefix('torch.')}, {length}, {kv_heads}{', cached' * cached}"] = kernels, copied
+    return found
+
+
+def capability_facts() -> dict[str, Any]:
+    """The kernel of causal attention by the GPU's compute capability."""
+    found = {}
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        with FakeTensorMode(), patch.object(torch.cuda, "get_device_capability", lambda *_, c=capability: c):
+            q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+            with OperatorLog() as log:
+                attend(q, q, q)
+        found[str(capability)] = [o.name for o in log.operators if "attention" in o.name]
     return found
 
 
@@ -101,6 +122,12 @@ def tf32_facts() -> list[Any]:
 
 def main(argv: Sequence[str]) -> int:
     steps = {name: step_facts(name) for name in TABLE}
-    facts = {"attention": attention_facts(), "mask": mask_facts(), "steps": steps, "tf32": tf32_facts()}
+    facts: dict[str, Any] = {
+        "attention": attention_facts(),
+        "capability": capability_facts(),
+        "mask": mask_facts(),
+        "steps": steps,
+    }
+    facts["tf32"] = tf32_facts()
     Path(argv[0]).write_text(json.dumps(facts))
     return 0

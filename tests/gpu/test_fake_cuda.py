@@ -40,11 +40,20 @@ def kernels(step: dict[str, Any]) -> list[str]:
 
 
 def test_selective_checkpointing_keeps_attention_within_documents(found: Any) -> None:
-    step = kernels(found["steps"]["document mask, selective checkpointing"])
+    step = kernels(found["steps"]["document mask, selective checkpointing, HSDP, muon"])
     forward, backward = (f"compiled flex_attention {way}" for way in ("forward", "backward"))
     assert step == [forward, forward, backward, backward]  # of two blocks: none is recomputed
     full = kernels(found["steps"]["HSDP, full checkpointing, explicit prefetching, RMS scaling"])
     assert full.count("cudnn_attention") == 4, "full checkpointing recomputes it"
+
+
+def test_muon_multiplies_the_matrices_of_a_shape_together(found: Any) -> None:
+    """Of 14 matrices of four shapes in all; with 8 owners, rank 0 has one each of two shapes."""
+    for name, shapes in (
+        ("world of one, float16, tied, logits of all tokens, muon", 4),
+        ("document mask, selective checkpointing, HSDP, muon", 2),
+    ):
+        assert len(found["steps"][name]["muon"]) == shapes * 5 * 3
 
 
 def test_a_document_mask_is_never_a_matrix_of_tokens_by_tokens(found: Any) -> None:
@@ -63,7 +72,8 @@ def test_a_document_mask_is_never_a_matrix_of_tokens_by_tokens(found: Any) -> No
         ("bfloat16, 256, 8", "cudnn", 0),
         ("bfloat16, 100, 2", "flash", 0),  # cuDNN only for multiples of 128 tokens
         ("float32, 256, 2", "efficient", 2 * 2 * 8 * 256 * 64 * 4),  # which takes no shared heads
-        ("bfloat16, 1, 2, cached", "efficient", 2 * 2 * 8 * 256 * 64 * 2),  # a mask: fewer queries than keys
+        ("bfloat16, 1, 2, cached", "flash", 0),  # one query needs no mask
+        ("bfloat16, 2, 2, cached", "efficient", 2 * 2 * 8 * 257 * 64 * 2),  # a mask: fewer queries than keys
     ],
 )
 def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
@@ -81,9 +91,15 @@ def test_tf32_is_a_choice_that_the_start_of_a_run_names(found: Any) -> None:
     assert with_tf32 == ["high", []]
 
 
+def test_cudnn_comes_first_only_on_gpus_where_it_is_faster(found: Any) -> None:
+    names = {gpu: name for gpu, (name,) in found["capability"].items()}
+    cudnn = {gpu for gpu, name in names.items() if "cudnn" in name}
+    assert cudnn == {"(9, 0)", "(10, 0)"}, names
+
+
 @pytest.mark.extended
 def test_the_table_of_bytes_is_printed() -> None:
     lines = succeeded(start([sys.executable, "-m", "benchmarks.bytes"])).splitlines()
     figures = [float(line.split("  ")[-1].split()[0].replace(",", "")) for line in lines if line.startswith("  ")]
-    assert len(figures) == 12
-    assert figures[4] == 0, "bfloat16 copies no shared heads"
+    assert len(figures) == 22
+    assert figures[8] == 0, "bfloat16 copies no shared heads"

@@ -158,7 +158,7 @@ def test_a_rank_that_hangs_inside_a_save_is_named(
     assert f"train.py: {said}Waited for: {whom}. Stacks are in " in result.stderr
     run = tmp_path / "run"
     hanging = fault.split(":")[1]
-    assert "_hang" in (run / f"stacks/rank-{hanging}.txt").read_text()
+    assert "faults/worker.py" in (run / f"stacks/rank-{hanging}.txt").read_text()
     assert (run / f"stacks/rank-{1 - int(hanging)}.txt").read_text()
     assert status(run)["status"] == "failed"
     assert status(run)["reason"].startswith(said)

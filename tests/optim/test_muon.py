@@ -18,7 +18,7 @@ from torchtitan_lite.config.schema import ModelConfig, OptimConfig
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
 from torchtitan_lite.optim.optimizer import build_optimizer, parameter_groups
-from torchtitan_lite.tools.estimate.muon import muon_step
+from torchtitan_lite.tools.estimate.muon import EXCHANGED, GATHERED, muon_step
 from torchtitan_lite.tools.estimate.work import Product
 
 
@@ -32,8 +32,10 @@ def planned(mesh: str) -> tuple[int, int]:
         model = build(MODEL, 517)
     layout = Layout(copies, n // copies, 1, 0, 0)
     _, sent = muon_step(model, OptimConfig(name="muon"), layout, on_gpu=False)
-    assert sent.total() == (2 * 4 if n > copies else 0)
-    owned = sum(n * collective.bytes for collective, n in sent.items()) // 2
+    calls = {kind: {c.bytes: n for c, n in sent.items() if c.kind == kind} for kind in (EXCHANGED, GATHERED)}
+    assert sum(calls[EXCHANGED].values()) == (2 * 4 if n > copies else 0)
+    assert sum(calls[GATHERED].values()) == (4 if copies > 1 else 0)
+    owned = sum(n * n_bytes for n_bytes, n in calls[EXCHANGED].items()) // 2
     total = 0
     for name, p in model.named_parameters():
         elements = -(-len(p) // (n // copies)) * p[0].numel()
@@ -122,6 +124,15 @@ def test_a_step_is_that_of_the_paper(shape: tuple[int, int], scale: str, dtype: 
         weight.grad = gradient.clone()
         optimizer.step()
     assert (weight - expected).norm() < tolerance * (expected - before).norm()
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_a_batch_of_matrices_is_that_of_each(shape: tuple[int, int]) -> None:
+    """As on a GPU."""
+    torch.manual_seed(0)
+    batch = torch.randn(3, *shape, dtype=torch.float64)
+    one_by_one = torch.stack([muon.newton_schulz(matrix) for matrix in batch])
+    torch.testing.assert_close(muon.newton_schulz(batch), one_by_one, rtol=1e-6, atol=1e-9)
 
 
 def test_cautious_decay_only_shrinks_where_the_update_does() -> None:

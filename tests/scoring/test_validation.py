@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ from tests.helpers import checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.loader import Batch
+from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.monitoring.resumed import validation_change
+from torchtitan_lite.scoring import validation
 from torchtitan_lite.scoring.validation import UNIGRAM, Score, Validation, eval_line, unigram_bits_per_byte
 
 NAN = math.nan
@@ -65,6 +67,21 @@ def test_the_subset_is_the_same_at_every_world_size_and_seed(folder: Path, world
     parts = [validation_of(data, 25, rank, world_size, run={"seed": 7}) for rank in range(world_size)]
     assert sequences(*parts) == sequences(validation_of(data, 25))
     assert len({len(list(part.micro_batches())) for part in parts}) == 1, "ranks would wait for each other"
+
+
+def test_validation_loads_as_training_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, and pinned for a GPU."""
+    made: list[tuple[bool, torch.device]] = []
+
+    class Noted(PrefetchingLoader):
+        def __init__(self, loader: Loader, device: torch.device) -> None:
+            made.append((loader.pin, device))
+            super().__init__(replace(loader, pin=False), torch.device("cpu"))
+
+    monkeypatch.setattr(validation, "PrefetchingLoader", Noted)
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        assert len(list(validation_of(DataSet.of({"a": (1.0, folder)}), 5).micro_batches(device))) == 3
+        assert made.pop() == (device.type == "cuda", device)
 
 
 def test_the_subset_of_a_mixture_keeps_the_shares(folder: Path) -> None:

@@ -78,7 +78,7 @@ def test_averages_take_one_copy_of_the_shards(mesh: dict[str, Any], optimizer: s
     assert averaged.collectives == plain.collectives, "they are computed on each rank's shards"
     assert averaged.simulated.exchanges == plain.simulated.exchanges
     assert bool(plain.simulated.exchanges) == (optimizer == "muon")
-    assert {c.ranks for c in plain.simulated.exchanges} <= {plain.layout.dp_shard}
+    assert {c.ranks for c in plain.simulated.exchanges} <= {plain.layout.dp_shard, plain.layout.dp_replicate}
 
 
 def test_offloading_moves_shards_gradients_and_state_to_the_host() -> None:
@@ -237,6 +237,19 @@ def test_invalid_options_are_errors_that_say_what_works(
 ) -> None:
     assert plan.main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_plan_without_sharding_names_the_options_that_save_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--train.micro_batch_size=1", "--train.global_batch_size=2"]
+    assert plan.main(["--world-size=1", *options]) == 0
+    said = capsys.readouterr().out.split("nothing is sharded, so these save FSDP's copies\n")[1].splitlines()
+    kept = "--fsdp.reshard_after_forward=false --fsdp.reshard_after_backward=false"
+    assert [line.split("fits   ")[1] for line in said] == [
+        f"{kept}   (bit for bit the same)",
+        f"{kept} --fsdp.grad_sync=last   (gradients are added in another order)",
+    ]
+    assert plan.main(["--world-size=2", *options]) == 0
+    assert "nothing is sharded" not in capsys.readouterr().out
 
 
 def test_no_advice_is_more_ranks_than_a_plan_takes(

@@ -61,7 +61,8 @@ def _start_writeback(descriptor: int, start: int, n_bytes: int) -> None:
 class HashingStream:
     """A file that a second thread hashes while it is written. Both release the GIL.
 
-    Written bytes must not change until `close` has returned. An error in its `with` block abandons the rest.
+    Written bytes must not change until `close` has returned. An error in its `with` block abandons the rest. `close`
+    raises the second thread's error: nobody else would see it.
 
     Args:
         ahead: how many chunks writing may be ahead of hashing, to bound memory. 0: any number, if the bytes stay in
@@ -72,15 +73,20 @@ class HashingStream:
         self._file: BinaryIO = path.open("xb")
         self._bytes, self._synced, self._abandoned = 0, 0, False
         self._hash = hashlib.sha256()
+        self._error: BaseException | None = None  # of the second thread
         self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=ahead)
         self._thread = threading.Thread(target=self._digest, daemon=True)
         self._thread.start()
 
     def _digest(self) -> None:
         while (chunk := self._chunks.get()) is not None:
-            if not self._abandoned:
+            if self._abandoned or self._error:
+                continue  # `write` must not wait for room in the queue
+            try:
                 self._hash.update(chunk)
-                progress.advance(len(chunk))
+            except BaseException as error:
+                self._error = error
+            progress.advance(len(chunk))
 
     def write(self, data: memoryview) -> None:
         for start in range(0, len(data), _CHUNK):
@@ -101,6 +107,8 @@ class HashingStream:
             flush_to_disk(self._file)
         finally:
             self._end()
+        if self._error:
+            raise self._error
         return FileRecord(self._bytes, self._hash.hexdigest())
 
     def __enter__(self) -> "HashingStream":

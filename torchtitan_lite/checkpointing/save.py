@@ -69,7 +69,8 @@ class BaseCheckpointer(ABC):
         self.aside: list[tuple[int, str]] = []  # from a load: steps to set aside, see select.py
         self.protect: set[int] = set()  # steps that retention must not delete
         self.older_by = 0  # also keep the newest checkpoint that is at least this many steps old, and all later ones
-        self.group = untimed_group()  # not shared: a save may run in the background of training and of loads
+        # a save in the background of training and of loads needs a group of its own
+        self.group = untimed_group() if config.async_save or world.untimed is None else world.untimed
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         self._operation = ""  # for the watchdog

@@ -20,9 +20,20 @@ MAX_SEQ_LEN = 1024  # beyond this, SDPA is as fast and stores nothing of size (T
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0) -> Tensor:
     """models.attention.attend, by blocks where that is faster."""
     causal = mask is None and dropout == 0 and q.shape[1] == k.shape[1]
-    if causal and q.device.type == "cpu" and q.shape[1] <= MAX_SEQ_LEN:
+    if causal and q.device.type == "cpu" and not _varies(q.shape[1]) and q.shape[1] <= MAX_SEQ_LEN:
         return block_attention(q, k, v)
     return plain.attend(q, k, v, mask, dropout)
+
+
+def _varies(length: int) -> bool:
+    """Whether a block is being compiled for all lengths. The number of products depends on the length, so block
+    attention would be compiled again for each.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return not statically_known_true(length <= MAX_SEQ_LEN)
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -69,7 +80,11 @@ class _BlockAttention(torch.autograd.Function):
 
 def _softmax_backward_(grad: Tensor, probabilities: Tensor) -> None:
     """Turn the gradient of the probabilities into that of the scores, in place."""
-    torch._softmax_backward_data(grad, probabilities, -1, grad.dtype, grad_input=grad)  # private: has no public form
+    if hasattr(torch, "_softmax_backward_data"):  # private: may go away
+        torch._softmax_backward_data(grad, probabilities, -1, grad.dtype, grad_input=grad)
+    else:
+        total = (grad * probabilities).sum(-1, keepdim=True, dtype=torch.promote_types(grad.dtype, torch.float32))
+        grad.copy_((grad - total) * probabilities)
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, slice]]:

@@ -110,15 +110,21 @@ class PrefetchingLoader:
         self._thread = ThreadPoolExecutor(1, "batches", *initializer)
         self._next: tuple[tuple[int, int], Future[Batch]] | None = None  # (first, size) and its batch
 
-    def batch(self, first: int, size: int) -> Batch:
-        """See Loader. An error in the thread is raised by the call that requests its batch."""
+    def batch(self, first: int, size: int, end: int | None = None) -> Batch:
+        """See Loader. An error in the thread is raised by the call that requests its batch.
+
+        Args:
+            end: the sample before which batches end; the last one may be smaller.
+        """
         prefetched, self._next = self._next, None
         if prefetched is not None and prefetched[0] == (first, size):
             future = prefetched[1]
         else:
             future = self._submit(first, size)
         batch = future.result()
-        self._next = (first + size, size), self._submit(first + size, size)
+        following = first + size, size if end is None else min(size, end - first - size)
+        if following[1] > 0:
+            self._next = following, self._submit(*following)
         return batch
 
     def _submit(self, first: int, size: int) -> Future[Batch]:

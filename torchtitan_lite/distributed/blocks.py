@@ -14,6 +14,7 @@ from torchtitan_lite.models import Transformer
 # the expensive operators, whose results selective checkpointing keeps
 _aten = torch.ops.aten
 PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+PRODUCTS |= {_aten._scaled_mm.default} if hasattr(_aten, "_scaled_mm") else set()  # float8; private: may go away
 ATTENTION = {
     getattr(_aten, f"_scaled_dot_product_{name}").default
     for name in (
@@ -54,11 +55,15 @@ def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: 
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_compile(model: Transformer, config: CompileConfig) -> None:
-    """Compile each block in place: names stay the same, and equal blocks are compiled once."""
+def apply_compile(model: Transformer, config: CompileConfig, *, dynamic: bool = False) -> None:
+    """Compile each block in place: names stay the same, and equal blocks are compiled once.
+
+    Args:
+        dynamic: compile for all lengths, as those of batches of pairs vary.
+    """
     if config.enabled:
         # dtype, freezing and checkpointing make different kinds of blocks; validation doubles their number
-        dynamo = torch._dynamo.config
-        dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(model.layers))
+        compiler = torch.compiler.config
+        compiler.recompile_limit = max(compiler.recompile_limit, 4 * len(model.layers))
         for layer in model.layers:
-            layer.compile(backend=config.backend, fullgraph=True)
+            layer.compile(backend=config.backend, fullgraph=True, dynamic=dynamic or None)

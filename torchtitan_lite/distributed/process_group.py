@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite import process
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
-from torchtitan_lite.distributed.rendezvous import find_ranks
+from torchtitan_lite.distributed.rendezvous import Store, find_ranks
 from torchtitan_lite.terminal import flush
 
 
@@ -28,6 +29,7 @@ class World:
     threads: int  # CPU threads of this rank
     local_world_size: int = 1  # ranks on this machine
     untimed: dist.ProcessGroup | None = None  # for loads, see `untimed_group`; None: the default group
+    store: Store | None = None  # of the process group; None: there is none
 
 
 @contextlib.contextmanager
@@ -51,9 +53,11 @@ def process_group(run: RunConfig) -> Iterator[World]:
         store, rank, world_size = find_ranks(timeout)
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
+    process.allow_open_files()
+    connect_lazily(world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    yield World(rank, world_size, device, threads, process.env_int("LOCAL_WORLD_SIZE", 1), untimed_group())
+    yield World(rank, world_size, device, threads, process.env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
 
 
 _UNTIMED = "untimed"
@@ -67,10 +71,19 @@ def untimed_group() -> dist.ProcessGroup:
 
 def limit_group_timeouts(timeout_minutes: float) -> None:
     """Give every group but the untimed ones this timeout. The groups of a mesh start with torch's 30 minutes."""
-    c10d = dist.distributed_c10d
-    for group in list(c10d._world.pg_map):  # private, as is the setter: torch has no public list of groups
+    try:
+        groups = list(dist.distributed_c10d._world.pg_map)  # private: torch has no public list of groups
+    except AttributeError:
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f"torch {torch.__version__} has no _world.pg_map: collectives of the mesh keep torch's timeouts (gloo "
+                f"30 minutes, NCCL 10) instead of run.timeout_minutes = {timeout_minutes:g}",
+                stacklevel=2,
+            )
+        return
+    for group in groups:
         if group.group_desc != _UNTIMED:
-            c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+            group.set_timeout(timedelta(minutes=timeout_minutes))
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -80,6 +93,18 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+LARGE = 64  # ranks; larger gloo groups connect two ranks when these first exchange something
+
+
+def connect_lazily(world_size: int) -> None:
+    """Have gloo connect the ranks of a large world as trees and rings need it, and not each with each.
+
+    Smaller worlds connect at once: a rank that can't be reached is then an error at the start.
+    """
+    if world_size > LARGE:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when the first group is made
 
 
 def use_tf32(run: RunConfig, device: torch.device) -> None:

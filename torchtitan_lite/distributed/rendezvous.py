@@ -6,7 +6,8 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported, but not by name
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, but not by name
+from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from torchtitan_lite.errors import BusyError, ConfigError

@@ -48,4 +48,6 @@ def causal(q: Tensor, k: Tensor) -> dict[str, Any]:
     n, of = q.shape[2], k.shape[2]
     if n == of:
         return {"is_causal": True}
+    if n == 1:  # it sees all keys: a mask would rule out kernels, and have shared heads copied
+        return {}
     return {"attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n)}

@@ -3,6 +3,9 @@
 Forward computes the gradients too. The gradient of a summed cross-entropy with respect to the logits is
 softmax - onehot, times a factor that only backward knows. So forward computes the gradients without that factor and
 frees each chunk's logits: memory does not grow with tokens times vocabulary.
+
+On a GPU all three products want aligned rows, so a vocabulary such as 50,257 is padded to a multiple of 64: by logits
+of -inf, whose gradient is 0, and rows of zeros in a copy of the weight.
 """
 
 from typing import Any
@@ -39,20 +42,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, z_loss: float
     ) -> Tensor:
-        chunk = chunk_size(len(x), len(weight), x.element_size())
+        vocab_size, wants = len(weight), wants_dx or wants_dw
+        padding = loss_operators.padding(x, vocab_size)
+        if padding and wants:  # for forward alone, the copy would cost more than it saves
+            weight = loss_operators.with_zero_rows(weight, padding)
+        chunk = chunk_size(len(x), vocab_size + padding, x.element_size())
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         dx = torch.empty_like(x) if wants_dx else None
         dw = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wants_dw else None
-        buffer = x.new_empty(min(chunk, len(x)), len(weight))
+        buffer = x.new_empty(min(chunk, len(x)), vocab_size + padding)
         for start in range(0, len(x), chunk):
             part, goals = x[start : start + chunk], targets[start : start + chunk]
-            logits = torch.mm(part, weight.T, out=buffer[: len(part)])
-            loss += loss_operators.logits_to_gradient_(logits, goals, IGNORE, wants_dx or wants_dw, z_loss).sum()
+            logits = buffer[: len(part)]
+            torch.mm(part, weight.T, out=logits[:, : len(weight)])
+            if padding:
+                logits[:, vocab_size:].fill_(-torch.inf)
+            loss += loss_operators.logits_to_gradient_(logits, goals, IGNORE, wants, z_loss).sum()
             if dx is not None:
                 torch.mm(logits, weight, out=dx[start : start + chunk])
             if dw is not None:
                 loss_operators.add_product(dw, logits.T, part, first=start == 0)
-        ctx.save_for_backward(dx, dw.zero_() if dw is not None and not len(x) else dw)
+        if dw is not None:
+            dw = dw[:vocab_size] if len(x) else dw[:vocab_size].zero_()
+        ctx.save_for_backward(dx, dw)
         ctx.dtype = weight.dtype
         return loss
 

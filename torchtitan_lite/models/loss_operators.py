@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Whether FakeTensors of 16-bit matrices can be added to a float32 matrix as a product: not in torch 2.11 and 2.12.
+SIMULATES_ADDING = torch.__version__ >= "2.13"
 PLAIN_ROWS = 1024  # rows that plain operators compute at a time on a GPU: they make several float32 copies of them
 
 
@@ -85,14 +87,34 @@ def kernel_works(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
     return True
 
 
+def padding(x: Tensor, vocab_size: int) -> int:
+    """Columns that the logits of `x` get beyond the vocabulary: on a GPU to a multiple of 64, unless it is one of 16.
+
+    In other rows Triton moves single elements. cuBLAS is fastest if sizes and rows are multiples of 16 bytes (its
+    manual, "Tensor Core Usage"), on an A100 of 128 bytes (NVIDIA's guide to matrix multiplication).
+    """
+    return -vocab_size % 64 if vocab_size % 16 and _of_gpu(x) else 0
+
+
+def with_zero_rows(weight: Tensor, n: int) -> Tensor:
+    """A copy of weight (V, D) with n more rows."""
+    padded = weight.new_empty(len(weight) + n, weight.shape[1])
+    padded[: len(weight)].copy_(weight)
+    padded[len(weight) :].zero_()
+    return padded
+
+
+def _of_gpu(x: Tensor) -> bool:
+    return x.device.type != "cpu" or type(x) is not Tensor  # a FakeTensor stands for a GPU's
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """total += a @ b, or total = a @ b. The sum is float32 throughout."""
-    simulated = type(a) is not Tensor  # a FakeTensor, which stands for a GPU's
-    if a.dtype == torch.float32 or (a.device.type == "cpu" and not simulated):
+    if a.dtype == torch.float32 or not _of_gpu(a):
         torch.addmm(total, a.float(), b.float(), beta=int(not first), out=total)
     elif first:
         torch.mm(a, b, out_dtype=torch.float32, out=total)
-    elif simulated or _adds_in_place(a.device, a.dtype):
+    elif SIMULATES_ADDING if type(a) is not Tensor else _adds_in_place(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += torch.mm(a, b, out_dtype=torch.float32)

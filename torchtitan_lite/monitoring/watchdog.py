@@ -72,7 +72,8 @@ class Watchdog:
         self._world = world
         self._timeout_s = 60 * timeout_minutes
         self._at = Place()
-        self._store = dist.distributed_c10d._get_default_store()  # the only way to the store that torchrun made
+        assert world.store is not None
+        self._store = world.store
         self._run = folder
         # called with the reason before the process ends
         self.on_abort: Callable[[str], Any] = lambda reason: run_folder.write_status(

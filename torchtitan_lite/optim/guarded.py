@@ -45,9 +45,10 @@ class AdamW(GuardedOptimizer, torch.optim.AdamW):
     """
 
     # private: torch's step calls it for each group, to fill six empty lists: parameters, gradients, first and second
-    # moments, maxima of the latter (amsgrad), step counts. The update then works in place on what the lists hold.
+    # moments, maxima of the latter (amsgrad), step counts. The update then works in place on what the lists hold. If
+    # torch ceases to call it, the update works on DTensors.
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        has_complex: bool = torch.optim.AdamW._init_group(self, group, *lists)
         for tensors in lists:
             tensors[:] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         return has_complex

@@ -1,16 +1,18 @@
 """Muon (Jordan et al., 2024) for sharded matrices: momentum, made orthogonal by a Newton-Schulz iteration.
 
 The iteration needs whole matrices, and a rank holds rows. So each matrix has an owner: an all-to-all brings the rows of
-many matrices to their owners, each owner orthogonalises its own, and a second all-to-all returns the rows. A rank sends
-about 2 N / R elements for N parameters on R ranks, and does 1 / R of the products, if there are that many matrices.
-Copies of HSDP do the same work.
+many matrices to their owners, each owner orthogonalises its own, and a second all-to-all returns the rows. With copies
+(HSDP), each copy does so with some of the matrices, and an all-gather between the copies brings them the others'. So a
+rank does 1 / world size of the products, if there are that many matrices, and sends about 2 N / R elements for N
+parameters on R ranks of a copy, and with copies about N / R more.
 
-An owner computes one matrix at a time, from contiguous copies of the same rows. So an update does not depend on the
-number of ranks, bit for bit.
+On a CPU an owner computes one matrix at a time, from contiguous copies of the same rows. So an update does not depend
+on the number of ranks, bit for bit. On a GPU it computes its matrices of one shape as a batch, which takes fewer
+kernels. Their products may then round otherwise with another number of ranks. All else is the same bits there, too.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,61 +64,90 @@ class Muon(AdamW):
     def _update(self, matrices: list[nn.Parameter], first: int, lr: float, weight_decay: float) -> None:
         """Update matrices of one shape; `first`: see `orthogonalised`."""
         withheld = None if self.found_inf is None else self.found_inf != 0
-        directions = [self._direction(matrix, withheld) for matrix in matrices]
+        directions = self._directions(matrices, withheld)
         rows, columns = matrices[0].shape
         # an orthogonal update times 0.2 sqrt(max) has AdamW's size (Moonlight, 2025), or as in Jordan's own code
         scale = 0.2 * max(rows, columns) ** 0.5 if self.matches_adamw else max(1.0, rows / columns) ** 0.5
-        for matrix, update in zip(matrices, orthogonalised(matrices, directions, first), strict=True):
-            weight = local_rows(matrix)[0]
-            update = update.to(weight.dtype) * scale
-            decay = weight * weight_decay
-            if self.cautious:  # only where the update also shrinks the weight (Chen et al., 2025)
-                decay *= update * weight > 0
-            _write(weight, weight - (update + decay) * lr, withheld)
+        weights = [local_rows(matrix)[0] for matrix in matrices]
+        updates = _cast(orthogonalised(matrices, directions, first), weights[0].dtype)
+        torch._foreach_mul_(updates, scale)
+        decays = torch._foreach_mul(weights, weight_decay)
+        if self.cautious:  # only where the update also shrinks the weight (Chen et al., 2025)
+            shrink = [product > 0 for product in torch._foreach_mul(updates, weights)]
+            torch._foreach_mul_(decays, shrink)
+        torch._foreach_add_(updates, decays)
+        torch._foreach_mul_(updates, lr)
+        if withheld is None:
+            torch._foreach_sub_(weights, updates)
+        else:
+            _write_unless(withheld, weights, torch._foreach_sub(weights, updates))
 
-    def _direction(self, matrix: nn.Parameter, withheld: Tensor | None) -> Tensor:
+    def _directions(self, matrices: list[nn.Parameter], withheld: Tensor | None) -> list[Tensor]:
         """This rank's rows of Nesterov's momentum, in the dtype of the iteration."""
-        gradient = local_rows(matrix.grad)[0]  # type: ignore[arg-type]
+        gradients: Any = [local_rows(matrix.grad)[0] for matrix in matrices]  # type: ignore[arg-type]
         if self.grad_scale is not None:
-            gradient = gradient / self.grad_scale
-        state = self.state[matrix]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
-        buffer = local_rows(state["momentum_buffer"])[0]
+            gradients = torch._foreach_div(gradients, self.grad_scale)
+        for matrix in matrices:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        buffers = [local_rows(self.state[matrix]["momentum_buffer"])[0] for matrix in matrices]
         # not lerp, which rounds the last elements of a shard differently: products and sums are rounded one by one
-        gradient = gradient * (1 - self.momentum)
-        momentum = buffer * self.momentum + gradient
-        _write(buffer, momentum, withheld)
-        return (momentum * self.momentum + gradient).to(self._dtype())
+        gradients = torch._foreach_mul(gradients, 1 - self.momentum)
+        if withheld is None:
+            torch._foreach_mul_(buffers, self.momentum)
+            torch._foreach_add_(buffers, gradients)
+            directions = torch._foreach_mul(buffers, self.momentum)
+        else:
+            momenta = torch._foreach_mul(buffers, self.momentum)
+            torch._foreach_add_(momenta, gradients)
+            _write_unless(withheld, buffers, momenta)
+            directions = torch._foreach_mul(momenta, self.momentum)
+        torch._foreach_add_(directions, gradients)
+        return _cast(directions, self._dtype())
 
     def _dtype(self) -> torch.dtype:
         on_gpu = self.param_groups[0]["params"][0].is_cuda
         return self.dtype or (torch.bfloat16 if on_gpu else torch.float32)
 
 
-def _write(tensor: Tensor, value: Tensor, withheld: Tensor | None) -> None:
-    tensor.copy_(value if withheld is None else torch.where(withheld, tensor, value))
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors of one shape in this dtype, by one kernel."""
+    if tensors[0].dtype == dtype:
+        return list(tensors)
+    cast = list(tensors[0].new_empty(len(tensors), *tensors[0].shape, dtype=dtype))
+    torch._foreach_copy_(cast, list(tensors))
+    return cast
+
+
+def _write_unless(withheld: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        torch.where(withheld, tensor, value, out=tensor)
 
 
 def exchanges(matrices: Iterable[nn.Parameter], ranks: int = 0) -> Iterable[list[nn.Parameter]]:
     """Matrices that are exchanged together: of one shape, sharded alike, and at most OWNED_BYTES for each owner.
 
     Args:
-        ranks: the number of owners; 0: the ranks that shard the matrices.
+        ranks: the number of owners; 0: the ranks that hold the matrices.
     """
     shapes: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for matrix in matrices:
         shapes[tuple(matrix.shape), shard_dim(matrix)].append(matrix)
     for same in shapes.values():
-        n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * (ranks or ranks_of(same[0])[1])
+        owners = ranks or ranks_of(same[0])[1] * ranks_of(same[0], copies=True)[1]
+        n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * owners
         yield from (same[i : i + n] for i in range(0, len(same), n))
 
 
-def ranks_of(matrix: Tensor) -> tuple[Any, int, int]:
-    """The process group that shards a matrix, its size, and this rank in it; None, 1, 0 if it is not sharded."""
+def ranks_of(matrix: Tensor, *, copies: bool = False) -> tuple[Any, int, int]:
+    """The process group that shards a matrix, its size, and this rank in it; None, 1, 0 if it is not sharded.
+
+    Args:
+        copies: the group of the ranks that hold the same part of it, instead.
+    """
     if isinstance(matrix, DTensor):
         for axis, placement in enumerate(matrix.placements):
-            if placement.is_shard() and matrix.device_mesh.size(axis) > 1:
+            if placement.is_shard() != copies and matrix.device_mesh.size(axis) > 1:
                 group = matrix.device_mesh.get_group(axis)
                 return group, dist.get_world_size(group), dist.get_rank(group)
     return None, 1, 0
@@ -128,11 +159,35 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     Args:
         matrices: of one shape (M, N), sharded alike.
         rows: this rank's rows of what to orthogonalise, one tensor for each matrix.
-        first: the rank that owns the first matrix, modulo the number of ranks; the next one owns the next.
+        first: the owner of the first matrix, modulo the number of owners; the next one owns the next. Owner k is rank
+            k // copies of copy k % copies.
     """
+    group, n_copies, copy = ranks_of(matrices[0], copies=True)
+    turns = [range((i - first) % n_copies, len(rows), n_copies) for i in range(n_copies)]  # what each copy owns
+    mine = turns[copy]
+    done = _within_copy([matrices[i] for i in mine], [rows[i] for i in mine], (first + mine.start) // n_copies)
+    if group is None or not rows[0].numel():
+        return done
+    most = -(-len(rows) // n_copies)
+    sent = rows[0].new_zeros(most, *rows[0].shape)
+    for place, own in zip(sent, done, strict=False):
+        place.copy_(own)
+    received = sent.new_empty(n_copies, *sent.shape)
+    dist.all_gather(list(received), sent, group=group)
+    found = rows[:]
+    for turn, parts in zip(turns, received, strict=True):
+        for i, part in zip(turn, parts, strict=False):
+            found[i] = part
+    return found
+
+
+def _within_copy(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
+    """`orthogonalised`, by the ranks of one copy."""
+    if not matrices:
+        return []
     group, n_ranks, rank = ranks_of(matrices[0])
     if group is None:
-        return [newton_schulz(whole) for whole in rows]
+        return _each(torch.stack(rows)) if rows[0].is_cuda else _each(rows)
     m, n = matrices[0].shape
     if by_columns := shard_dim(matrices[0]) == 1:  # the rows of the transposed matrix
         m, n, rows = n, m, [part.T for part in rows]
@@ -152,9 +207,8 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
     # (owned matrices, rows of the rank, N) from each rank -> (owned matrices, M, N)
     parts = [part.view(n_owned, -1, n) for part in received.split(from_ranks[: len(counts)])] if n_owned else []
-    wholes = torch.cat(parts, dim=1) if parts else ()
-    done = [newton_schulz(whole.T).T if by_columns else newton_schulz(whole) for whole in wholes]
-    del received, parts, wholes
+    done = _each(torch.cat(parts, dim=1), transposed=by_columns) if parts else []
+    del received, parts
     back = [whole.split(counts) for whole in done]
     sent = torch.cat([part[r].reshape(-1) for r in range(len(counts)) for part in back]) if back else sent.new_empty(0)
     del done, back
@@ -167,13 +221,25 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     return found
 
 
+def _each(wholes: Tensor | list[Tensor], *, transposed: bool = False) -> list[Tensor]:
+    """Newton-Schulz of each matrix: on a GPU as a batch, (B, M, N), on a CPU one by one.
+
+    Args:
+        transposed: the matrices are given, and returned, transposed. (A matrix and its transpose round differently.)
+    """
+    if isinstance(wholes, Tensor) and wholes.is_cuda:
+        return list(newton_schulz(wholes.mT).mT if transposed else newton_schulz(wholes))
+    return [newton_schulz(whole.T).T if transposed else newton_schulz(whole) for whole in wholes]
+
+
 def newton_schulz(x: Tensor) -> Tensor:
-    """A matrix with the singular vectors of x, (M, N), and singular values near 1."""
+    """Matrices with the singular vectors of x, (M, N) or (B, M, N), and singular values near 1."""
     a, b, c = COEFFICIENTS
-    wide = x.shape[0] <= x.shape[1]
-    x = (x if wide else x.T).contiguous()
-    x = x / (x.float().norm() + 1e-7).to(x.dtype)
+    add = torch.baddbmm if x.ndim == 3 else torch.addmm
+    wide = x.shape[-2] <= x.shape[-1]
+    x = (x if wide else x.mT).contiguous()
+    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(x.dtype)
     for _ in range(ITERATIONS):
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.T.contiguous()
+        square = x @ x.mT
+        x = add(x, add(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.mT.contiguous()

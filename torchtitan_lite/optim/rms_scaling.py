@@ -23,10 +23,12 @@ LEAST = 1e-3  # Adafactor's eps2: a parameter that is zero has to leave it
 
 # The fused kernel with a tensor as rate has no shape function (torch 2.11 to 2.13), so `plan`, which simulates a step
 # without memory, would run it on real tensors. It changes its arguments in place and returns nothing.
-_NAME = "_fused_adamw_.tensor_lr"
 _SHAPES = torch.library.Library("aten", "IMPL", "Meta")
-if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_NAME}", "Meta"):
-    _SHAPES.impl(_NAME, lambda *_, **__: None)
+try:
+    _meta: dict[str, Any] = {"lr": torch.empty((), device="meta"), "weight_decay": 0.0, "eps": 1e-8}
+    torch._fused_adamw_(*([], [], [], [], [], []), **_meta, beta1=0.9, beta2=0.9, amsgrad=False, maximize=False)
+except NotImplementedError:
+    _SHAPES.impl("_fused_adamw_.tensor_lr", lambda *_, **__: None)
 
 
 class ScaledAdamW(AdamW):

@@ -6,7 +6,7 @@ Sequences are those of training, in micro-batches of one shape, and each rank re
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.loader import Loader, MicroBatch
+from torchtitan_lite.data.loader import Loader, MicroBatch, PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed.parallelize import evaluating
@@ -27,6 +27,7 @@ from torchtitan_lite.scoring.statistics import Sums, plus_minus
 
 # The seed of the subset. It is not run.seed, so that runs with different seeds are comparable.
 SUBSET_SEED = 0
+CPU = torch.device("cpu")
 UNIGRAM = "unigram: the score of guessing each token by its frequency alone; a model that has learned is below it"
 
 
@@ -64,11 +65,18 @@ class Validation:
         """Identifies the subset: losses on different subsets are not comparable."""
         return {"samples": self.n_samples, "of": self.n_available, "seed": SUBSET_SEED}
 
-    def micro_batches(self) -> Iterator[MicroBatch]:
-        """Read this rank's sequences, one micro-batch at a time. Every rank gets the same number."""
+    def micro_batches(self, device: torch.device = CPU) -> Iterator[MicroBatch]:
+        """This rank's sequences, one micro-batch at a time, loaded as in training: the next one in a thread, pinned for
+        a GPU. Every rank gets the same number.
+        """
         per_round = self.loader.micro_batch_size * self.loader.world_size
-        for first in range(0, self.n_samples, per_round):
-            yield from self.loader.batch(first, min(per_round, self.n_samples - first)).micro_batches
+        loader = PrefetchingLoader(replace(self.loader, pin=device.type == "cuda"), device)
+        try:
+            for first in range(0, self.n_samples, per_round):
+                size = min(per_round, self.n_samples - first)
+                yield from loader.batch(first, size, self.n_samples).micro_batches
+        finally:
+            loader.close()
 
     def by_source(self) -> Tensor:
         """Which source each of this rank's sequences belongs to, in order: (N, sources) float64 ones and zeros."""
@@ -111,7 +119,7 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     nats, sizes = [], []  # of this rank's sequences
     counts = torch.zeros(len(validation.bytes_per_token), dtype=torch.int64)  # how often each token is a target
     with evaluating(model, compiled=True):
-        for micro in validation.micro_batches():
+        for micro in validation.micro_batches(device):
             nats.append(row_nats(model, micro, device))
             sizes.append(row_sizes(micro, validation.bytes_per_token))
             if validation.unigram is None:

@@ -136,7 +136,7 @@ def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
         s.log.info(f"sample  step {step}  not made before the run stops; the same command makes it")
         return
     seed = stream(s.config.run.seed, step, 0, 0)
-    with evaluating(s.model):
+    with evaluating(s.model, generating=s.config.fsdp, device=s.world.device):
         for i, ids in enumerate(prompts.ids):
             began = time.perf_counter()
             sampler = Sampler(prompts.config.temperature, seed=seed + i)

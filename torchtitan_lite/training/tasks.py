@@ -72,7 +72,7 @@ class Tasks:
             s.log.info(f"task    step {step}  not scored before the run stops; the same command scores it")
             return
         before = time.perf_counter()
-        with evaluating(s.model):
+        with evaluating(s.model, generating=s.config.fsdp, device=s.world.device):
             scores = [score(s.model, task, self.tokenizer, (self.end,), s.world) for task in self.encoded]
         seconds = time.perf_counter() - before
         for task_score in scores:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.monitoring.mfu import Device
 from torchtitan_lite.terminal import counted, size
+from torchtitan_lite.tools.estimate.muon import GATHERED
 from torchtitan_lite.tools.estimate.planned_run import Plan
 from torchtitan_lite.tools.estimate.work import Collective
 
@@ -16,19 +17,21 @@ LATENCY_S = 20e-6, 2e-6  # of a collective, and of each rank
 def link_s(collective: Collective, device: Device, layout: Layout, world_size: int) -> float:
     """Lower bound of a collective's time, from the bytes that cross the slowest link.
 
-    Ranks of a shard group are neighbours; copies (all-reduce) are dp_shard ranks apart. All ranks of a machine send
-    their share to other machines at the same time.
+    Ranks of a shard group are neighbours; copies (all-reduce, Muon's all-gather) are dp_shard ranks apart. All ranks of
+    a machine send their share to other machines at the same time.
     """
     per_node = min(device.per_node, world_size)
-    if collective.kind == "all-reduce":
-        ranks, machines, rounds = layout.dp_replicate, min(layout.dp_replicate, -(-world_size // per_node)), 2
+    rounds = 2 if collective.kind == "all-reduce" else 1
+    between_copies = collective.kind in ("all-reduce", GATHERED)
+    if between_copies:
+        ranks, machines = layout.dp_replicate, min(layout.dp_replicate, -(-world_size // per_node))
         network = device.inter_node  # each rank has its own partners
     else:
-        ranks, machines, rounds = collective.ranks, -(-collective.ranks // per_node), 1
+        ranks, machines = collective.ranks, -(-collective.ranks // per_node)
         network = device.inter_node * per_node
     inside = collective.bytes * (ranks - 1) / max(ranks, 1) / device.intra_node
     between = collective.bytes * (machines - 1) / machines / network if machines > 1 else 0.0
-    return rounds * max(inside if machines == 1 or rounds == 1 else 0.0, between)
+    return rounds * max(0.0 if between_copies and machines > 1 else inside, between)
 
 
 def least_s(plan: Plan, collectives: Mapping[Collective, int], device: Device) -> dict[str, float]:

@@ -42,10 +42,12 @@ def memory_lines(plan: Plan) -> list[str]:
 
 
 def advice_lines(plan: Plan) -> list[str]:
-    """Changes that make the run fit, each simulated, the cheapest first; empty if it fits."""
+    """Changes that make the run fit, each simulated, the cheapest first. If it fits: what saves copies, or nothing."""
     device = plan.device
-    if device is None or fits(plan, device):
+    if device is None:
         return []
+    if fits(plan, device):
+        return _copies_lines(plan, device)
     lines = ["", "what to change"]
     for options, config, world_size in _changes(plan):
         changed = make_plan(config, world_size, device)
@@ -55,6 +57,26 @@ def advice_lines(plan: Plan) -> list[str]:
         if enough:
             return lines
     return [*lines, "  none of these is enough: more ranks, a smaller model, or a device with more memory"]
+
+
+def _copies_lines(plan: Plan, device: Device) -> list[str]:
+    """Where nothing is sharded: options that gather and reduce less often, as far as they fit."""
+    fsdp = plan.config.fsdp
+    if plan.layout.dp_shard > 1 or fsdp.cpu_offload or fsdp.reshard_after_forward != "default":
+        return []
+    kept: dict[str, object] = {"reshard_after_forward": False}
+    steps = [(kept, "bit for bit the same")]
+    if plan.layout.grad_accum_steps > 1:
+        kept["reshard_after_backward"] = False
+        steps.append((kept | {"grad_sync": "last"}, "gradients are added in another order"))
+    lines = []
+    for options, note in steps:
+        config = plan.config.model_copy(update={"fsdp": fsdp.model_copy(update=options)})
+        changed = make_plan(config, plan.world_size, device)
+        if fits(changed, device):
+            text = " ".join(f"--fsdp.{key}={str(value).lower()}" for key, value in options.items())
+            lines.append(f"  {size(sum(changed.device_bytes.values())):>12}   fits   {text}   ({note})")
+    return ["", "nothing is sharded, so these save FSDP's copies", *lines] if lines else []
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:

@@ -3,6 +3,7 @@ it.
 
     products     five iterations of three products, for each matrix that the rank owns
     all-to-all   the rows of its matrices come in, and go back
+    all-gather   with copies: this rank's rows of all matrices, of which each copy has orthogonalised some
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from torchtitan_lite.optim.muon import ITERATIONS, exchanges
 from torchtitan_lite.optim.optimizer import freeze, parameter_groups
 from torchtitan_lite.tools.estimate.work import Collective, Product, Work
 
-KIND = "all-to-all, muon"
+EXCHANGED, GATHERED = "all-to-all, muon", "all-gather, muon"  # kinds of collectives
 
 
 def muon_step(
@@ -32,24 +33,29 @@ def muon_step(
         return work, sent
     freeze(model, config.freeze)
     width = {"float32": 4, "bfloat16": 2}.get(config.muon_dtype, 2 if on_gpu else 4)
-    ranks, first = layout.dp_shard, 0
+    ranks, copies, first = layout.dp_shard, layout.dp_replicate, 0
+    owners = ranks * copies
     exchanged: list[tuple[int, int, int, int]] = []  # rows, columns, the rank that owns the first matrix, matrices
     for group in parameter_groups(model, config):
-        for matrices in exchanges(group["params"], ranks) if group["muon"] else ():
+        for matrices in exchanges(group["params"], owners) if group["muon"] else ():
             rows, columns = matrices[0].shape
-            exchanged.append((rows, columns, first % ranks, len(matrices)))
+            exchanged.append((rows, columns, first % owners, len(matrices)))
             first += len(matrices)
     elements: Counter[int] = Counter()  # by rank, of those that own a matrix: a world may have far more ranks
     for rows, columns, start, n_matrices in exchanged:
         for i in range(n_matrices):
-            elements[(start + i) % ranks] += rows * columns
+            elements[(start + i) % owners] += rows * columns
     most = min(elements, key=lambda rank: (-elements[rank], rank), default=0)
     for rows, columns, start, n_matrices in exchanged:
-        n = len(range((most - start) % ranks, n_matrices, ranks))
-        sent[Collective(KIND, n * rows * columns * width, ranks)] += 2
+        n = len(range((most - start) % owners, n_matrices, owners))
+        if ranks > 1:
+            sent[Collective(EXCHANGED, n * rows * columns * width, ranks)] += 2
+        if copies > 1:
+            gathered = -(-n_matrices // copies) * copies * -(-rows // ranks) * columns * width
+            sent[Collective(GATHERED, gathered, copies)] += 1
         short, long = sorted((rows, columns))
         times = n * ITERATIONS
         work[Product("optimizer", 1, short, short, long, width)] += times
         work[Product("optimizer", 1, short, short, short, width)] += times
         work[Product("optimizer", 1, short, long, short, width)] += times
-    return work, sent if ranks > 1 else Counter()
+    return work, sent

@@ -25,11 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn import functional
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import cpu, models
 from torchtitan_lite.config.derive import derive
@@ -39,7 +36,7 @@ from torchtitan_lite.distributed.blocks import apply_activation_checkpointing
 from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
-from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local
+from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local, tensors_of
 
 KINDS = "parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = KINDS
@@ -93,9 +90,8 @@ class Timeline(TorchDispatchMode):
         if function.namespace == "c10d":
             self._collective(function, args)
         else:
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor):
-                    self.follow(local(tensor), ACTIVATIONS)
+            for tensor in tensors_of(out):
+                self.follow(tensor, ACTIVATIONS)
             fused = "block" in self._parts[-1][1] and function.namespace != "fsdp"
             if function.namespace != "prim":
                 self.recorder.count(function, args, kwargs, out, self.phase, fused=fused)
@@ -194,6 +190,9 @@ class Timeline(TorchDispatchMode):
         return peaks
 
 
+_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
+
+
 @contextlib.contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
     """A process group whose collectives do nothing. This process is rank 0, which never holds less than the others.
@@ -201,11 +200,11 @@ def fake_world(world_size: int) -> Iterator[None]:
     FSDP cuts each parameter into one tensor per rank, and keeps its own. Here only the first is made, or a large world
     would take minutes and gigabytes.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
         with contextlib.ExitStack() as stack:
-            if hasattr(_fsdp_param, "_chunk_with_empty"):
-                stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk))
+            with contextlib.suppress(ImportError, AttributeError):  # private: may go away
+                stack.enter_context(patch(f"{_FSDP_PARAM}._chunk_with_empty", _first_chunk))
             stack.enter_context(patch.object(dist, "all_to_all_single", lambda *_args, **_keys: None))
             yield
     finally:
@@ -292,9 +291,8 @@ def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: li
         make_state(optimizer)
         for tensor in (*model.parameters(), *model.buffers()):
             timeline.follow(local(tensor), PARAMETERS)
-        for tensor in tree_leaves([*optimizer.state.values()]):
-            if isinstance(tensor, Tensor):
-                timeline.follow(local(tensor), OPTIMIZER)
+        for tensor in tensors_of([*optimizer.state.values()]):
+            timeline.follow(tensor, OPTIMIZER)
         if on_gpu:
             stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _attention_on_gpu))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ Work = Product | Attention | Traffic
 class Collective:
     """One collective over `ranks`; `bytes` is the full size that is gathered, scattered or summed."""
 
-    kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce", "all-to-all, muon"
+    kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce", or of optim.muon
     bytes: int
     ranks: int
 
@@ -106,9 +104,7 @@ class Recorder:
             self.work[Traffic(phase, fused=True, kernels=True)] += 1
         self._read, self._made = {}, set()
 
-    def count(
-        self, operator: OpOverload, args: tuple[Any, ...], kwargs: Any, out: Any, phase: str, *, fused: bool
-    ) -> None:
+    def count(self, operator: Any, args: tuple[Any, ...], kwargs: Any, out: Any, phase: str, *, fused: bool) -> None:
         """Count one operator.
 
         Args:
@@ -136,7 +132,7 @@ class Recorder:
             self.end_of_kernel(phase)
             self.work[attention] += 1
         elif name not in _FREE and not _is_view(operator):
-            inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+            inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
             eager = _bytes(operator, args, inputs, outputs)
             # an operator that is not fused moves the same bytes in compiled blocks
             for compiled in (False,) if fused else (False, True):
@@ -153,8 +149,12 @@ class Recorder:
         self._made |= {storage for tensor in outputs if (storage := self.storage_of(tensor)) is not None}
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [local(t) for t in tree_leaves(tree) if isinstance(t, Tensor)]
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts; the shards of DTensors."""
+    if isinstance(tree, Tensor):
+        return [local(tree)]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for item in items for tensor in tensors_of(item)]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -166,12 +166,12 @@ def _size(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded tensor is read from the cache
 
 
-def _is_view(operator: OpOverload) -> bool:
+def _is_view(operator: Any) -> bool:
     schema = operator._schema
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
-def _bytes(operator: OpOverload, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> int:
+def _bytes(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Bytes that an operator reads and writes."""
     name, schema = operator.overloadpacket.__name__, operator._schema
     if name in _LOOKUPS:
@@ -182,5 +182,5 @@ def _bytes(operator: OpOverload, args: tuple[Any, ...], inputs: list[Tensor], ou
     if name not in _WRITE_ONLY:  # what is changed in place was counted as read
         for value, argument in zip(args, schema.arguments, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only:
-                total += sum(map(_size, _tensors(value)))
+                total += sum(map(_size, tensors_of(value)))
     return total

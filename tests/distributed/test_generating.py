@@ -1,0 +1,59 @@
+"""Samples and tasks gather the parameters once, not once per token."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import run_distributed
+from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
+from torchtitan_lite.distributed import parallelize
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.models import build
+from torchtitan_lite.models.generation import new_tokens
+
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # torch 2.13
+TOKENS = 6
+
+
+def gathers(world: World, reshard: bool, room: int) -> tuple[list[int], list[int]]:
+    """All-gathers of a training step before, of the generation of TOKENS tokens, and of two steps after; and the
+    tokens that were generated.
+    """
+    config = FsdpConfig(reshard_after_forward=reshard)
+    with torch.device("meta"):
+        model = build(ModelConfig(dim=32, n_heads=2, n_layers=3, max_seq_len=32), 97)
+    parallelize.apply_fsdp(model, build_mesh(config, world.device), config)
+    materialise(model, world.device, 1)
+    found, plain = [0], getattr(dist, ALL_GATHER)
+    tokens = torch.ones(2, 8, dtype=torch.int64)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        found[-1] += 1
+        return plain(*args, **options)
+
+    with patch.object(dist, ALL_GATHER, counted), patch.object(parallelize, "GATHERED_BYTES", room):
+        model(tokens, tokens).backward()
+        found.append(0)
+        with parallelize.evaluating(model, generating=config, device=world.device):
+            made = list(new_tokens(model, [1, 2], TOKENS, lambda logits: int(logits.argmax())))
+        # FSDP2 gathers the head once too often in the backward after an evaluation
+        for _ in range(2):
+            found.append(0)
+            model(tokens, tokens).backward()
+    return found, made
+
+
+@pytest.mark.parametrize(("reshard", "room", "expected"), [
+    (True, 1 << 20, 5),  # one for each of 5 groups
+    (False, 1 << 20, 5),
+    (True, 1000, 5 * TOKENS),  # it does not fit
+])  # fmt: skip
+def test_generation_gathers_each_group_once_if_all_fit(reshard: bool, room: int, expected: int) -> None:
+    for (before, generating, _, after), made in run_distributed(gathers, 2, reshard, room):
+        assert generating == expected
+        assert before == after, "training is as it was"
+        assert len(made) == TOKENS
