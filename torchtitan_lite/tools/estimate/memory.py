@@ -35,6 +35,7 @@ def memory_lines(plan: Plan) -> list[str]:
     ]
     if plan.config.fsdp.cpu_offload:
         lines.append(f"  on the host, per rank: {size(sum(plan.simulated.peak.values()) - total)}")
+    lines.append(f"  a checkpoint on disk: {plan.checkpoint_bytes / 1e12:.3g} TB")
     if plan.config.compile.enabled:
         lines.append("  (compiled blocks keep less; the plan ignores that)")
     return lines
