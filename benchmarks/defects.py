@@ -374,8 +374,10 @@ def main(argv: list[str]) -> int:
     newer = ROOT / ".compat/2.15.0/bin/python"  # see tests/compat.py
     parser.add_argument("--newer-torch", metavar="PYTHON", type=Path, default=newer, help="one with torch 2.15")
     given, fallen = parser.parse_args(argv), []
-    print(f"{cpu_name()}; {versions()}\n\n| defect | plain tool | this project |\n|---|---|---|")
     rows = defects.rows_of(given.newer_torch)
+    if unknown := set(given.rows) - rows.keys():
+        parser.error(f"no row is called {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
+    print(f"{cpu_name()}; {versions()}\n\n| defect | plain tool | this project |\n|---|---|---|")
     for name in given.rows or rows:
         with tempfile.TemporaryDirectory() as folder:
             found = rows[name].attack(Path(folder))

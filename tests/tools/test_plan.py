@@ -456,3 +456,9 @@ def test_a_plan_has_the_memory_of_the_z_loss() -> None:
     for chunked, grows in ((False, True), (True, False)):
         off, on = (make_plan(t5_config(1, train__z_loss=z, speed__chunked_loss=chunked), 1, None) for z in (0, 0.1))
         assert (sum(on.device_bytes.values()) > sum(off.device_bytes.values())) == grows
+
+
+def test_patterns_may_name_a_block_that_the_shallow_models_lack(capsys: pytest.CaptureFixture[str]) -> None:
+    deep = ["--world-size", "4", "--device", "h100", "--model.size=1M", "--model.n_layers=6"]
+    for key in ("optim.freeze", "fsdp.shard_columns"):
+        assert plan.main([*deep, f"--{key}=layers.5.attention.wk.weight"]) == 0
