@@ -347,7 +347,7 @@ def rows_of(python: Path) -> dict[str, Row]:
         "over": Row("rank 1 dies in a save over an older one", dies_in([1, 2], 1, names), only_first),
         "first0": Row("rank 0 dies in the first save", dies_in([1], 0, names), "there is no checkpoint"),
         "first1": Row("rank 1 dies in the first save", dies_in([1], 1, names), "there is no checkpoint"),
-        "bits": Row(f"{N_FLIPS} single bits flip", on_one_rank(bits), f"{N_FLIPS} refused"),
+        "bits": Row(f"{N_FLIPS} single bits of tensor files flip", on_one_rank(bits), f"{N_FLIPS} refused"),
         "pickles": Row("a file is a pickle that runs a command", on_one_rank(pickles), "4 refused, 1 .* not read"),
         "threads": Row(
             "a thread of the writer fails", on_one_rank(threads), "in .*, the save fails: .*; in .* fails: .*"
