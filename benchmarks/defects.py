@@ -366,7 +366,7 @@ def line(defect: str, found: Results) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the table. Exit code 1: this project did not hold an attack."""
+    """Print the table. Exit code 1: an attack on this project succeeded."""
     from benchmarks import defects  # not __main__: the ranks import it
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.defects", description=__doc__)
@@ -385,7 +385,11 @@ def main(argv: list[str]) -> int:
             f"{name}, {way}" for way, text in found.items() if way in OURS and not re.fullmatch(rows[name].holds, text)
         ]
         print(line(rows[name].defect, found).replace(folder, ""), flush=True)
-    print(f"\nthis project did not hold: {'; '.join(fallen)}" if fallen else "\nthis project held every attack")
+    print(
+        f"\nattacks on this project that succeeded: {'; '.join(fallen)}"
+        if fallen
+        else "\nevery attack on this project failed"
+    )
     return int(bool(fallen))
 
 

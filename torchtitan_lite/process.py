@@ -125,7 +125,8 @@ def allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**20 if hard == resource.RLIM_INFINITY else min(hard, 2**20)
     if resource.RLIM_INFINITY != soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with contextlib.suppress(OSError, ValueError):  # forbidden, e.g. in a sandbox: this is only a precaution
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def print_once(message: str, local_rank: int) -> None:

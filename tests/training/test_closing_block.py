@@ -108,7 +108,7 @@ def test_threads_that_spin_on_a_busy_machine_are_mentioned(
     ("fsdp", "layout", "named"),
     [
         ({}, Layout(1, 1, 1, 0, 0), "false would save"),
-        ({}, Layout(4, 1, 2, 0, 0), 'fsdp.grad_sync = "last" would save'),
+        ({}, Layout(4, 1, 2, 0, 0), 'fsdp.grad_sync = "last" (sums in another order) would'),
         ({}, Layout(1, 2, 2, 0, 0), None),
         ({"reshard_after_forward": False}, Layout(1, 1, 1, 0, 0), None),
     ],

@@ -33,8 +33,10 @@ def _kept_gathered(model: Transformer, config: FsdpConfig, device: torch.device)
     groups = groups_of(model, config)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     needed = sum(sizes[name] * group.param_dtype.itemsize for group in groups for name in group.parameters)
-    # half of what is free, as generation needs memory too
-    room = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else GATHERED_BYTES
+    room = GATHERED_BYTES
+    if device.type == "cuda":  # half of what is free or only kept by torch, as generation needs memory too
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        room = (torch.cuda.mem_get_info(device)[0] + kept) // 2
     fits = torch.tensor(needed <= room, dtype=torch.int64, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)  # all ranks gather, or none
     if not fits.item():

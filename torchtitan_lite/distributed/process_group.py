@@ -97,8 +97,8 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 def use_tf32(run: RunConfig, device: torch.device) -> None:
     """Obey run.tf32. For the process: torch has no setting for a device."""
-    if run.tf32 and device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
 
 
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:

@@ -77,10 +77,10 @@ def copies_lines(config: Config, layout: Layout) -> list[str]:
         return []
     keys = ["fsdp.reshard_after_forward = false"]
     if layout.grad_accum_steps > 1:
-        keys += ["fsdp.reshard_after_backward = false", 'fsdp.grad_sync = "last"']
+        keys += ["fsdp.reshard_after_backward = false", 'fsdp.grad_sync = "last" (sums in another order)']
     *others, last = keys
     named = f"{', '.join(others)} and {last}" if others else last
-    return [f"fsdp    nothing is sharded: {named} would save copies, if the memory is there (see plan)"]
+    return [f"fsdp    nothing is sharded: {named} would save copies, if they fit in memory (see plan)"]
 
 
 def spinning_line(threads: int) -> str:
@@ -103,7 +103,7 @@ def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     model = config.model
     products = ", its products in float32: this CPU has no instructions for them" if widened else ""
     if config.run.tf32 and config.run.device != "cpu" and config.fsdp.param_dtype == "float32":
-        products = ", its products in TF32 on a GPU"
+        products = ", its products in TF32 on a GPU that has it"
     layers = f"{' + '.join(map(str, model.stacks))} layer{'' if model.stacks == (1,) else 's'}"
     return (
         f"model   {model.family} dim {model.dim}, {layers}, {counted(model.n_heads, 'head')}: {parameters}; "

@@ -248,10 +248,11 @@ def slow_products(gpu: torch.device, dtype: str, *, tf32: bool, options: tuple[s
     before_ampere = not torch.version.hip and torch.cuda.get_device_capability(gpu) < (8, 0)
     if dtype == "bfloat16" and before_ampere:
         return f"{name} emulates bfloat16, no faster than float32; {options[2]} uses its tensor cores"
-    if dtype != "float32" or (tf32 and not before_ampere):
+    has_tf32 = not before_ampere and not torch.version.hip and (device is None or device.tf32)
+    if dtype != "float32" or (tf32 and has_tf32):
         return ""
     rates = (
         f"at {device.fp32_flops / 1e12:g} of {device.half_flops / 1e12:g} TFLOP/s" if device else "without tensor cores"
     )
-    fixes = [options[2]] if before_ampere else [options[0], *([options[1]] if device is None or device.tf32 else [])]
+    fixes = [options[2]] if before_ampere else [options[0], *([options[1]] if has_tf32 else [])]
     return f"float32 products run {rates}; {' or '.join(fixes)} is faster"
