@@ -61,17 +61,27 @@ ONE: dict[str, Any] = {"train.global_batch_size": 8, "train.micro_batch_size": 2
 ONE |= {"fsdp.reshard_after_forward": "default", "fsdp.explicit_prefetching": False}
 SELECTIVE = {"activation_checkpointing.mode": "selective"}
 UNTIED = {"model.tie_embeddings": False}
-BEST = {"train.micro_batch_size": 4, "fsdp.reshard_after_forward": False, "fsdp.reshard_after_backward": False}
+BEST: dict[str, Any] = {
+    "train.micro_batch_size": 4,
+    "fsdp.reshard_after_forward": False,
+    "fsdp.reshard_after_backward": False,
+}
 BEST |= {"fsdp.grad_sync": "last"}
-EIGHT = {"model.n_layers": 8, "train.micro_batch_size": 1, "train.global_batch_size": 2, "optim.warmup_steps": 2}
-SMALL = {"train.global_batch_size": 64, "optim.warmup_steps": 2}
+EIGHT: dict[str, Any] = {
+    "model.n_layers": 8,
+    "train.micro_batch_size": 1,
+    "train.global_batch_size": 2,
+    "optim.warmup_steps": 2,
+}
+SMALL: dict[str, Any] = {"train.global_batch_size": 64, "optim.warmup_steps": 2}
 DOCUMENTS = {"data.packing": "best_fit", "data.document_mask": True}
-PAIRS = {"model.size": "t5-base", "model.vocab_size": 32128, "data.target_len": 128, "train.seq_len": 512}
+PAIRS: dict[str, Any] = {"model.size": "t5-base", "model.vocab_size": 32128, "data.target_len": 128}
+PAIRS |= {"train.seq_len": 512}
 PAIRS |= {"train.micro_batch_size": 32, "train.global_batch_size": 64, "fsdp.param_dtype": "bfloat16"}
 PAIRS |= {"compile.enabled": True, "optim.warmup_steps": 2}
 TITAN = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
-MUON = {"optim.name": "muon"}
-PREFETCH = {"fsdp.explicit_prefetching": True}
+MUON: dict[str, Any] = {"optim.name": "muon"}
+PREFETCH: dict[str, Any] = {"fsdp.explicit_prefetching": True}
 HSDP = {"fsdp.dp_replicate": 2}
 RANKS = {
     "FSDP": {"optim.name": "adamw"},
@@ -85,11 +95,11 @@ ITEMS = [
     Item(1, 40, "attention by each backend", "attention"),
     Item(1, 40, "vocabularies and the loss's kernel", "vocabularies"),
     Item(1, 20, "copies", "copies"),
-    Item(1, 380, "tests on the GPU", "gpu_tests"),
+    Item(1, 300, "tests on the GPU", "gpu_tests"),
     row(2, 50, "1B: no checkpointing, micro-batch 4, kept gathered, summed last", "llama_1b", ONE, BEST),
-    row(2, 50, "1B, not tied, selective, first", "llama_1b", ONE, SELECTIVE, UNTIED),
+    row(2, 50, "ours: 1B, not tied, selective, first", "llama_1b", ONE, SELECTIVE, UNTIED),
     Item(2, 55, "torchtitan: 1B, not tied, selective, first", "torchtitan", {"arguments": TITAN}),
-    row(2, 40, "1B, not tied, selective, second", "llama_1b", ONE, SELECTIVE, UNTIED),
+    row(2, 40, "ours: 1B, not tied, selective, second", "llama_1b", ONE, SELECTIVE, UNTIED),
     Item(2, 55, "torchtitan: 1B, not tied, selective, second", "torchtitan", {"arguments": TITAN}),
     row(2, 45, "8 of 32 layers of 8B, sequences of 8,192", "llama_8b", EIGHT),
     row(2, 45, "8 of 32 layers of 8B, float8 by torchao", "llama_8b", EIGHT, float8=True),
@@ -101,51 +111,44 @@ ITEMS = [
     fake(45, "1B, one rank of 8", "llama_1b", 8, {"train.global_batch_size": 128}),
     fake(60, "8B, one rank of 64", "llama_8b", 64, {"train.global_batch_size": 256}),
     fake(110, "70B, one rank of 64", "llama_70b", 64, {"train.global_batch_size": 128}),
-    Item(3, 60, "4 ranks on one card", "ranks", {"n": 4, "cases": RANKS}),
+    Item(3, 60, "4 ranks on one card: five settings", "ranks", {"n": 4, "cases": RANKS}),
     Item(3, 45, "1B, profile of three steps", "profiled", {"config": "llama_1b.toml", "values": {**ONE, **BEST}}),
     Item(3, 80, "1B, pause of a background save", "save_pause", {"config": "llama_1b.toml", "values": ONE}),
     Item(3, 80, "124M, bitwise resume, deterministic", "resume", {"config": "gpt_124m_scratch.toml", "values": SMALL}),
-    Item(3, 40, "4 ranks on one card, HSDP with CPU offload", "ranks", {
+    Item(3, 40, "4 ranks on one card: HSDP with CPU offload", "ranks", {
         "n": 4, "cases": {"HSDP, offloaded": {"optim.name": "adamw", **HSDP, "fsdp.cpu_offload": True}},
     }),
 ]  # fmt: skip
 
 
-class TimeLimitError(Exception):
-    """An item took too long."""
-
-
-def run_item(item: Item, limit_s: float, log: Path, flags: Sequence[str], env: dict[str, str]) -> dict[str, Any]:
-    """What the item's function returned.
-
-    Raises:
-        TimeLimitError: it was ended after `limit_s`.
-        RuntimeError: it failed; with the last line of its output that looks like a reason.
-    """
+def run_item(
+    item: Item, limit_s: float, log: Path, flags: Sequence[str], env: dict[str, str]
+) -> tuple[dict[str, Any], str]:
+    """What the item has found, and why it did not end as it should: empty if it did."""
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
-        out = Path(folder) / "figures.json"
+        out, error = Path(folder) / "figures.json", ""
         arguments = [item.function, json.dumps(item.options), str(out), *flags]
         command = [sys.executable, "-m", "benchmarks.gpu_items", *arguments]
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired as error:
-            raise TimeLimitError(f"ended after {limit_s:.0f} s") from error
+            if process.wait(limit_s):
+                error = reason(log.read_text(errors="replace")) or f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            error = f"ended after {limit_s:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
             process.wait()
-        if out.is_file():
-            return json.loads(out.read_text())
-    raise RuntimeError(reason(log.read_text(errors="replace")) or f"exit code {process.returncode}")
+        return json.loads(out.read_text()) if out.is_file() else {}, error
 
 
 def reason(output: str) -> str:
-    """The last line that looks like an error."""
-    lines = [line.strip() for line in output.splitlines()]
-    return next((line[:200] for line in reversed(lines) if "Error: " in line or "rror:" in line), "")
+    """The last line that names an error, and the one after it if that has the details."""
+    lines = [line.strip() for line in output.splitlines()] + [""]
+    last = next((i for i in reversed(range(len(lines))) if "rror: " in lines[i]), len(lines) - 1)
+    return " ".join(lines[last : last + 2] if lines[last].endswith(":") else lines[last : last + 1])[:300]
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -187,19 +190,12 @@ def run_all(items: Sequence[Item], key: dict[str, Any], given: argparse.Namespac
         log = logs / f"{item.name.replace(' ', '_').replace('/', '_')}.log"
         print(f"run     {item.name}: about {item.seconds} s; {log}", flush=True)
         before = time.monotonic()
-        record: dict[str, Any] = {"item": item.name, **key}
-        try:
-            record["figures"] = run_item(item, min(own_limit, left), log, flags_of(given), env)
-        except TimeLimitError as error:
-            if left < own_limit:
-                print(f"later   {item.name}: the budget ended", flush=True)
-                continue  # no result: the next call tries again, with more time
-            record["error"] = str(error)
-        except RuntimeError as error:
-            record["error"] = str(error)
-        record["seconds"] = round(time.monotonic() - before, 1)
-        append(given.results, record)
-        print(f"        {record.get('error') or 'done'}, {record['seconds']} s", flush=True)
+        figures, error = run_item(item, min(own_limit, left), log, flags_of(given), env)
+        seconds = round(time.monotonic() - before, 1)
+        print(f"        {error or 'done'}, {seconds} s", flush=True)
+        if error and not figures and seconds >= left:
+            continue  # the budget ended it: the next call tries again, with more time
+        append(given.results, {"item": item.name, **key, "seconds": seconds, "figures": figures, "error": error})
 
 
 def tables(records: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -207,13 +203,14 @@ def tables(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     newest = {record["item"]: record for record in records}
     yield "\n| item | seconds | figures |\n|---|---:|---|"
     for name, record in newest.items():
-        own = {k: v for k, v in record.get("figures", {}).items() if not k.startswith("plan_")}
-        text = "; ".join(f"{key}: {shown(value)}" for key, value in own.items()) or f"failed: {record.get('error')}"
+        own = {key: shown(value) for key, value in record["figures"].items() if not key.startswith("plan_")}
+        own |= {"failed": record["error"]} if record["error"] else {}
+        text = "; ".join(f"{key}: {value}" for key, value in own.items())
         yield f"| {name} | {record['seconds']:.0f} | {text.replace('|', '/')} |"
     yield "\nmeasured against plan\n"
     yield "| item | figure | measured | planned | measured / planned |\n|---|---|---:|---:|---:|"
     for name, record in newest.items():
-        figures = record.get("figures", {})
+        figures = record["figures"]
         for key, planned in figures.items():
             if key.startswith("plan_") and (figure := key.removeprefix("plan_")) in figures:
                 ratio = f"{figures[figure] / planned:.2f}" if planned else ""
@@ -221,13 +218,9 @@ def tables(records: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else f"{value:,.0f}"
-        if (isinstance(value, float))
-        else str(value)
-    )
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def flags_of(given: argparse.Namespace) -> list[str]:
@@ -279,9 +272,8 @@ def main(argv: Sequence[str]) -> None:
     given.results.parent.mkdir(parents=True, exist_ok=True)
     env = environment(given)
     log = given.results.with_suffix(".device.log")
-    try:
-        found = run_item(Item(0, 60, "device", "device"), 120, log, flags_of(given), env)
-    except (TimeLimitError, RuntimeError) as error:
+    found, error = run_item(Item(0, 60, "device", "device"), 120, log, flags_of(given), env)
+    if error:
         sys.exit(f"benchmarks.gpu: {error} ({log})")
     key = {"commit": commit(), **found}
     run_all(items if given.only else missing(items, read(given.results), key), key, given, env)

@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -21,9 +21,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,23 @@ STAND_IN = "--stand-in" in sys.argv
 DEVICE = torch.device("cpu") if STAND_IN else torch.device("cuda", 0)
 STEPS = 3 if STAND_IN else 20
 Figures = dict[str, Any]
+
+
+class Found(Figures):
+    """Figures that are written as they are found: a crash or a time limit loses only the rest."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        write(self)
+
+
+def write(figures: Figures) -> None:
+    """To FILE, rounded to four digits, in one piece."""
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in figures.items()}
+    out, part = Path(sys.argv[3]), Path(f"{sys.argv[3]}.part")
+    part.write_text(json.dumps(rounded))
+    part.replace(out)
+
 
 # the sizes of a stand-in
 TINY: dict[str, Any] = {
@@ -121,9 +140,19 @@ def random(*shape: int, grad: bool = False) -> Tensor:
 # --- the parts of a step ------------------------------------------------------------------------------------------
 
 
+def three_products(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a linear layer forward, and backward for its input and its weight."""
+    return x @ weight.T, grad @ weight, grad.T @ x
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor | None = None) -> None:
+    """Forward and backward."""
+    torch.autograd.grad(function(*inputs), inputs, grad)
+
+
 def products() -> Figures:
     """TFLOP/s of the linear layers of three models, forward and backward, and their share of the peak."""
-    found: Figures = {}
+    found = Found()
     card = gpu()
     for file in ("llama_1b", "llama_8b", "gpt_124m"):
         config = config_of(f"{file}.toml", {})
@@ -133,7 +162,7 @@ def products() -> Figures:
         tokens, total_s, total = 64 if STAND_IN else 8192, 0.0, 0.0
         for (out, width), n in shapes.items():
             x, w, g = random(tokens, width), random(out, width), random(tokens, out)
-            seconds, flops = timed(lambda x=x, w=w, g=g: (x @ w.T, g @ w, g.T @ x)), 6 * tokens * width * out
+            seconds, flops = timed(functools.partial(three_products, x, w, g)), 6 * tokens * width * out
             found[f"{file} {width} -> {out}, TFLOP/s"] = flops / seconds / 1e12
             total_s, total = total_s + n * seconds, total + n * flops
         if card:
@@ -152,27 +181,27 @@ BACKENDS = {
 
 def attention() -> Figures:
     """TFLOP/s of causal attention, forward and backward, by each backend, by our choice, and within documents."""
-    found: Figures = {}
+    found = Found()
     card = gpu()
     for head_dim, batch, length in ((64, 2, 4096), (128, 1, 8192)):
         batch, length = (1, 64) if STAND_IN else (batch, length)
         q, k, v = (random(batch, length, 32, head_dim, grad=True) for _ in range(3))
         g, flops = random(batch, length, 32, head_dim), 7 * batch * 32 * length**2 * head_dim
 
-        def by(backend: SDPBackend, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+        def by(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                heads = (t.transpose(1, 2) for t in (q, k, v))
-                return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+                q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-        ways: dict[str, Callable[[], Tensor]] = {n: functools.partial(by, b) for n, b in BACKENDS.items()}
-        ways["ours"] = functools.partial(attend, q, k, v)
+        ways: dict[str, Callable[..., Tensor]] = {n: functools.partial(by, b) for n, b in BACKENDS.items()}
+        ways["ours"] = attend
         positions = torch.arange(length // 2, device=DEVICE).repeat(batch, 2)
         mask = within_documents(positions, dense=STAND_IN)
-        ways["two documents"] = functools.partial(attend, q, k, v, mask)
+        ways["two documents"] = functools.partial(attend, mask=mask)
         for name, way in ways.items():
             key = f"{name}, heads of {head_dim}, TFLOP/s"
             try:
-                seconds = timed(lambda way=way, g=g, x=(q, k, v): torch.autograd.grad(way(), x, g))
+                seconds = timed(functools.partial(with_gradients, way, (q, k, v), g))
                 found[key] = flops / (2 if name == "two documents" else 1) / seconds / 1e12
             except RuntimeError as error:
                 found[key] = str(error).splitlines()[0][:80]
@@ -186,20 +215,16 @@ def attention() -> Figures:
 
 def vocabularies() -> Figures:
     """The loss of 8,192 tokens with its products, and its kernel alone (a read and a write of the logits)."""
-    found: Figures = {}
+    found = Found()
     for vocabulary, dim in ((50257, 768), (50304, 768), (128256, 2048)):
         tokens, dim, size = (64, 32, vocabulary // 97) if STAND_IN else (8192, dim, vocabulary)
         x, w = random(1, tokens, dim, grad=True), random(size, dim, grad=True)
         targets = torch.randint(size, (1, tokens), device=DEVICE)
-        found[f"{vocabulary}, ms"] = 1e3 * timed(
-            lambda x=x, w=w, t=targets: torch.autograd.grad(chunked_cross_entropy(x, w, t), (x, w))
-        )
+        loss = functools.partial(chunked_cross_entropy, targets=targets)
+        found[f"{vocabulary}, ms"] = 1e3 * timed(functools.partial(with_gradients, loss, (x, w)))
         logits = random(tokens // 4, size)
-        seconds = timed(
-            lambda logits=logits, t=targets: loss_operators.logits_to_gradient_(
-                logits, t[0, : len(logits)], IGNORE, True
-            )
-        )
+        kernel = functools.partial(loss_operators.logits_to_gradient_, logits, targets[0, : len(logits)], IGNORE, True)
+        seconds = timed(kernel)
         found[f"{vocabulary}, kernel GB/s"] = 2 * logits.nbytes / seconds / 1e9
     return found
 
@@ -357,10 +382,8 @@ def torchtitan(arguments: Sequence[str]) -> Figures:
     Raises:
         ConfigError: torchtitan is not installed, or logged nothing.
     """
-    try:
-        importlib.import_module("torchtitan")
-    except ImportError as error:
-        raise ConfigError(f"torchtitan is not installed ({error})") from error
+    if importlib.util.find_spec("torchtitan") is None:
+        raise ConfigError("torchtitan is not installed")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     sizes = {"seq_len": 4096, "local_batch_size": 2, "global_batch_size": 8, "steps": 20}
     with tempfile.TemporaryDirectory() as out_dir:
@@ -503,8 +526,8 @@ def profiled(config: str, values: dict[str, Any]) -> Figures:
 # --- several ranks on one card --------------------------------------------------------------------------------------
 
 # NCCL refuses two ranks on one card, and gloo has not all of these for CUDA tensors. Names differ by version of torch.
-STAGED = ("all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "all_gather_single")
-STAGED += ("reduce_scatter_tensor", "reduce_scatter_single", "broadcast")
+STAGED = ["all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "all_gather_single"]
+STAGED += ["reduce_scatter_tensor", "reduce_scatter_single", "broadcast"]
 
 
 def stage_collectives() -> None:
@@ -543,7 +566,7 @@ def one_of_ranks(rank: int, n: int, port: int, cases: dict[str, dict[str, Any]],
     """One process: the losses of each case by the CPU's ranks, then by those of the card."""
     die_with_parent()
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0)
+    store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0)  # type: ignore[attr-defined]  # as HashStore
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
     plain = {name: getattr(dist, name) for name in STAGED if hasattr(dist, name)}
     if not STAND_IN:
@@ -607,7 +630,8 @@ def train_py(folder: Path, config: str, values: dict[str, Any]) -> list[dict[str
     own |= {"optim.warmup_steps": 2}
     more = TINY | (TINY_LLAMA if "llama" in config else {}) if STAND_IN else {"run.device": "cuda"}
     options = [
-        f"--{key}={str(value).lower() if value is True else value}" for key, value in (own | values | more).items()
+        f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in (own | values | more).items()
     ]
     command = [sys.executable, "train.py", f"--config=configs/{config}", *options]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -648,28 +672,48 @@ def resume(config: str, values: dict[str, Any]) -> Figures:
         }
 
 
+# Tests of tests/gpu/test_cuda.py that run next to each other, by words for -k. Those of a group share a fixture.
+TESTS = {"options": "every_knob", "memory": "memory", "steps": "losses or host_waits", "resume": "resume"}
+OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
+
+
 def gpu_tests() -> Figures:
-    """The tests of tests/gpu, in parallel. Their names appear in the log as they end, so a time limit loses none."""
-    files = ["tests/gpu/test_operators.py"] if STAND_IN else ["tests/gpu/test_cuda.py"]
-    try:
-        importlib.import_module("xdist")
-        parallel = ["-n", "2" if STAND_IN else "6"]
-    except ImportError:
-        parallel = []
-    command = [sys.executable, "-m", "pytest", "-v", *parallel, "-p", "no:cacheprovider", *files]
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    outcomes: dict[str, list[str]] = {"PASSED": [], "SKIPPED": [], "FAILED": [], "ERROR": []}
-    assert process.stdout is not None
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        named = re.search(rf"::(.*?)(?: ({'|'.join(outcomes)})\b|$)", line.rstrip())
-        outcome = re.search(rf"\b({'|'.join(outcomes)})\b", line)
-        if named and outcome and "%]" in line:
-            outcomes[outcome[1]].append(named[1])
-    failed = outcomes["FAILED"] + outcomes["ERROR"]
-    if process.wait() not in (0, 1) or not any(outcomes.values()):
-        raise RuntimeError(f"pytest ended with {process.returncode}")
-    return {"passed": len(outcomes["PASSED"]), "skipped": len(outcomes["SKIPPED"]), "failed": "; ".join(failed) or 0}
+    """The tests of tests/gpu, in parallel. A failing one ends nothing."""
+    found, outcomes, lock = Found(failed=""), Counter[str](), threading.Lock()
+    parallel = ["-n", "1" if STAND_IN else "4"] if importlib.util.find_spec("xdist") else []
+
+    def run_group(name: str, words: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "-p",
+            "no:cacheprovider",
+            "tests/gpu/test_cuda.py",
+            "-k",
+            words,
+        ]
+        command += parallel if name == "steps" else []
+        process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            outcome = OUTCOME.search(line)
+            if outcome is None or "%]" not in line:
+                continue
+            with lock:
+                outcomes[outcome[1].lower()] += 1
+                if outcome[1] in ("FAILED", "ERROR"):
+                    found["failed"] += OUTCOME.split(line.split("::")[-1])[0].strip() + "; "
+                found["outcomes"] = " ".join(f"{n} {kind}" for kind, n in outcomes.items())
+        with lock:
+            found[f"{name}, exit code"] = process.wait()
+
+    groups = TESTS | {"others": f"not ({' or '.join(TESTS.values())})"}
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(run_group, groups.keys(), groups.values()))
+    return found
 
 
 def die_with_parent() -> None:
@@ -678,17 +722,10 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def plain(value: Any) -> Any:
-    """For JSON, rounded to four digits."""
-    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
-
-
 def main(argv: Sequence[str]) -> int:
     die_with_parent()
-    function, options, file = argv[:3]
     os.chdir(ROOT)
-    figures = globals()[function](**json.loads(options))
-    Path(file).write_text(json.dumps({key: plain(value) for key, value in figures.items()}))
+    write(globals()[argv[0]](**json.loads(argv[1])))
     return 0
 
 
