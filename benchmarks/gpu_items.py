@@ -167,7 +167,7 @@ def products() -> Figures:
             total_s, total = total_s + n * seconds, total + n * flops
         if card:
             found[f"{file}, share of the peak"] = total / total_s / card.half_flops
-            found[f"plan_{file}, share of the peak"] = card.sustained or step_time.SUSTAINED
+            found[f"plan_{file}, share of the peak"] = sum(step_time.shares(card)) / 2
     return found
 
 
@@ -209,7 +209,7 @@ def attention() -> Figures:
         if card and isinstance(ours, float):
             key = f"heads of {head_dim}, share of the peak"
             found[key] = ours * 1e12 / card.half_flops
-            found[f"plan_{key}"] = step_time.ATTENTION * (card.sustained or step_time.SUSTAINED)
+            found[f"plan_{key}"] = step_time.ATTENTION * sum(step_time.shares(card)) / 2
     return found
 
 
