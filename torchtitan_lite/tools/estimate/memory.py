@@ -37,6 +37,8 @@ def memory_lines(plan: Plan) -> list[str]:
         lines.append(f"  on the host, per rank: {size(sum(plan.simulated.peak.values()) - total)}")
     if plan.config.compile.enabled:
         lines.append("  (compiled blocks keep less; the plan ignores that)")
+    if plan.config.speed.float8:
+        lines.append("  (float8 is not estimated: this is bfloat16)")
     return lines
 
 

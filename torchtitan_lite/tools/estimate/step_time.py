@@ -193,6 +193,8 @@ def time_lines(plan: Plan, mfu: float) -> list[str]:
     lines.append(f"        at {mfu:.0%} of the peak (--mfu): {real_s:.3f} s a step{days}")
     if plan.config.fsdp.cpu_offload:
         return [*lines, "expected time unknown: copies to the host are not estimated"]
+    if plan.config.speed.float8:
+        return [*lines, "expected time unknown: float8 is not estimated"]
     step = expected(plan, device)
     tokens_s = tokens / plan.world_size / step.total
     note = "" if device.sustained else f" (no published run on {device.name} was used)"
