@@ -56,12 +56,16 @@ def steps(world: World, name: str) -> tuple[list[tuple[float, float]], list[Any]
 
 
 def all_steps(world: World, names: list[str]) -> list[Any]:
-    return [steps(world, name) for name in names]
+    """On two ranks."""
+    found = [steps(world, name) for name in names]
+    require_gathered_in_float8(world)
+    return found
 
 
 @needs_torchao
 @pytest.mark.parametrize("more", [[], pytest.param(["float8, compiled"], marks=pytest.mark.extended)], ids=len)
 def test_steps_are_close_to_bfloat16_and_names_and_shards_the_same(more: list[str]) -> None:
+    """And weights are gathered in float8, as by torchao, bit for bit."""
     names = ["bfloat16", "float8", *(more or ["float8, other options"])]
     plain, ours, other = run_distributed(all_steps, 2, names)[0]
     assert ours[1] == plain[1] == other[1]
@@ -99,8 +103,8 @@ def by_torchao(config: Config, world: World) -> models.Transformer:
     return model
 
 
-def gathered(world: World) -> None:
-    """On two ranks: what is gathered, and that its scale is that of the weights at the time."""
+def require_gathered_in_float8(world: World) -> None:
+    """What is gathered, that its scale is that of the weights at the time, and the gradients."""
     plain = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions")}
     config = Case(world.world_size, ON | plain).config()
     model, other = training(config, world).model, by_torchao(config, world)
@@ -120,11 +124,6 @@ def gathered(world: World) -> None:
             model(torch.ones(1, 4, dtype=torch.int64))
         assert seen == [(torch.float8_e4m3fn, (448 / largest).float())] * 2, "in training and in validation"
         seen.clear()
-
-
-@needs_torchao
-def test_weights_are_gathered_in_float8_as_by_torchao_bit_for_bit() -> None:
-    run_distributed(gathered, 2)
 
 
 @needs_torchao

@@ -39,8 +39,8 @@ class CompileConfig(Section):
             lambda c: c.compile.enabled and c.compile.backend == "inductor",
         ),
     ] = "default"
-    """torch.compile's mode; max-autotune-no-cudagraphs times several kernels for each product; those with CUDA graphs are \
-refused"""
+    """torch.compile's mode; max-autotune-no-cudagraphs times several kernels for each product; those with CUDA \
+graphs are refused"""
 
 
 class SpeedConfig(Section):
