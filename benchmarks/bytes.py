@@ -91,6 +91,42 @@ def fsdp(world_size: int, **options: Any) -> float:
     return (copied[1] - copied[0]) / parameters
 
 
+def projections(widths: Sequence[int], *, fused: bool) -> float:
+    """MB that several products of 8,192 tokens and FSDP's separate weights move, forward and backward, in bfloat16.
+
+    Args:
+        widths: outputs of each product, from 2,048 inputs.
+        fused: one product with a copy of the weights, which is made again in backward: kept, it would hold as much
+            memory as the weights that FSDP frees.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tests.fake_cuda.operators import OperatorLog
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            ctx.save_for_backward(x, *weights)
+            return (x @ torch.cat(weights).T).split(list(widths), -1)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x, *weights = ctx.saved_tensors
+            grad = torch.cat(grads, -1)
+            return grad @ torch.cat(weights), *(grad.T @ x).split(list(widths))
+
+    with FakeTensorMode(), torch.device("cuda"):
+        x = torch.empty(TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
+        weights = [torch.empty(n, DIM, dtype=torch.bfloat16, requires_grad=True) for n in widths]
+        grads = [torch.empty(TOKENS, n, dtype=torch.bfloat16) for n in widths]
+        apply: Any = Fused.apply
+        with OperatorLog() as log:
+            outputs = apply(x, *weights) if fused else [x @ weight.T for weight in weights]
+            torch.autograd.backward(outputs, grads)
+    return log.bytes() / 1e6
+
+
 def update(optimizer: str, world_size: int, dp_replicate: int = 1) -> tuple[int, float]:
     """Operators, and GB that those other than products move, of one update of GPT-2 124M on rank 0."""
     from tests.fake_cuda.step import config_of, logged_step
@@ -162,6 +198,11 @@ def main(_argv: Sequence[str]) -> int:
             (f'{where}, kept gathered, grad_sync = "last"', gathered | {"grad_sync": "last"}),
         ):
             rows.append((f"  {name}", f"{fsdp(world_size, **options):.1f} bytes"))
+    rows.append(("products of 8,192 tokens, dim 2,048, forward and backward", ""))
+    for name, widths in (("q, k and v of Llama 3.2 1B", (2048, 512, 512)), ("its w1 and w3", (8192, 8192))):
+        for fused in (False, True):
+            way = "as one product" if fused else "each"
+            rows.append((f"  {name}, {way}", f"{projections(widths, fused=fused):,.0f} MB"))
     rows.append(("update of GPT-2 124M, without products", ""))
     for name, mesh in (("one GPU", (1, 1)), ("8 GPUs", (8, 1)), ("8 GPUs, 2 copies", (8, 2))):
         for optimizer in ("adamw", "muon"):

@@ -1,234 +1,285 @@
-"""Checks and figures that need a GPU: `python -m benchmarks.gpu [--skip-tests] [--only WORDS]`.
+"""What one rented GPU can prove in half an hour: `python -m benchmarks.gpu --budget-s 540`, three times.
 
-First runs the tests that need a GPU (bitwise resume, the CPU's initial parameters and losses, the table of FSDP2's
-options). Then runs train.py on all GPUs of this machine for a table of settings: MFU, tokens per second, peak memory,
-and the share of time spent waiting for data. The first Llama row is the baseline, the others change one thing each, and
-the last ones aim for the highest throughput. A row that fails (out of memory, something missing) gives the reason. The
-rows of torchtitan run torchtitan_peer.py on the same GPUs, if it is installed: published figures are of other cards.
+Each item of ITEMS runs in a process of its own with a time limit, so that a crash or a hang ends only that item. Its
+result is appended to a JSONL at once. The next call skips the items that have one for the same commit, card and torch,
+and runs the others in order, as long as their estimates fit into the budget. In the end the tables are printed.
+
+    --list          print the items and their estimates (seconds, not measured)
+    --only WORDS    run only the items whose names contain this, also those that have a result
+    --wheels DIR    install the missing packages from this folder first (docs/lab/gpu.md says how to fill it)
+    --stand-in      no GPU: run the items on the CPU, with tiny sizes. It tests this command, not the card.
+
+Needs nothing but the standard library itself; the items need torch and the packages.
 """
 
 import argparse
-import importlib.util
+import contextlib
 import json
-import math
 import os
-import re
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
-
-from torchtitan_lite import models
-from torchtitan_lite.config import load
-from torchtitan_lite.monitoring import mfu
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
-STEPS, LOG_EVERY, SEQUENCES = 40, 5, 8  # per GPU and step
-VARIANT = "variant="  # of gpu_variants.py
-PLAIN = ["--fsdp.explicit_prefetching=false", "--fsdp.reshard_after_forward=default", "--compile.enabled=false"]
-GPT = ["--config=configs/gpt_124m.toml", *PLAIN, "--train.micro_batch_size=8"]
-# 1.24 B parameters, sequences of 4,096 tokens, Llama 3's vocabulary
-LLAMA = ["--config=configs/llama_1b.toml", *PLAIN, "--train.micro_batch_size=2"]
-FIELD = [*LLAMA, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true", "--activation_checkpointing.mode=selective"]
-NO_CHECKPOINTING = "--activation_checkpointing.mode=none"
-BEST = [
-    *(*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=4", "--fsdp.reshard_after_forward=false"),
-    *("--fsdp.reshard_after_backward=false", "--fsdp.grad_sync=last"),
-]
-EIGHT = ["--config=configs/llama_8b.toml", *FIELD[1:]]
-UNTIED = "--model.tie_embeddings=false"
-# torchtitan's arguments for the rows of torchtitan_peer.py, and ours that compute the same
-TITAN = {
-    "selective": (
-        [*FIELD, UNTIED],
-        ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
-    ),
-    "no checkpointing": ([*FIELD, UNTIED, NO_CHECKPOINTING], ["--activation_checkpoint.mode=none"]),
-}
-SETTINGS = {
-    "llama 1B: bf16, compiled, selective": FIELD,
-    "  without the chunked loss": [*FIELD, "--speed.chunked_loss=false"],
-    "  not compiled": [*FIELD, "--compile.enabled=false"],
-    "  full checkpointing": [*FIELD, "--activation_checkpointing.mode=full"],
-    "  Python collects garbage as it likes": [*FIELD, "--speed.gc_every=0"],
-    "  explicit prefetching": [*FIELD, "--fsdp.explicit_prefetching=true"],
-    "  parameters stay gathered": [*FIELD, "--fsdp.reshard_after_forward=false"],
-    "  muon": [*FIELD, "--optim.name=muon"],
-    "  muon in float32": [*FIELD, "--optim.name=muon", "--optim.muon_dtype=float32"],
-    "  micro-batch 4": [*FIELD, "--train.micro_batch_size=4"],
-    "  micro-batch 8": [*FIELD, "--train.micro_batch_size=8"],
-    "  no checkpointing, micro-batch 1": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=1"],
-    "  no checkpointing, micro-batch 2": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=2"],
-    "  no checkpointing, micro-batch 4": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=4"],
-    "  no checkpointing, micro-batch 8": [*FIELD, NO_CHECKPOINTING, "--train.micro_batch_size=8"],
-    "  no checkpointing, micro-batch 4, kept gathered, summed last": BEST,
-    "    and explicit prefetching": [*BEST, "--fsdp.explicit_prefetching=true"],
-    "    and attention by cudnn": [*BEST, "variant=cudnn"],
-    "    and attention by flash": [*BEST, "variant=flash"],
-    "    and attention by efficient": [*BEST, "variant=efficient"],
-    "    and attention by math": [*BEST, "variant=math"],
-    "    and symmetric memory": [*BEST, "variant=symmetric-memory"],
-    "    and a reduce-scatter group": [*BEST, "variant=separate-groups"],
-    "    and float8 by torchao, rowwise": [*BEST, "variant=float8"],
-    "llama 1B, not tied: bf16, compiled, selective": TITAN["selective"][0],
-    "llama 1B, not tied: bf16, compiled, no checkpointing": TITAN["no checkpointing"][0],
-    "llama 8B: bf16, compiled, selective, micro-batch 2": EIGHT,
-    "gpt 124M: bf16": [*GPT, "--fsdp.param_dtype=bfloat16"],
-    "  compiled": [*GPT, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true"],
-    "  compiled, micro-batch 32": [
-        *(*GPT, "--fsdp.param_dtype=bfloat16", "--compile.enabled=true", "--train.micro_batch_size=32")
-    ],
-    "  float32": [*GPT, "--fsdp.param_dtype=float32"],
-    "  deterministic": [*GPT, "--fsdp.param_dtype=bfloat16", "--run.deterministic=true"],
-}
+CALL_S = 540  # of each of the three calls
+# what train.py and the tests import, apart from torch and what comes with it
+PACKAGES = ["filelock", "numpy", "pydantic", "pyyaml", "safetensors", "tokenizers", "tomli", "tomli-w", "tqdm"]
+PACKAGES += ["pytest", "pytest-xdist"]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Medians of the log lines after the first two."""
+class Item:
+    """One measurement."""
 
-    tokens_per_second: float
-    peak_memory_gib: float
-    data_share: float  # of the time in which the loop waited for a batch
-
-
-def command_line(options: list[str], n: int, out_dir: str) -> list[str]:
-    """Everything but the launcher and train.py."""
-    common = ["--tokenizer.path=", "--tokenizer.vocab_size=16384", f"--train.steps={STEPS}", "--run.name=run"]
-    common += [f"--train.global_batch_size={SEQUENCES * n}", "--optim.warmup_steps=10", f"--log.every={LOG_EVERY}"]
-    common += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", f"--run.out_dir={out_dir}"]
-    if "gpt" in options[0]:  # small: with more sequences the optimizer counts for as little as in a real run
-        common = [c for c in common if "global_batch_size" not in c] + [f"--train.global_batch_size={64 * n}"]
-    return [*(option for option in options if not option.startswith(VARIANT)), *common]
+    call: int  # in which of the three calls it is expected to run
+    seconds: int  # an estimate, with the import of torch and compilation
+    name: str
+    function: str  # of gpu_items.py
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def program_of(options: list[str]) -> list[str]:
-    """train.py, or what runs it with the variant that the options name."""
-    variants = [option.removeprefix(VARIANT) for option in options if option.startswith(VARIANT)]
-    return ["-m", "benchmarks.gpu_variants", *variants] if variants else ["train.py"]
+def row(call: int, seconds: int, name: str, config: str, *values: dict[str, Any], **options: Any) -> Item:
+    """Steps of a shipped config with some values."""
+    merged = {key: value for some in values for key, value in some.items()}
+    return Item(call, seconds, name, "row", {"config": f"{config}.toml", "values": merged, **options})
 
 
-def flops_per_token(options: list[str], *, causal: bool) -> int:
-    """6 (N - N_embedding) + 12 L H Q T as torchtitan counts, the output matrix included also where it is tied.
+def fake(seconds: int, name: str, config: str, world_size: int, *values: dict[str, Any]) -> Item:
+    """One rank of a world."""
+    given = row(3, seconds, name, config, *values, world_size=world_size)
+    return Item(3, seconds, name, "fake_rank", given.options)
 
-    Args:
-        causal: count only the half of attention that a causal model needs.
-    """
-    given: load.ConfigValues = {}
-    for option in options[1:]:
-        if option.startswith(VARIANT):
+
+# 1.24 B parameters, 8 sequences of 4,096 tokens a step. The baseline is what torchtitan computes, too.
+ONE: dict[str, Any] = {"train.global_batch_size": 8, "train.micro_batch_size": 2, "optim.warmup_steps": 2}
+ONE |= {"fsdp.reshard_after_forward": "default", "fsdp.explicit_prefetching": False}
+SELECTIVE = {"activation_checkpointing.mode": "selective"}
+UNTIED = {"model.tie_embeddings": False}
+BEST: dict[str, Any] = {
+    "train.micro_batch_size": 4,
+    "fsdp.reshard_after_forward": False,
+    "fsdp.reshard_after_backward": False,
+}
+BEST |= {"fsdp.grad_sync": "last"}
+EIGHT: dict[str, Any] = {
+    "model.n_layers": 8,
+    "train.micro_batch_size": 1,
+    "train.global_batch_size": 2,
+    "optim.warmup_steps": 2,
+}
+SMALL: dict[str, Any] = {"train.global_batch_size": 64, "optim.warmup_steps": 2}
+DOCUMENTS = {"data.packing": "best_fit", "data.document_mask": True}
+PAIRS: dict[str, Any] = {"model.size": "t5-base", "model.vocab_size": 32128, "data.target_len": 128}
+PAIRS |= {"train.seq_len": 512}
+PAIRS |= {"train.micro_batch_size": 32, "train.global_batch_size": 64, "fsdp.param_dtype": "bfloat16"}
+PAIRS |= {"compile.enabled": True, "optim.warmup_steps": 2}
+TITAN = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+MUON: dict[str, Any] = {"optim.name": "muon"}
+PREFETCH: dict[str, Any] = {"fsdp.explicit_prefetching": True}
+HSDP = {"fsdp.dp_replicate": 2}
+RANKS = {
+    "FSDP": {"optim.name": "adamw"},
+    "explicit prefetching": {"optim.name": "adamw", **PREFETCH},
+    "HSDP": {"optim.name": "adamw", **PREFETCH, **HSDP},
+    "Muon": MUON,
+    "Muon, HSDP": {**MUON, **HSDP},
+}
+ITEMS = [
+    Item(1, 40, "products of three models", "products"),
+    Item(1, 40, "attention by each backend", "attention"),
+    Item(1, 40, "vocabularies and the loss's kernel", "vocabularies"),
+    Item(1, 20, "copies", "copies"),
+    Item(1, 300, "tests on the GPU", "gpu_tests"),
+    row(2, 50, "1B: no checkpointing, micro-batch 4, kept gathered, summed last", "llama_1b", ONE, BEST),
+    row(2, 50, "ours: 1B, not tied, selective, first", "llama_1b", ONE, SELECTIVE, UNTIED),
+    Item(2, 55, "torchtitan: 1B, not tied, selective, first", "torchtitan", {"arguments": TITAN}),
+    row(2, 40, "ours: 1B, not tied, selective, second", "llama_1b", ONE, SELECTIVE, UNTIED),
+    Item(2, 55, "torchtitan: 1B, not tied, selective, second", "torchtitan", {"arguments": TITAN}),
+    row(2, 45, "8 of 32 layers of 8B, sequences of 8,192", "llama_8b", EIGHT),
+    row(2, 45, "8 of 32 layers of 8B, float8 by torchao", "llama_8b", EIGHT, float8=True),
+    row(2, 35, "124M, vocabulary 50,257", "gpt_124m", SMALL),
+    row(2, 35, "124M, vocabulary 50,304", "gpt_124m_scratch", SMALL),
+    row(2, 45, "1B, selective, Muon", "llama_1b", ONE, SELECTIVE, MUON),
+    row(2, 45, "1B, selective, document mask", "llama_1b", ONE, SELECTIVE, DOCUMENTS),
+    row(2, 40, "T5 base on pairs, compiled", "t5_summarize", PAIRS),
+    fake(45, "1B, one rank of 8", "llama_1b", 8, {"train.global_batch_size": 128}),
+    fake(60, "8B, one rank of 64", "llama_8b", 64, {"train.global_batch_size": 256}),
+    fake(110, "70B, one rank of 64", "llama_70b", 64, {"train.global_batch_size": 128}),
+    Item(3, 60, "4 ranks on one card: five settings", "ranks", {"n": 4, "cases": RANKS}),
+    Item(3, 45, "1B, profile of three steps", "profiled", {"config": "llama_1b.toml", "values": {**ONE, **BEST}}),
+    Item(3, 80, "1B, pause of a background save", "save_pause", {"config": "llama_1b.toml", "values": ONE}),
+    Item(3, 80, "124M, bitwise resume, deterministic", "resume", {"config": "gpt_124m_scratch.toml", "values": SMALL}),
+    Item(3, 40, "4 ranks on one card: HSDP with CPU offload", "ranks", {
+        "n": 4, "cases": {"HSDP, offloaded": {"optim.name": "adamw", **HSDP, "fsdp.cpu_offload": True}},
+    }),
+]  # fmt: skip
+
+
+def run_item(
+    item: Item, limit_s: float, log: Path, flags: Sequence[str], env: dict[str, str]
+) -> tuple[dict[str, Any], str]:
+    """What the item has found, and why it did not end as it should: empty if it did."""
+    with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
+        out, error = Path(folder) / "figures.json", ""
+        arguments = [item.function, json.dumps(item.options), str(out), *flags]
+        command = [sys.executable, "-m", "benchmarks.gpu_items", *arguments]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            if process.wait(limit_s):
+                error = reason(log.read_text(errors="replace")) or f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            error = f"ended after {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+            process.wait()
+        return json.loads(out.read_text()) if out.is_file() else {}, error
+
+
+def reason(output: str) -> str:
+    """The last line that names an error, and the one after it if that has the details."""
+    lines = [line.strip() for line in output.splitlines()] + [""]
+    last = next((i for i in reversed(range(len(lines))) if "rror: " in lines[i]), len(lines) - 1)
+    return " ".join(lines[last : last + 2] if lines[last].endswith(":") else lines[last : last + 1])[:300]
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """All records; half a line, of a call that was killed, is skipped."""
+    records = []
+    for line in results.read_text().splitlines() if results.is_file() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+def append(results: Path, record: dict[str, Any]) -> None:
+    """Add a line, which is on disk when this returns."""
+    torn = results.is_file() and not results.read_bytes().endswith(b"\n") and results.stat().st_size > 0
+    with results.open("a") as file:
+        file.write(("\n" if torn else "") + json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def missing(items: Sequence[Item], records: Sequence[dict[str, Any]], key: dict[str, Any]) -> list[Item]:
+    """The items without a result of this commit, card and torch."""
+    done = {record["item"] for record in records if all(record.get(name) == key[name] for name in key)}
+    return [item for item in items if item.name not in done]
+
+
+def run_all(items: Sequence[Item], key: dict[str, Any], given: argparse.Namespace, env: dict[str, str]) -> None:
+    """Run the items that fit into the budget, in order."""
+    deadline = given.start + given.budget_s
+    logs = given.results.with_suffix(".logs")
+    logs.mkdir(exist_ok=True)
+    for item in items:
+        left = deadline - time.monotonic()
+        estimate = 0 if given.stand_in else item.seconds
+        if left <= estimate:
+            print(f"later   {item.name}: {item.seconds} s do not fit into {max(left, 0):.0f} s", flush=True)
             continue
-        key, value = option.removeprefix("--").split("=", 1)
-        given[key] = load.ConfigValue(load.parse_value(key, value), "benchmark")
-    config = load.load(ROOT / options[0].split("=")[1], given).config
-    with torch.device("meta"):
-        model = models.build(config.model, config.tokenizer.vocab_size)
-    inside = sum(p.numel() for p in (*model.layers.parameters(), *model.norm.parameters(), model.output.weight))
-    width = config.model.n_heads * config.model.dim_of_heads
-    return 6 * inside + 12 * config.model.n_layers * width * config.train.seq_len // (2 if causal else 1)
+        own_limit = 2 * item.seconds if not given.stand_in else 300
+        log = logs / f"{item.name.replace(' ', '_').replace('/', '_')}.log"
+        print(f"run     {item.name}: about {item.seconds} s; {log}", flush=True)
+        before = time.monotonic()
+        figures, error = run_item(item, min(own_limit, left), log, flags_of(given), env)
+        seconds = round(time.monotonic() - before, 1)
+        print(f"        {error or 'done'}, {seconds} s", flush=True)
+        if error and not figures and seconds >= left:
+            continue  # the budget ended it: the next call tries again, with more time
+        append(given.results, {"item": item.name, **key, "seconds": seconds, "figures": figures, "error": error})
 
 
-def peak_flops(name: str) -> float:
-    """Of a GPU by the name that its driver reports; NaN if it is not known."""
-    known = mfu.named(name)
-    return known.half_flops if known else math.nan
+def tables(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """All figures; then those that `plan` has expected. Of several results of an item, the newest."""
+    newest = {record["item"]: record for record in records}
+    yield "\n| item | seconds | figures |\n|---|---:|---|"
+    for name, record in newest.items():
+        own = {key: shown(value) for key, value in record["figures"].items() if not key.startswith("plan_")}
+        own |= {"failed": record["error"]} if record["error"] else {}
+        text = "; ".join(f"{key}: {value}" for key, value in own.items())
+        yield f"| {name} | {record['seconds']:.0f} | {text.replace('|', '/')} |"
+    yield "\nmeasured against plan\n"
+    yield "| item | figure | measured | planned | measured / planned |\n|---|---|---:|---:|---:|"
+    for name, record in newest.items():
+        figures = record["figures"]
+        for key, planned in figures.items():
+            if key.startswith("plan_") and (figure := key.removeprefix("plan_")) in figures:
+                ratio = f"{figures[figure] / planned:.2f}" if planned else ""
+                yield f"| {name} | {figure} | {shown(figures[figure])} | {shown(planned)} | {ratio} |"
 
 
-def reason(stderr: str) -> str:
-    """Why a run failed: our own message, an exception, or the first line that looks like one. All of it to stderr."""
-    print(stderr[-6000:], file=sys.stderr)
-    lines = [re.sub(r"^(\[[\w.:]*\]:?\s*)+", "", line).strip() for line in stderr.splitlines()]
-    ours = [line for line in lines if line.startswith(("train.py: ", "benchmarks.gpu_variants: "))]
-    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Unsupported): ", line)]
-    others = [line for line in lines if "rror" in line or "memory" in line]
-    return next(iter([*ours, *raised, *others]), "no message")[:160].replace("|", "/")
+def shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def measure_torchtitan(arguments: list[str], n: int) -> Measured | str:
-    """Run torchtitan_peer.py with these arguments; the reason, if that fails."""
-    if importlib.util.find_spec("torchtitan") is None:
-        return "torchtitan is not installed"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    launcher += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
-    sizes = {"seq_len": 4096, "local_batch_size": 2, "global_batch_size": SEQUENCES * n, "steps": STEPS}
-    with tempfile.TemporaryDirectory() as out_dir:
-        common = [*(f"--training.{name}={size}" for name, size in sizes.items()), "--compile.enable"]
-        common += [f"--metrics.log_freq={LOG_EVERY}", f"--job.dump_folder={out_dir}"]
-        command = [*launcher, "-m", "benchmarks.torchtitan_peer", *common, *arguments]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = read_torchtitan(result.stdout + result.stderr, n)
-    return reason(result.stderr) if result.returncode else found or "it logged no throughput"
+def flags_of(given: argparse.Namespace) -> list[str]:
+    return ["--stand-in"] if given.stand_in else []
 
 
-def read_torchtitan(log: str, n: int) -> Measured | None:
-    """Medians of its lines "memory:  9.46GiB(64.99%)  tps: 7,049" after the first two; None if there are fewer."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
-    lines = re.findall(r"memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)", plain)[2:]
-    if not lines:
-        return None
-    rates = [float(tps.replace(",", "")) for _, tps in lines]
-    return Measured(n * statistics.median(rates), float(lines[-1][0]), math.nan)
+def environment(given: argparse.Namespace) -> dict[str, str]:
+    """Of the items: without torchrun's variables, and with the packages of --wheels."""
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    paths = [str(ROOT)]
+    if given.wheels:
+        target = given.wheels.resolve() / "installed"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", f"--find-links={given.wheels}"]
+        if not target.is_dir():
+            subprocess.run([*pip, f"--target={target}", *PACKAGES], check=True)
+        paths.append(str(target))
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def measure(options: list[str], n: int) -> Measured | str:
-    """Run train.py; the reason, if it fails (out of memory, most likely)."""
-    with tempfile.TemporaryDirectory() as out_dir:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [*launcher, *program_of(options), *command_line(options, n, out_dir)]
-        result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        if result.returncode:
-            return reason(result.stderr)
-        lines = (Path(out_dir) / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if "loss" in record][2:]
-    tokens = records[1]["tokens"] - records[0]["tokens"]
-    seconds = [tokens / record["tokens_per_second"] for record in records]
-    return Measured(
-        statistics.median(record["tokens_per_second"] for record in records),
-        records[-1]["peak_memory_gib"],
-        sum(record["data_s"] for record in records) / sum(seconds),
-    )
+def commit() -> str:
+    """The commit, with "-dirty" if files differ from it; "unknown" without git."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
 
 
-def line(label: str, found: Measured | str, options: list[str], n: int, peak: float) -> str:
-    """A row of the table."""
-    if isinstance(found, str):
-        return f"| {label} | failed: {found} | | | | |"
-    rate = found.tokens_per_second / n
-    full, once = (rate * flops_per_token(options, causal=causal) / peak for causal in (False, True))
-    memory, data = found.peak_memory_gib, found.data_share
-    return f"| {label} | {full:.1%} | {once:.1%} | {rate:,.0f} | {memory:.1f} | {data:.1%} |"
+def stop(_number: int, _frame: Any) -> None:
+    raise SystemExit(143)
 
 
-def main() -> None:
-    """Test, then print the table."""
+def main(argv: Sequence[str]) -> None:
+    """Run what is missing, then print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--skip-tests", action="store_true")
-    parser.add_argument("--only", default="", help="settings whose names contain this")
-    given = parser.parse_args()
-    n = torch.cuda.device_count()
-    if n == 0:
-        sys.exit("torch sees no GPU here")
-    if not given.skip_tests:
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/gpu/test_cuda.py"], cwd=ROOT, check=True)
-    name = torch.cuda.get_device_name()
-    peak = peak_flops(name)
-    nominal = "peak unknown" if math.isnan(peak) else f"{peak / 1e12:.0f} TFLOP/s nominal"
-    print(f"{n} x {name}, {nominal}, torch {torch.__version__}, {STEPS} steps each\n")
-    print("| | MFU | MFU, causal attention once | tokens/s per GPU | peak GiB | waiting for data |")
-    print("|---|---:|---:|---:|---:|---:|", flush=True)
-    for label, options in SETTINGS.items():
-        if given.only in label:
-            print(line(label, measure(options, n), options, n, peak), flush=True)
-    for label, (ours, arguments) in TITAN.items():
-        name = f"torchtitan 1B, not tied: bf16, compiled, {label}"
-        if given.only in name:
-            print(line(name, measure_torchtitan(arguments, n), ours, n, peak), flush=True)
+    parser.add_argument("--budget-s", type=float, default=CALL_S)
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "gpu.jsonl")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--wheels", type=Path)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--stand-in", action="store_true")
+    given = parser.parse_args(argv)
+    given.start = time.monotonic()
+    items = [item for item in ITEMS if given.only in item.name]
+    if given.list:
+        for item in items:
+            print(f"{item.call}  {item.seconds:4} s  {item.name}")
+        return
+    signal.signal(signal.SIGTERM, stop)  # or it would end this process, but not the item
+    given.results.parent.mkdir(parents=True, exist_ok=True)
+    env = environment(given)
+    log = given.results.with_suffix(".device.log")
+    found, error = run_item(Item(0, 60, "device", "device"), 120, log, flags_of(given), env)
+    if error:
+        sys.exit(f"benchmarks.gpu: {error} ({log})")
+    key = {"commit": commit(), **found}
+    run_all(items if given.only else missing(items, read(given.results), key), key, given, env)
+    mine = [record for record in read(given.results) if all(record.get(name) == key[name] for name in key)]
+    print("\n".join(tables(mine)))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

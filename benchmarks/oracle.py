@@ -52,7 +52,7 @@ Job = tuple[str, str]  # way and dtype
 Meshes = dict[str, tuple[int, int]]  # ranks, and copies of the model
 
 MESHES: Meshes = {"1 rank": (1, 1), "2 ranks": (2, 1), "4 ranks": (4, 1), "HSDP 2 x 2": (4, 2)}
-STEPS, BATCH, MAX_NORM = 20, 8, 0.5
+STEPS, BATCH, MAX_NORM = 20, 8, 0.84
 # 259 and 70 rows do not divide by four
 SHAPE = Shape(36, 70, 2, 6, 2, vocab_size=259, seq_len=24, dtype="float32")
 MICRO_BATCH = 2  # in float32; in bfloat16 as many as a rank gets
@@ -223,14 +223,15 @@ def differences(curve: Curve, other: Curve) -> list[tuple[float, float]]:
 
 
 def beyond_rounding(curve: Curve, other: Curve) -> list[int]:
-    """The steps at which float32 curves differ by more than `bound`."""
-    return [step for step, found in enumerate(differences(curve, other), start=1) if max(found) > bound(step)]
+    """The steps at which float32 curves differ by more than `bound`, or are not finite."""
+    found = enumerate(differences(curve, other), start=1)
+    return [step for step, both in found if not all(one <= bound(step) for one in both)]  # NaN is never more
 
 
 def largest(found: list[list[tuple[float, float]]]) -> tuple[float, float]:
     """Of the differences of several pairs of curves, at any step: of losses, of norms."""
     losses, norms = zip(*(step for pair in found for step in pair), strict=True)
-    return max(losses), max(norms)
+    return np.max(losses).item(), np.max(norms).item()  # NaN, if one is
 
 
 def cells(found: list[tuple[float, float]]) -> list[str]:
@@ -283,7 +284,7 @@ def main() -> int:
     for way, (loss, norm) in spreads.items():
         print(f"\nlargest difference between meshes, {way}: loss {loss:.1e}, norm {norm:.1e}")
     between = largest([differences(of[ROUNDED, "bfloat16"], theirs[mesh]) for mesh, of in found.items()])
-    failed += ["bfloat16"] * any(one > 2 * spread for one, spread in zip(between, spreads[THEIRS], strict=True))
+    failed += ["bfloat16"] * any(not one <= 2 * spread for one, spread in zip(between, spreads[THEIRS], strict=True))
     print("\nbeyond the bounds: " + ", ".join(failed) if failed else "\nall within the bounds")
     return int(bool(failed))
 

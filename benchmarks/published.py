@@ -1,8 +1,9 @@
 """Published throughputs, as configs of ours, and what `plan` expects for them.
 
-The rows of 8 GPUs calibrate the constants of step_time.py. The others were not used: they test them. All rows of the
-sources are here whose settings `plan` has and the source states: bfloat16, FSDP alone, models from 1 B; of
-llm-foundry's many rows those with 2,048 tokens and 8, 128 or 256 GPUs, and the 70 B on 64.
+Some rows calibrate the constants of step_time.py and `Device.sustained`. The others were not used: they test them. All
+rows of the sources are here whose settings `plan` has and the source states: bfloat16, FSDP alone or one GPU, no host
+offload; of llm-foundry's many rows those with 2,048 tokens and 8, 128 or 256 GPUs, and the 70 B on 64. llm.c and llmq
+shard only the optimizer's state and are programs in CUDA: here they are compiled and keep their parameters gathered.
 `python -m benchmarks.published` prints the table of docs/plan.md, in some minutes.
 """
 
@@ -23,8 +24,13 @@ TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Dec 2024)
 TORCHTITAN_A100 = "torchtitan, docs/performance.md at 1ea476e9f (2024)"
 FOUNDRY = "llm-foundry, scripts/train/benchmarking/README.md (2023)"
 FMS = "fms-fsdp, README.md (2024)"
+TORCHAO = "torchao, torchao/float8/README.md (Aug 2025), without float8"
+KEMPNER = "KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md (2026)"
+LLMC = "llm.c, discussion 677: 32,000 steps of 1,048,576 tokens in 24 hours (2024)"
+LLMQ = "llmq, benchmarks/*.md, bf16 (Dec 2025)"
+OURS = "this project, docs/lab/gpu.md"
 
-A100, H100 = DEVICES["a100"], DEVICES["h100"]
+A100, H100, H200 = DEVICES["a100"], DEVICES["h100"], DEVICES["h200"]
 # torchtitan states 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W; the others the network of a machine of 8
 MACHINES: dict[str, tuple[Device, float]] = {  # and the power limit, as a share of the nominal one
     "H100": (H100, 1.0),
@@ -33,20 +39,35 @@ MACHINES: dict[str, tuple[Device, float]] = {  # and the power limit, as a share
     "A100": (A100, 1.0),
     "A100, 400 Gbit/s": (replace(A100, inter_node=6.25e9), 1.0),
     "A100 40 GB": (DEVICES["a100-40gb"], 1.0),
+    "H200, 4 a machine": (replace(H200, per_node=4), 1.0),
+    "MI300X": (DEVICES["mi300x"], 1.0),
+    "RTX 4090": (DEVICES["rtx4090"], 1.0),
+    "RTX PRO 6000": (DEVICES["rtxpro6000"], 1.0),
 }
 
 
-def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int) -> dict[str, Any]:
-    names = "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"
-    return {f"model.{k}": v for k, v in zip(names, (dim, n_layers, n_heads, n_kv_heads, hidden_dim), strict=True)}
+def _llama(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, vocab_size: int = 32000, **more: Any
+) -> dict[str, Any]:
+    names = "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size"
+    values = dict(zip(names, (dim, n_layers, n_heads, n_kv_heads, hidden_dim, vocab_size), strict=True))
+    return {f"model.{k}": v for k, v in {**values, **more}.items()}
 
 
 _MODELS: dict[str, dict[str, Any]] = {
     "Llama 3 8B": {"model.size": "8B", "model.vocab_size": 128256},
     "Llama 3 70B": {"model.size": "70B", "model.vocab_size": 128256},
-    "Llama 2 7B": _llama2(4096, 32, 32, 32, 11008),
-    "Llama 2 13B": _llama2(5120, 40, 40, 40, 13824),
-    "Llama 2 70B": _llama2(8192, 80, 64, 8, 28672),
+    "Llama 2 7B": _llama(4096, 32, 32, 32, 11008),
+    "Llama 2 13B": _llama(5120, 40, 40, 40, 13824),
+    "Llama 2 70B": _llama(8192, 80, 64, 8, 28672),
+    "Llama 3 15B": _llama(5120, 40, 40, 8, 17920, 128256),
+    "Llama 3.2 1B": {"model.size": "1B", "model.vocab_size": 128256, "model.tie_embeddings": True},
+    "Llama 3.2 1B, not tied": {"model.size": "1B", "model.vocab_size": 128256},
+    "Qwen2.5 0.5B": _llama(896, 24, 14, 2, 4864, 151936, tie_embeddings=True),
+    "Qwen2.5 1.5B": _llama(1536, 28, 12, 2, 8960, 151936, tie_embeddings=True),
+    "Qwen2.5 3B": _llama(2048, 36, 16, 2, 11008, 151936, tie_embeddings=True),
+    "Qwen2.5 7B": _llama(3584, 28, 28, 4, 18944, 152064),
+    "GPT-2 1.6B": {"model.size": "1558M", "model.vocab_size": 50304},
     "MPT 1B": {"model.dim": 2048, "model.n_layers": 24, "model.n_heads": 16},
     "MPT 3B": {"model.dim": 2560, "model.n_layers": 32, "model.n_heads": 20},
     "MPT 7B": {"model.dim": 4096, "model.n_layers": 32, "model.n_heads": 32},
@@ -61,6 +82,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "stay gathered": {"fsdp.reshard_after_forward": False},
     "bf16 sums": {"fsdp.reduce_dtype": "bfloat16"},
     "HSDP": {"fsdp.dp_shard": 8},
+    "chunked loss": {"speed.chunked_loss": True},
+    "kept": {  # gathered parameters and sums, over all micro-batches
+        "fsdp.reshard_after_forward": False,
+        "fsdp.reshard_after_backward": False,
+        "fsdp.grad_sync": "last",
+    },
 }
 
 
@@ -77,16 +104,12 @@ class Row:
     micro_batches: int  # of a step
     options: tuple[str, ...]
     tokens_per_second: float  # of a GPU
-
-    @property
-    def calibrates(self) -> bool:
-        """Whether the constants were fitted to this row."""
-        return self.gpus == 8
+    calibrates: bool  # whether constants were fitted to this row
 
     def config(self) -> Config:
         """The same settings as a config of ours."""
         values: dict[str, Any] = {"fsdp.param_dtype": "bfloat16", "speed.chunked_loss": False, "optim.name": "adamw"}
-        llama = self.model.startswith("Llama")
+        llama = self.model.startswith(("Llama", "Qwen"))
         vocabulary = {"model.vocab_size": 32000 if llama else 50368, "model.tie_embeddings": not llama}
         values |= {"model.family": "llama" if llama else "gpt", **vocabulary, **_MODELS[self.model]}
         values |= {"model.max_seq_len": self.seq_len, "train.seq_len": self.seq_len}
@@ -95,14 +118,15 @@ class Row:
         for option in self.options:
             values |= _OPTIONS[option]
         given = {key: load.ConfigValue(value, "published") for key, value in values.items()}
-        return load.load(None, given, world_size=self.gpus, n_gpus=8, local_world_size=8, elsewhere=True).config
+        local = min(self.gpus, MACHINES[self.machine][0].per_node)
+        return load.load(None, given, world_size=self.gpus, n_gpus=local, local_world_size=local, elsewhere=True).config
 
 
 def _rows() -> Iterator[Row]:
     selective, compiled = ("selective",), ("compiled", "selective")
     for gpus, eager, fused in ((8, 5762, 6667), (128, 5605, 6514)):
-        yield Row(TORCHTITAN, "Llama 3 8B", "H100 500 W", gpus, 8192, 2, 1, selective, eager)
-        yield Row(TORCHTITAN, "Llama 3 8B", "H100 500 W", gpus, 8192, 2, 1, compiled, fused)
+        yield Row(TORCHTITAN, "Llama 3 8B", "H100 500 W", gpus, 8192, 2, 1, selective, eager, gpus == 8)
+        yield Row(TORCHTITAN, "Llama 3 8B", "H100 500 W", gpus, 8192, 2, 1, compiled, fused, gpus == 8)
     titan: list[tuple[str, int, int, tuple[str, ...], int]] = [
         ("Llama 3 8B", 8192, 1, selective, 2973),
         ("Llama 3 70B", 8192, 1, ("full",), 331),
@@ -112,13 +136,48 @@ def _rows() -> Iterator[Row]:
         ("Llama 2 70B", 4096, 2, ("full",), 353),
     ]
     for model, seq_len, size, options, speed in titan:
-        yield Row(TORCHTITAN_A100, model, "A100", 64, seq_len, size, 1, options, speed)
-    yield Row(FMS, "Llama 2 7B", "A100, 400 Gbit/s", 128, 4096, 2, 1, ("compiled", "HSDP", "bf16 sums"), 4550)
-    yield Row(FMS, "Llama 2 7B", "H100, 800 Gbit/s", 96, 4096, 2, 1, ("compiled", "HSDP", "bf16 sums"), 9600)
+        yield Row(TORCHTITAN_A100, model, "A100", 64, seq_len, size, 1, options, speed, False)
+    hybrid = ("compiled", "HSDP", "bf16 sums")
+    yield Row(FMS, "Llama 2 7B", "A100, 400 Gbit/s", 128, 4096, 2, 1, hybrid, 4550, False)
+    yield Row(FMS, "Llama 2 7B", "H100, 800 Gbit/s", 96, 4096, 2, 1, hybrid, 9600, False)
     for (machine, gpus), lines in _FOUNDRY.items():
         for billions, micro_batch, micro_batches, options, speed in lines:
-            yield Row(FOUNDRY, f"MPT {billions}", machine, gpus, 2048, micro_batch, micro_batches, options, speed)
+            yield Row(
+                FOUNDRY, f"MPT {billions}", machine, gpus, 2048, micro_batch, micro_batches, options, speed, gpus == 8
+            )
+    yield Row(TORCHAO, "Llama 3 8B", "MI300X", 8, 8192, 1, 1, compiled, 5376.5, True)
+    four, full = "H200, 4 a machine", ("compiled", "full")
+    yield Row(KEMPNER, "Llama 3 8B", four, 1, 4096, 2, 4, full, 10471, False)
+    yield Row(KEMPNER, "Llama 3 8B", four, 2, 4096, 2, 4, full, 18728 / 2, False)
+    yield Row(KEMPNER, "Llama 3 8B", four, 4, 4096, 4, 2, full, 38983 / 4, True)
+    yield Row(KEMPNER, "Llama 3 15B", four, 8, 4096, 4, 4, ("full",), 35405 / 8, False)
+    yield Row(LLMC, "GPT-2 1.6B", "H100", 8, 1024, 16, 8, _CUDA, 32000 * 1048576 / 86400 / 8, False)
+    for machine, gpus, billions, micro_batch, micro_batches, speed, fitted in _LLMQ:
+        yield Row(
+            LLMQ, f"Qwen2.5 {billions}", machine, gpus, 1024, micro_batch, micro_batches, _CUDA, speed / gpus, fitted
+        )
+    for model, micro_batch, micro_batches, options, speed in _OURS:
+        options = (*options, "chunked loss")
+        yield Row(OURS, f"Llama 3.2 1B{model}", "H100", 1, 4096, micro_batch, micro_batches, options, speed, False)
 
+
+_CUDA = ("compiled", "kept", "bf16 sums", "chunked loss")
+# machine, GPUs, size, micro-batch, micro-batches of a step, tokens per second of all GPUs, whether it calibrates
+_LLMQ = [
+    *(("H100", 1, "0.5B", 32, 16, 149500, False), ("H100", 1, "1.5B", 32, 16, 59200, False)),
+    *(("H100", 1, "3B", 16, 32, 30900, False), ("H100", 1, "7B", 4, 128, 13830, False)),
+    *(("H100", 8, "0.5B", 32, 2, 1175000, False), ("H100", 8, "1.5B", 32, 2, 457000, True)),
+    *(("H100", 8, "3B", 16, 4, 239000, True), ("H100", 8, "7B", 8, 8, 112000, True)),
+    *(("RTX 4090", 1, "0.5B", 16, 32, 39860, False), ("RTX 4090", 1, "1.5B", 4, 128, 14070, True)),
+    *(("RTX 4090", 4, "0.5B", 16, 8, 154000, False), ("RTX PRO 6000", 1, "0.5B", 32, 16, 86200, False)),
+    *(("RTX PRO 6000", 1, "1.5B", 32, 16, 32420, False), ("RTX PRO 6000", 1, "3B", 16, 32, 17185, True)),
+    ("RTX PRO 6000", 1, "7B", 8, 64, 8079, False),
+]
+_OURS: list[tuple[str, int, int, tuple[str, ...], int]] = [
+    *(("", 2, 4, ("compiled", "selective"), 55440), ("", 2, 4, ("selective",), 37000)),
+    *((", not tied", 2, 4, ("compiled", "selective"), 52785), (", not tied", 2, 4, ("compiled",), 53583)),
+    ("", 4, 2, ("compiled", "kept"), 61798),
+]
 
 _FULL, _PURE, _GATHERED = ("full",), ("full", "bf16 sums"), ("stay gathered",)
 # machine, GPUs: size, micro-batch, micro-batches of a step, options, tokens per second of a GPU
@@ -165,14 +224,14 @@ def compare(row: Row) -> Compared:
     """Plan a row."""
     device, power = MACHINES[row.machine]
     plan = make_plan(row.config(), row.gpus, device)
-    if row.source.startswith("torchtitan") and "selective" in row.options:
+    if row.source.startswith(("torchtitan", "torchao")) and "selective" in row.options:
         recomputing = [_with_recomputed_products(work, plan) for work in plan.simulated.work]
         plan = replace(plan, simulated=replace(plan.simulated, work=recomputing))
     return Compared(row, round(plan.computed_tokens / step_time.expected(plan, device, power).total))
 
 
 def _with_recomputed_products(work: Counter[Work], plan: Plan) -> Counter[Work]:
-    """torchtitan's selective checkpointing recomputes every second product of the blocks, ours none."""
+    """torchtitan's selective checkpointing, which torchao ran, recomputes every second product of the blocks."""
     found = Counter(work)
     for product, n in work.items():
         if isinstance(product, Product) and product.phase == "forward" and plan.vocab_size not in _sizes(product):

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 
 from torchtitan_lite.terminal import print_error
+
+TESTED = {(2, minor) for minor in range(11, 16)}  # versions of torch
 
 
 class UserError(Exception):
@@ -147,21 +150,27 @@ def _explained(error: Exception) -> str:
     elif isinstance(error, OverflowError):
         message = f"a number is too large: {error}"
     elif _is_missing_in_torch(error):
-        message = f"this needs torch 2.11 to 2.15: torch {sys.modules['torch'].__version__}: {error}"
+        message = f"torch {sys.modules['torch'].__version__} lacks what this needs (tested: 2.11 to 2.15): {error}"
     else:
         return ""
     return message + _where(error)
 
 
 def _is_missing_in_torch(error: Exception) -> bool:
-    """Whether an error means that this torch has no such module, or no such private name of a module, class, object."""
+    """Whether a torch that is not one of the tested versions has no such module or private name.
+
+    With a tested one, it is a mistake in code, whose traceback is needed.
+    """
+    version = str(getattr(sys.modules.get("torch"), "__version__", "2.11")).split(".")
+    if (int(version[0]), int(re.sub(r"\D.*", "", version[1]))) in TESTED:
+        return False
     if isinstance(error, ImportError):
-        return (error.name or "").startswith("torch.") and "torch" in sys.modules
+        return (error.name or "").startswith("torch.")
     if not isinstance(error, AttributeError) or not (error.name or "").startswith("_"):
         return False
     owner = error.obj
     place = owner.__name__ if isinstance(owner, ModuleType) else getattr(owner, "__module__", type(owner).__module__)
-    return "torch" in sys.modules and place.split(".")[0] == "torch"
+    return str(place).split(".")[0] == "torch"
 
 
 _HINTS = {

@@ -125,7 +125,8 @@ def allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**20 if hard == resource.RLIM_INFINITY else min(hard, 2**20)
     if resource.RLIM_INFINITY != soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with contextlib.suppress(OSError, ValueError):  # forbidden, e.g. in a sandbox: this is only a precaution
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def print_once(message: str, local_rank: int) -> None:
@@ -138,3 +139,15 @@ def print_once(message: str, local_rank: int) -> None:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
     print_error(message)
+
+
+LARGE = 64  # ranks; larger gloo groups connect two ranks when these first exchange something
+
+
+def connect_lazily(world_size: int) -> None:
+    """Have gloo connect the ranks of a large world as trees and rings need it, and not each with each.
+
+    Smaller worlds connect at once: a rank that can't be reached is then an error at the start.
+    """
+    if world_size > LARGE:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when the first group is made

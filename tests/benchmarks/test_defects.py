@@ -25,4 +25,10 @@ def test_an_attack_that_succeeds_fails_the_command(
     bits = ROWS["bits"]._replace(attack=lambda _: {defects.DCP: "150 loaded", "full dcp": "149 refused, 1 loaded"})
     monkeypatch.setattr(defects, "rows_of", lambda _: {"bits": bits})
     assert defects.main([]) == 1
-    assert "did not hold: bits, full dcp" in capsys.readouterr().out
+    assert "that succeeded: bits, full dcp" in capsys.readouterr().out
+
+
+def test_an_unknown_row_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        defects.main(["bit"])
+    assert "no row is called bit; there are over," in capsys.readouterr().err

@@ -344,7 +344,7 @@ def test_what_needs_several_ranks_is_refused_before_any_process_group(monkeypatc
     (uneven,) = {*checks.check_patterns(parse(*columns, "--model.n_layers=1", world_size=8).config).values()}
     assert "w1.weight has 36 columns, which fsdp.dp_shard = 8 does not divide; fsdp.dp_shard = 4 works, or" in uneven
     (unknown,) = checks.check_patterns(parse("--fsdp.shard_columns=*.wq", world_size=8).config).values()
-    assert 'fsdp.shard_columns: "*.wq" matches no parameter' in unknown
+    assert 'fsdp.shard_columns: "*.wq" matches no matrix' in unknown
     assert "reshard_after_forward = true works" in mistakes(
         "--fsdp.shard_columns=*.w1.weight", "--fsdp.reshard_after_forward=2", world_size=8
     )

@@ -203,9 +203,9 @@ def matrices_are_split_by_columns_where_a_pattern_matches(build: Build) -> None:
     once = {"tok_embeddings": 1, "norm, output": 1}
     assert counted(t, "gather") == {name: 2 * once.get(name, 2) for name in GROUPS}, "in the same collectives"
     for pattern, expected in (
-        ("*norm.weight", "matches no parameter"),
+        ("*norm.weight", "matches no matrix"),
         ("*.w2.weight", r"w2.weight has 50 columns, which fsdp.dp_shard = 4 does not divide; fsdp.dp_shard = 2 works"),
-        ("layer.*", "matches no parameter: did you mean"),
+        ("layer.*", "matches no matrix: did you mean"),
     ):
         with pytest.raises(ConfigError, match=expected):
             build(fsdp__shard_columns=[pattern])

@@ -21,9 +21,9 @@ from checkpoint import Checkpointer
 from tests.forkserver import free_port
 from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, succeeded, tiny
 from tests.tools.elastic_machines import until
+from torchtitan_lite import process
 from torchtitan_lite.checkpointing import save, storage
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed import process_group
 from torchtitan_lite.distributed.process_group import World
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -45,9 +45,9 @@ def test_a_large_world_connects_lazily_and_may_open_as_many_files_as_the_system_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv(LAZY, raising=False)
-    process_group.connect_lazily(process_group.LARGE)
+    process.connect_lazily(process.LARGE)
     assert LAZY not in os.environ
-    process_group.connect_lazily(process_group.LARGE + 1)
+    process.connect_lazily(process.LARGE + 1)
     assert os.environ[LAZY] == "1"
     script = tmp_path / "limited.py"
     script.write_text(

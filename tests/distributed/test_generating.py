@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.helpers import run_distributed
 from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
-from torchtitan_lite.distributed import parallelize
+from torchtitan_lite.distributed import generating, parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.models import build
@@ -35,10 +35,10 @@ def gathers(world: World, reshard: bool, room: int) -> tuple[list[int], list[int
         found[-1] += 1
         return plain(*args, **options)
 
-    with patch.object(dist, ALL_GATHER, counted), patch.object(parallelize, "GATHERED_BYTES", room):
+    with patch.object(dist, ALL_GATHER, counted), patch.object(generating, "GATHERED_BYTES", room):
         model(tokens, tokens).backward()
         found.append(0)
-        with parallelize.evaluating(model, generating=config, device=world.device):
+        with generating.generating(model, config, world.device):
             made = list(new_tokens(model, [1, 2], TOKENS, lambda logits: int(logits.argmax())))
         # FSDP2 gathers the head once too often in the backward after an evaluation
         for _ in range(2):
@@ -53,7 +53,7 @@ def gathers(world: World, reshard: bool, room: int) -> tuple[list[int], list[int
     (True, 1000, 5 * TOKENS),  # it does not fit
 ])  # fmt: skip
 def test_generation_gathers_each_group_once_if_all_fit(reshard: bool, room: int, expected: int) -> None:
-    for (before, generating, _, after), made in run_distributed(gathers, 2, reshard, room):
-        assert generating == expected
+    for (before, during, _, after), made in run_distributed(gathers, 2, reshard, room):
+        assert during == expected
         assert before == after, "training is as it was"
         assert len(made) == TOKENS

@@ -148,11 +148,18 @@ def explained(action: Callable[[], Any], name: str, capsys: pytest.CaptureFixtur
         action()
         return 0
 
-    assert run_cli("x", main) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.16.0+cpu")
+        assert run_cli("x", main) == 2
     said = capsys.readouterr().err
     first, last = (version.rpartition(".")[0] for version in (VERSIONS[0], VERSIONS[-1]))
-    assert f"x: this needs torch {first} to {last}: torch {torch.__version__}: " in said
+    assert f"x: torch 2.16.0+cpu lacks what this needs (tested: {first} to {last}): " in said
     assert name in said
+
+
+def test_with_a_tested_torch_a_missing_name_is_a_bug_that_keeps_its_traceback() -> None:
+    with pytest.raises(AttributeError, match="_bias"):
+        run_cli("x", lambda: int(nn.Linear(1, 1)._bias))  # type: ignore[arg-type]
 
 
 NEEDED = [name for name, text in WITHOUT.items() if text == ERROR and re.match("_f|_i", name)]
@@ -184,12 +191,12 @@ def test_a_plan_that_lacks_a_name_names_it(name: str, tmp_path: Path) -> None:
     module, _, attribute = name.rpartition(".")
     script = tmp_path / "lacking.py"
     script.write_text(
-        f"import sys, {module}\ndelattr({module}, '{attribute}')\n"
+        f"import sys, torch, {module}\ndelattr({module}, '{attribute}')\ntorch.__version__ = '2.16.0'\n"
         "from torchtitan_lite import plan\nsys.exit(plan.main(sys.argv[1:]))\n"
     )
     result = python("--config", "configs/debug.toml", script=str(script))
     assert result.returncode == 2, result.stderr
-    assert f"plan: this needs torch 2.11 to 2.15: torch {torch.__version__}: cannot import name" in result.stderr
+    assert "plan: torch 2.16.0 lacks what this needs (tested: 2.11 to 2.15): cannot import name" in result.stderr
     assert attribute in result.stderr
 
 

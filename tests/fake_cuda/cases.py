@@ -128,6 +128,6 @@ def main(argv: Sequence[str]) -> int:
         "mask": mask_facts(),
         "steps": steps,
     }
-    facts["tf32"] = tf32_facts()
+    facts["tf32"] = tf32_facts()  # the last: it changes a setting of the process
     Path(argv[0]).write_text(json.dumps(facts))
     return 0

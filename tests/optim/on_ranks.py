@@ -38,8 +38,8 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, freeze, set_learning_rate
 from torchtitan_lite.tools.allocator import own_bytes
 
-# rows of 30, 10 and 3 divide by neither 2 nor 4, and of 3 one of four ranks has none
-MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=3, n_layers=5, max_seq_len=8)
+# rows of 30 and 10 do not divide by 4, and of one row all ranks but one of each copy have none
+MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=1, n_layers=5, max_seq_len=8)
 SCALE = 2.0  # of the gradients, as with float16
 
 

@@ -72,7 +72,7 @@ def test_updates_are_the_same_on_any_mesh_bit_for_bit() -> None:
     weights = [name.replace("momentum.", "weight.") for name in momenta]  # AdamW's may differ in the last bit
     for mesh, by_rank in found.items():
         other = by_rank[0]
-        shapes = 4  # 30x30, 10x30, 3x30 and 30x3
+        shapes = 4  # 30x30, 10x30, 1x30 and 30x1
         if mesh.endswith("c"):
             shapes += 3  # of wq, wk and w1, which are split by columns; wo, wv and w3 are not
         else:

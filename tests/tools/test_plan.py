@@ -50,6 +50,15 @@ def test_planned_memory_matches_measured_memory(name: str, world_size: int) -> N
     assert sum(planned.peak.values()) == pytest.approx(measured, rel=0.05)
 
 
+def test_a_checkpoint_has_the_parameters_and_the_state_of_all_ranks() -> None:
+    """However many ranks there are: 12 bytes a parameter with AdamW, and 4 more with averages."""
+    values: dict[str, Any] = {"tokenizer.vocab_size": VOCABULARY, "model.n_layers": 2, "optim.name": "adamw"}
+    for ranks, decay, each in ((1, 0.0, 12), (4, 0.0, 12), (4, 0.9, 16)):
+        found = make_plan(config_with(values | {"optim.ema_decay": decay}, ranks), ranks, H100)
+        assert found.checkpoint_bytes == pytest.approx(each * found.n_parameters, rel=0.01)
+        assert f"  a checkpoint on disk: {found.checkpoint_bytes / 1e12:.3g} TB" in memory.memory_lines(found)
+
+
 MESHES = pytest.mark.parametrize("mesh", [{}, {"fsdp.dp_replicate": 2}], ids=["shards", "hybrid"])
 
 
@@ -221,6 +230,7 @@ def test_advised_options_make_the_run_fit(capsys: pytest.CaptureFixture[str]) ->
         (["--world-size=0"], "--world-size=0 should be 1 or more"),
         (["--world-size=1000000000000"], "at most 1,000,000"),
         (["--mfu=nan"], "--mfu=nan should be above 0"),
+        (["--power=1.5"], "--power=1.5 should be above 0 and at most 1"),
         (["--peak-tflops=1e308"], "--peak-tflops should be above 0 and finite"),
         (["--per-node=0.5"], "--per-node=0.5 should be 1 or more"),
         (["--tokenizer.path=nowhere.json"], "nowhere.json is not on this machine; --model.vocab_size=N"),
@@ -453,3 +463,9 @@ def test_a_plan_has_the_memory_of_the_z_loss() -> None:
     for chunked, grows in ((False, True), (True, False)):
         off, on = (make_plan(t5_config(1, train__z_loss=z, speed__chunked_loss=chunked), 1, None) for z in (0, 0.1))
         assert (sum(on.device_bytes.values()) > sum(off.device_bytes.values())) == grows
+
+
+def test_patterns_may_name_a_block_that_the_shallow_models_lack(capsys: pytest.CaptureFixture[str]) -> None:
+    deep = ["--world-size", "4", "--device", "h100", "--model.size=1M", "--model.n_layers=6"]
+    for key in ("optim.freeze", "fsdp.shard_columns"):
+        assert plan.main([*deep, f"--{key}=layers.5.attention.wk.weight"]) == 0

@@ -10,6 +10,7 @@ import pytest
 
 import train
 from tests.helpers import ranks, run_python, succeeded, tiny
+from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import Config, DataConfig, OptimConfig, SampleConfig
 from torchtitan_lite.monitoring import console
 from torchtitan_lite.terminal import counted
@@ -101,6 +102,22 @@ def test_threads_that_spin_on_a_busy_machine_are_mentioned(
     if policy:
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     assert ("OMP_WAIT_POLICY=PASSIVE" in console.spinning_line(threads)) == busy
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "layout", "named"),
+    [
+        ({}, Layout(1, 1, 1, 0, 0), "false would save"),
+        ({}, Layout(4, 1, 2, 0, 0), 'fsdp.grad_sync = "last" (sums in another order) would'),
+        ({}, Layout(1, 2, 2, 0, 0), None),
+        ({"reshard_after_forward": False}, Layout(1, 1, 1, 0, 0), None),
+    ],
+)
+def test_where_nothing_is_sharded_the_start_says_what_saves_copies(
+    fsdp: dict[str, bool], layout: Layout, named: str | None
+) -> None:
+    lines = console.copies_lines(Config.model_validate({"fsdp": fsdp}), layout)
+    assert [line for line in lines if named in line] if named else not lines, lines
 
 
 def test_a_checked_config_names_its_run(capsys: pytest.CaptureFixture[str]) -> None:

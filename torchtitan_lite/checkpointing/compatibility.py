@@ -116,6 +116,8 @@ def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> A
 
 
 FAST_PATHS = 3  # the order of their sums on a CPU; it was 1 in old checkpoints, which do not record it
+# on a GPU; 1 before vocabularies were padded, Muon computed in batches, and cuDNN came first on some GPUs only
+GPU_FAST_PATHS = 2
 
 
 def is_refused(key: str) -> bool:
@@ -138,15 +140,16 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
     in_rank_order = config.speed.shared_memory and not on_gpu and world.local_world_size == world.world_size
     # the gradients of tables that all blocks of t5 share are added group by group
     groups_matter = family.encoder_decoder or (world.world_size > 2 and not in_rank_order)
+    of_all_lengths = config.compile.enabled and config.data.objective == "pairs"  # see cpu/attention.py
     return {
         "world_size": world.world_size,
         **{name: values[key] for key, name in bitwise_keys().items()},
         # where a key has an effect only sometimes, what it means here:
         "dp_replicate": layout.dp_replicate,
         "compile": config.compile.backend if config.compile.enabled else "off",
-        "block_attention": config.speed.block_attention and not on_gpu,
+        "block_attention": config.speed.block_attention and not on_gpu and not of_all_lengths,
         "fused_functions": config.speed.fused_functions and family.fused_functions and not on_gpu,
-        "fast_paths": 1 if on_gpu else FAST_PATHS,
+        "fast_paths": GPU_FAST_PATHS if on_gpu else FAST_PATHS,
         "blocks_per_group": config.fsdp.blocks_per_group if groups_matter else 1,
         "widened_products": widens(config, world),
         "shared_memory": in_rank_order and layout.dp_shard > 2,

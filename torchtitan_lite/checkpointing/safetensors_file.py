@@ -84,9 +84,9 @@ class HashingStream:
                 continue  # `write` must not wait for room in the queue
             try:
                 self._hash.update(chunk)
+                progress.advance(len(chunk))
             except BaseException as error:
                 self._error = error
-            progress.advance(len(chunk))
 
     def write(self, data: memoryview) -> None:
         for start in range(0, len(data), _CHUNK):

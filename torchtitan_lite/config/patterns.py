@@ -11,13 +11,16 @@ def first_match(name: str, patterns: Sequence[str]) -> int | None:
     return next((i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)), None)
 
 
-def unused(key: str, names: Sequence[str], patterns: Sequence[str], field: str = "match = ") -> Iterator[str]:
+def unused(
+    key: str, names: Sequence[str], patterns: Sequence[str], field: str = "match = ", what: str = "parameter"
+) -> Iterator[str]:
     """A message for each pattern that is never the first match.
 
     Args:
         key: the config key, for the message.
         names: the parameters; may be empty.
         field: stands before the pattern in the message.
+        what: `names` are names of.
     """
     used = {first_match(name, patterns) for name in names}
     for i, pattern in enumerate(patterns):
@@ -27,4 +30,4 @@ def unused(key: str, names: Sequence[str], patterns: Sequence[str], field: str =
             why = "earlier patterns match all of its parameters"
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 why = hints.pattern(pattern, names)
-            yield f'{key}: {field}"{shortened(pattern)}" matches no parameter: {why}'
+            yield f'{key}: {field}"{shortened(pattern)}" matches no {what}: {why}'

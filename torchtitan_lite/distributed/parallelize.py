@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -217,52 +216,19 @@ def before_micro_batch(model: nn.Module, config: FsdpConfig, *, last: bool) -> N
 
 
 @contextlib.contextmanager
-def evaluating(
-    model: nn.Module,
-    *,
-    compiled: bool = False,
-    generating: FsdpConfig | None = None,
-    device: torch.device | None = None,
-) -> Iterator[None]:
+def evaluating(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
     """Evaluation mode, for forwards without a backward. Afterwards the model trains, and its parameters are DTensors.
 
     Args:
         compiled: whether compiled blocks are used; they are recompiled for each length.
-        generating: for a forward per token: keep the parameters gathered meanwhile, if they fit. Collective.
-        device: of the model, with `generating`.
     """
     model.eval()
-    kept: list[tuple[FSDPModule, bool]] = []
-    if generating is not None and device is not None:
-        assert isinstance(model, Transformer)
-        kept = _kept_gathered(model, generating, device)
-    for group, _ in kept:
-        group.set_reshard_after_forward(False, recurse=False)
     with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
         yield
     model.train()
-    for group, reshards in kept:
-        group.set_reshard_after_forward(reshards, recurse=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-GATHERED_BYTES = 1 << 30  # on a CPU, whose free memory all ranks share
-
-
-def _kept_gathered(model: Transformer, config: FsdpConfig, device: torch.device) -> list[tuple[FSDPModule, bool]]:
-    """The groups that can stay gathered, and whether they are otherwise freed after forward; none if all don't fit."""
-    if config.cpu_offload or type(config.reshard_after_forward) is int:
-        return []  # gathered parameters are on the GPU only for their use; torch can't restore the number
-    groups = groups_of(model, config)
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    needed = sum(sizes[name] * group.param_dtype.itemsize for group in groups for name in group.parameters)
-    # half of what is free, as generation needs memory too
-    room = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else GATHERED_BYTES
-    fits = torch.tensor(needed <= room, dtype=torch.int64, device=device)
-    dist.all_reduce(fits, dist.ReduceOp.MIN)  # all ranks gather, or none
-    return [(_fsdp(g.modules[0]), bool(g.reshard_after_forward)) for g in groups] if fits.item() else []
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

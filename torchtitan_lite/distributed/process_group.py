@@ -54,7 +54,7 @@ def process_group(run: RunConfig) -> Iterator[World]:
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
     process.allow_open_files()
-    connect_lazily(world_size)
+    process.connect_lazily(world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield World(rank, world_size, device, threads, process.env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
@@ -95,22 +95,10 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-LARGE = 64  # ranks; larger gloo groups connect two ranks when these first exchange something
-
-
-def connect_lazily(world_size: int) -> None:
-    """Have gloo connect the ranks of a large world as trees and rings need it, and not each with each.
-
-    Smaller worlds connect at once: a rank that can't be reached is then an error at the start.
-    """
-    if world_size > LARGE:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when the first group is made
-
-
 def use_tf32(run: RunConfig, device: torch.device) -> None:
     """Obey run.tf32. For the process: torch has no setting for a device."""
-    if run.tf32 and device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
 
 
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:

@@ -40,7 +40,7 @@ def column_placement(
         ConfigError: a pattern matches no matrix, or one whose dim 1 `ranks` does not divide.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
-    wrong = list(unused("fsdp.shard_columns", list(matrices), patterns, field=""))
+    wrong = list(unused("fsdp.shard_columns", list(matrices), patterns, field="", what="matrix"))
     chosen = {name: p for name, p in matrices.items() if first_match(name, patterns) is not None}
     for name, parameter in chosen.items():
         if (columns := parameter.shape[1]) % ranks:

@@ -58,7 +58,7 @@ def start_lines(
     if world.device.type == "cuda":
         from torchtitan_lite.monitoring import mfu
 
-        lines += mfu.start_lines(config, world)
+        lines += copies_lines(config, layout) + mfu.start_lines(config, world)
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
     if loaded:
@@ -68,6 +68,19 @@ def start_lines(
     if config.model.init_from and not loaded:
         lines.append(f"run     starts from the weights of {config.model.init_from}")
     return "\n".join(lines)
+
+
+def copies_lines(config: Config, layout: Layout) -> list[str]:
+    """Where nothing is sharded, what saves FSDP's copies (`plan` says whether it fits); empty if that is set."""
+    fsdp = config.fsdp
+    if layout.dp_shard > 1 or fsdp.cpu_offload or fsdp.reshard_after_forward != "default":
+        return []
+    keys = ["fsdp.reshard_after_forward = false"]
+    if layout.grad_accum_steps > 1:
+        keys += ["fsdp.reshard_after_backward = false", 'fsdp.grad_sync = "last" (sums in another order)']
+    *others, last = keys
+    named = f"{', '.join(others)} and {last}" if others else last
+    return [f"fsdp    nothing is sharded: {named} would save copies, if they fit in memory (see plan)"]
 
 
 def spinning_line(threads: int) -> str:
@@ -90,7 +103,7 @@ def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     model = config.model
     products = ", its products in float32: this CPU has no instructions for them" if widened else ""
     if config.run.tf32 and config.run.device != "cpu" and config.fsdp.param_dtype == "float32":
-        products = ", its products in TF32 on a GPU"
+        products = ", its products in TF32 on a GPU that has it"
     layers = f"{' + '.join(map(str, model.stacks))} layer{'' if model.stacks == (1,) else 's'}"
     return (
         f"model   {model.family} dim {model.dim}, {layers}, {counted(model.n_heads, 'head')}: {parameters}; "

@@ -74,6 +74,7 @@ class Device:
         bf16: whether it has products of bfloat16; without, they are emulated, at the rate of float32 at best.
         tf32: whether torch computes float32 products in TF32 if it is asked to.
         sustained: share of the peak that very large products reach, fitted to published runs; None: there are none.
+            Above 1 where the clock is above that of the datasheet.
     """
 
     name: str
@@ -126,11 +127,11 @@ DEVICES = {
         # NVIDIA A100 datasheet (2021), SXM4 80 GB: 312 TFLOPS, 2,039 GB/s, NVLink 600 GB/s both ways
         _row("a100", r"a100[- ]sxm4?[- ]80 ?gb|a100 80 ?gb", 312, 19.5, 79.3, 2039, 300, 25, sustained=0.76),
         # NVIDIA H100 datasheet (2023), SXM: 989 TFLOPS (half of the sparse), 3.35 TB/s, NVLink 900 GB/s both ways
-        _row("h100", r"h100( sxm5?)?( 80 ?gb)?( hbm3)?", 989, 67, 79.6, 3350, 450, 50, sustained=0.59),
+        _row("h100", r"h100( sxm5?)?( 80 ?gb)?( hbm3)?", 989, 67, 79.6, 3350, 450, 50, sustained=0.62),
         # NVIDIA H200 datasheet (2024), SXM: as H100, 141 GB at 4.8 TB/s
-        _row("h200", r"h200( sxm5?)?( 141 ?gb)?( hbm3e)?", 989, 67, 140.4, 4800, 450, 50, sustained=0.59),
+        _row("h200", r"h200( sxm5?)?( 141 ?gb)?( hbm3e)?", 989, 67, 140.4, 4800, 450, 50, sustained=0.72),
         # NVIDIA GH200 datasheet (2024), 96 GB HBM3: as H100, 4 TB/s; one GPU a machine, NVLink goes to its CPU
-        _row("gh200", r"gh200( 480gb)?", 989, 67, 95.0, 4000, 50, 50, per_node=1, sustained=0.59),
+        _row("gh200", r"gh200( 480gb)?", 989, 67, 95.0, 4000, 50, 50, per_node=1, sustained=0.62),
         # NVIDIA DGX B200 datasheet (2024), an eighth: 2.25 PFLOPS, 180 GB at 8 TB/s, NVLink 1.8 TB/s both ways
         _row("b200", r"b200( 180 ?gb)?", 2250, 75, 179.0, 8000, 900, 50),
         # NVIDIA DGX B300 and HGX B300 datasheets (2025), an eighth: 2.25 PFLOPS, 288 GB (270 usable) at 8 TB/s
@@ -141,7 +142,9 @@ DEVICES = {
         _row("gb300", r"gb300", 2500, 80, 277.0, 8000, 900, 100, per_node=72),
         # AMD Instinct MI300X datasheet (2023): 1,307.4 TFLOPS, 192 GiB at 5.3 TB/s, 7 links of 128 GB/s both ways. "VF"
         # is a whole GPU in a virtual machine. (TF32 is left out: hipBLASLt needs a switch of its own for it.)
-        _row("mi300x", r"mi300x( oam| vf)?( 192 ?gb)?", 1307.4, 163.4, 191.9, 5300, 448, 50, tf32=False),
+        _row(
+            "mi300x", r"mi300x( oam| vf)?( 192 ?gb)?", 1307.4, 163.4, 191.9, 5300, 448, 50, tf32=False, sustained=0.31
+        ),
         # AMD Instinct MI325X datasheet (2024): as MI300X, 256 GiB at 6 TB/s
         _row("mi325x", r"mi325x( oam| vf)?( 256 ?gb)?", 1307.4, 163.4, 255.9, 6000, 448, 50, tf32=False),
         # AMD Instinct MI350X and MI355X datasheets (2025): 2.3 and 2.5 PFLOPS, 288 GiB at 8 TB/s, 7 links of 153.6 GB/s
@@ -172,7 +175,17 @@ DEVICES = {
         _row("a10g", r"a10g( 24 ?gb)?", 70, 35, 22.5, 600, _PCIE4, _PORT),
         # NVIDIA RTX Blackwell PRO whitepaper (2025), RTX PRO 6000 Workstation Edition: 503.8 TFLOPS, 96 GB at
         # 1,792 GB/s, PCIe 5.0 x16 128 GB/s both ways
-        _row("rtxpro6000", r"rtx pro 6000 blackwell workstation edition", 503.8, 125, 95.6, 1792, _PCIE5, _PORT),
+        _row(
+            "rtxpro6000",
+            r"rtx pro 6000 blackwell workstation edition",
+            503.8,
+            125,
+            95.6,
+            1792,
+            _PCIE5,
+            _PORT,
+            sustained=0.82,
+        ),
         # NVIDIA RTX 6000 Ada datasheet (2022): 1,457 TFLOPS of sparse float8, a quarter of it; 960 GB/s
         _row("rtx6000ada", r"rtx 6000 ada generation", 364.25, 91.1, 48.0, 960, _PCIE4, _PORT),
         # NVIDIA Ampere GA102 whitepaper (2021): 154.8 and 71 TFLOPS with fp32 accumulation, 768 and 936 GB/s
@@ -181,7 +194,7 @@ DEVICES = {
         # NVIDIA RTX Blackwell whitepaper (2025): 209.5 TFLOPS with fp32 accumulation, 32 GB at 1,792 GB/s, PCIe 5.0 x16
         _row("rtx5090", r"rtx 5090( 32 ?gb)?", 209.5, 104.8, 31.8, 1792, _PCIE5, _PORT),
         # NVIDIA Ada architecture whitepaper (2022): 165.2 TFLOPS with fp32 accumulation, 1,008 GB/s, PCIe 4.0 x16
-        _row("rtx4090", r"rtx 4090( 24 ?gb)?", 165.2, 82.6, 24.0, 1008, _PCIE4, _PORT),
+        _row("rtx4090", r"rtx 4090( 24 ?gb)?", 165.2, 82.6, 24.0, 1008, _PCIE4, _PORT, sustained=1.04),
         # NVIDIA V100 datasheet (2020), float16: SXM2 125 TFLOPS, 900 GB/s, NVLink 300 GB/s both ways; PCIe 112 TFLOPS
         _row("v100", r"v100-sxm2-32 ?gb", 125, 15.7, 31.7, 900, 150, 6.25, bf16=False),
         _row("v100-16gb", r"v100-sxm2-16 ?gb", 125, 15.7, 15.8, 900, 150, 6.25, bf16=False),
@@ -235,10 +248,11 @@ def slow_products(gpu: torch.device, dtype: str, *, tf32: bool, options: tuple[s
     before_ampere = not torch.version.hip and torch.cuda.get_device_capability(gpu) < (8, 0)
     if dtype == "bfloat16" and before_ampere:
         return f"{name} emulates bfloat16, no faster than float32; {options[2]} uses its tensor cores"
-    if dtype != "float32" or (tf32 and not before_ampere):
+    has_tf32 = not before_ampere and not torch.version.hip and (device is None or device.tf32)
+    if dtype != "float32" or (tf32 and has_tf32):
         return ""
     rates = (
         f"at {device.fp32_flops / 1e12:g} of {device.half_flops / 1e12:g} TFLOP/s" if device else "without tensor cores"
     )
-    fixes = [options[2]] if before_ampere else [options[0], *([options[1]] if device is None or device.tf32 else [])]
+    fixes = [options[2]] if before_ampere else [options[0], *([options[1]] if has_tf32 else [])]
     return f"float32 products run {rates}; {' or '.join(fixes)} is faster"

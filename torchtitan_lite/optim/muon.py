@@ -166,8 +166,10 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     turns = [range((i - first) % n_copies, len(rows), n_copies) for i in range(n_copies)]  # what each copy owns
     mine = turns[copy]
     done = _within_copy([matrices[i] for i in mine], [rows[i] for i in mine], (first + mine.start) // n_copies)
-    if group is None or not rows[0].numel():
+    if group is None:
         return done
+    if not rows[0].numel():  # nor have the ranks of `group`
+        return rows
     most = -(-len(rows) // n_copies)
     sent = rows[0].new_zeros(most, *rows[0].shape)
     for place, own in zip(sent, done, strict=False):
@@ -229,7 +231,9 @@ def _each(wholes: Tensor | list[Tensor], *, transposed: bool = False) -> list[Te
     """
     if isinstance(wholes, Tensor) and wholes.is_cuda:
         return list(newton_schulz(wholes.mT).mT if transposed else newton_schulz(wholes))
-    return [newton_schulz(whole.T).T if transposed else newton_schulz(whole) for whole in wholes]
+    if transposed:  # `view` gives a matrix of one row the strides that it has untransposed: products round by them
+        return [newton_schulz(whole.T.view(whole.T.shape)).T for whole in wholes]
+    return [newton_schulz(whole) for whole in wholes]
 
 
 def newton_schulz(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.token_files import TokenFiles, document_ends
-from torchtitan_lite.distributed.parallelize import evaluating
+from torchtitan_lite.distributed.generating import generating
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.generation import Sampler, answers, new_tokens
 from torchtitan_lite.scoring.validation import SUBSET_SEED
@@ -136,7 +136,7 @@ def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
         s.log.info(f"sample  step {step}  not made before the run stops; the same command makes it")
         return
     seed = stream(s.config.run.seed, step, 0, 0)
-    with evaluating(s.model, generating=s.config.fsdp, device=s.world.device):
+    with generating(s.model, s.config.fsdp, s.world.device):
         for i, ids in enumerate(prompts.ids):
             began = time.perf_counter()
             sampler = Sampler(prompts.config.temperature, seed=seed + i)

@@ -15,7 +15,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.agreement import from_rank0
-from torchtitan_lite.distributed.parallelize import evaluating
+from torchtitan_lite.distributed.generating import generating
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS, Task
@@ -72,7 +72,7 @@ class Tasks:
             s.log.info(f"task    step {step}  not scored before the run stops; the same command scores it")
             return
         before = time.perf_counter()
-        with evaluating(s.model, generating=s.config.fsdp, device=s.world.device):
+        with generating(s.model, s.config.fsdp, s.world.device):
             scores = [score(s.model, task, self.tokenizer, (self.end,), s.world) for task in self.encoded]
         seconds = time.perf_counter() - before
         for task_score in scores:

@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     parser.add_argument("--device", default="h100", help=f"cpu, {', '.join(DEVICES)}, or own figures (default: h100)")
     parser.add_argument("--mfu", type=float, default=0.4, help="a share of the peak to expect (default: 0.4)")
+    parser.add_argument("--power", type=float, default=1.0, help="the power limit, as a share of the nominal one")
     parser.add_argument(
         "--print-schedule", action="store_true", help="print only the learning rate and batch size by step"
     )
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     for flag, (field, _, text) in FIGURES.items():
         own.add_argument(f"--{flag}", dest=field, type=float, metavar="N", help=text)
     options, config_options = parser.parse_known_args(argv)
-    flags = ["help", "world-size", "device", "mfu", "print-schedule", *FIGURES]
+    flags = ["help", "world-size", "device", "mfu", "power", "print-schedule", *FIGURES]
     return run_cli("plan", lambda: _plan(options, config_options, flags))
 
 
@@ -66,6 +67,8 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
         raise ConfigError(f"--world-size={world_size} should be 1 or more, and at most {MOST_RANKS:,}")
     if not 0 < options.mfu <= 1:
         raise ConfigError(f"--mfu={options.mfu} should be above 0 and at most 1, e.g. 0.4")
+    if not 0 < options.power <= 1:
+        raise ConfigError(f"--power={options.power} should be above 0 and at most 1, e.g. 0.7 for 490 of 700 W")
     device = _device(options)
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
@@ -81,7 +84,8 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
         print("\n".join(schedule_lines(config)))
         return 0
     plan = make_plan(config, world_size, device)
-    lines = [*_model_lines(plan), *memory_lines(plan), *communication_lines(plan), *time_lines(plan, options.mfu)]
+    lines = [*_model_lines(plan), *memory_lines(plan), *communication_lines(plan)]
+    lines += time_lines(plan, options.mfu, options.power)
     print("\n".join(lines), flush=True)
     print("\n".join(advice_lines(plan)))
     return 0

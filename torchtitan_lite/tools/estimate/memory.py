@@ -35,6 +35,7 @@ def memory_lines(plan: Plan) -> list[str]:
     ]
     if plan.config.fsdp.cpu_offload:
         lines.append(f"  on the host, per rank: {size(sum(plan.simulated.peak.values()) - total)}")
+    lines.append(f"  a checkpoint on disk: {plan.checkpoint_bytes / 1e12:.3g} TB")
     if plan.config.compile.enabled:
         lines.append("  (compiled blocks keep less; the plan ignores that)")
     if plan.config.speed.float8:
@@ -65,10 +66,11 @@ def _copies_lines(plan: Plan, device: Device) -> list[str]:
     fsdp = plan.config.fsdp
     if plan.layout.dp_shard > 1 or fsdp.cpu_offload or fsdp.reshard_after_forward != "default":
         return []
+    accumulates = plan.layout.grad_accum_steps > 1
     kept: dict[str, object] = {"reshard_after_forward": False}
+    kept |= {"reshard_after_backward": False} if accumulates else {}
     steps = [(kept, "bit for bit the same")]
-    if plan.layout.grad_accum_steps > 1:
-        kept["reshard_after_backward"] = False
+    if accumulates:
         steps.append((kept | {"grad_sync": "last"}, "gradients are added in another order"))
     lines = []
     for options, note in steps:

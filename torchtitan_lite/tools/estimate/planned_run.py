@@ -35,6 +35,7 @@ class Plan:
     n_parameters: int
     flops_per_token: int
     simulated: Simulated
+    checkpoint_bytes: int  # parameters, the optimizer's state and averages, of all ranks
     logits_bytes: int  # of one micro-batch, in the dtype of the output matrix plus float32
 
     @property
@@ -80,6 +81,8 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
     simulated = simulate(config, world_size, vocab_size, on_gpu=on_gpu)
     # The simulated rank 0 may own fewer matrices than another rank, so Muon's products and exchanges are counted apart.
     products, exchanges = muon_step(model, config.optim, layout, on_gpu=on_gpu)
+    start, n_bytes = simulated.peaks["start"], 4 * n_parameters
+    shards = start[PARAMETERS] - sum(buffer.nbytes for buffer in model.buffers())  # of a rank; buffers are not saved
     update: Counter[Work] = Counter({w: n for w, n in simulated.optimizer.items() if isinstance(w, Traffic)})
     bytes_per_logit = 4 if config.fsdp.param_dtype == "float32" else 2 + 4
     return Plan(
@@ -91,6 +94,7 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
         n_parameters=n_parameters,
         flops_per_token=flops,
         simulated=replace(simulated, optimizer=update + products, exchanges=exchanges),
+        checkpoint_bytes=n_bytes + round(n_bytes * start[OPTIMIZER] / shards),
         logits_bytes=config.train.micro_batch_size * config.target_len * vocab_size * bytes_per_logit,
     )
 

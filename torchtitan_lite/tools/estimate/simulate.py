@@ -35,6 +35,7 @@ from torchtitan_lite.cpu.fused import fuse_norms
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing
 from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import build_mesh
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local, tensors_of
 
@@ -231,7 +232,12 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     few = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
     few = [depth if depth <= least + period else least for depth, least in zip(depths, few, strict=True)]
     with fake_world(world_size):
-        shallow = whole = simulate_depths(config, world_size, vocab_size, few, on_gpu)
+        try:
+            shallow = whole = simulate_depths(config, world_size, vocab_size, few, on_gpu)
+        except ConfigError:
+            if few == depths:
+                raise
+            return simulate_depths(config, world_size, vocab_size, depths, on_gpu)  # a pattern names a deeper block
         for i, depth in enumerate(depths):
             if depth > few[i]:
                 deeper = [least + period * (j == i) for j, least in enumerate(few)]

@@ -1,0 +1,733 @@
+"""What benchmarks/gpu.py runs, each in a process of its own: `python -m benchmarks.gpu_items FUNCTION OPTIONS FILE`.
+
+OPTIONS are the function's, as JSON; what it returns is written to FILE. A figure `plan_NAME` is what `plan` expects of
+the figure NAME. With --stand-in everything runs on the CPU, with tiny sizes.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+import train
+from benchmarks.bare_session import bare_session
+from torchtitan_lite import models
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.loader import Loader, PrefetchingLoader
+from torchtitan_lite.data.order import Indices
+from torchtitan_lite.data.samples import Rows
+from torchtitan_lite.distributed import parallelize
+from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models import loss_operators
+from torchtitan_lite.models.attention import attend, within_documents
+from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.monitoring import mfu
+from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
+from torchtitan_lite.tools.estimate.simulate import fake_world
+from torchtitan_lite.training.callbacks import garbage_on_schedule
+from torchtitan_lite.training.session import Session
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+STAND_IN = "--stand-in" in sys.argv
+DEVICE = torch.device("cpu") if STAND_IN else torch.device("cuda", 0)
+STEPS = 3 if STAND_IN else 20
+Figures = dict[str, Any]
+
+
+class Found(Figures):
+    """Figures that are written as they are found: a crash or a time limit loses only the rest."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        write(self)
+
+
+def write(figures: Figures) -> None:
+    """To FILE, rounded to four digits, in one piece."""
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in figures.items()}
+    out, part = Path(sys.argv[3]), Path(f"{sys.argv[3]}.part")
+    part.write_text(json.dumps(rounded))
+    part.replace(out)
+
+
+# the sizes of a stand-in
+TINY: dict[str, Any] = {
+    **{"model.dim": 32, "model.n_layers": 2, "model.n_heads": 2, "model.max_seq_len": 64, "model.vocab_size": 517},
+    **{"train.seq_len": 64, "compile.enabled": False, "run.device": "cpu", "run.threads": 1},
+}
+TINY_LLAMA = {"model.n_kv_heads": 2, "model.hidden_dim": 64}
+
+
+def config_of(file: str, values: dict[str, Any], world_size: int = 1) -> Config:
+    """A shipped config with these values, by "section.key"; a stand-in is smaller."""
+    more = TINY | (TINY_LLAMA if "llama" in file else {}) if STAND_IN else {"run.device": "cuda"}
+    overrides = {key: load.ConfigValue(value, "benchmark") for key, value in (values | more).items()}
+    if STAND_IN and "data.target_len" in values:
+        overrides["data.target_len"] = load.ConfigValue(32, "benchmark")
+    n_gpus = 0 if STAND_IN else 8
+    return load.load(ROOT / "configs" / file, overrides, world_size=world_size, n_gpus=n_gpus, elsewhere=True).config
+
+
+def gpu() -> mfu.Device | None:
+    """The row of `plan` for this card."""
+    return mfu.DEVICES["h100"] if STAND_IN else mfu.named(torch.cuda.get_device_name())
+
+
+def device() -> Figures:
+    """The name of the card, and the version of torch."""
+    if not STAND_IN and not torch.cuda.is_available():
+        raise ConfigError("torch sees no GPU here; --stand-in runs the items on the CPU, with tiny sizes")
+    return {"device": "stand-in" if STAND_IN else torch.cuda.get_device_name(), "torch": torch.__version__}
+
+
+def synchronise() -> None:
+    if not STAND_IN:
+        torch.cuda.synchronize()
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Seconds of a call: the median of five rounds of calls without a pause, after one more round."""
+    times, calls = [], 1 if STAND_IN else 10
+    for _ in range(6):
+        synchronise()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        synchronise()
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[1:])
+
+
+def random(*shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16).requires_grad_(grad)
+
+
+# --- the parts of a step ------------------------------------------------------------------------------------------
+
+
+def three_products(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a linear layer forward, and backward for its input and its weight."""
+    return x @ weight.T, grad @ weight, grad.T @ x
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor | None = None) -> None:
+    """Forward and backward."""
+    torch.autograd.grad(function(*inputs), inputs, grad)
+
+
+def products() -> Figures:
+    """TFLOP/s of the linear layers of three models, forward and backward, and their share of the peak."""
+    found = Found()
+    card = gpu()
+    for file in ("llama_1b", "llama_8b", "gpt_124m"):
+        config = config_of(f"{file}.toml", {})
+        with torch.device("meta"):
+            model = models.build(config.model, config.model.vocab_size)
+        shapes = Counter(tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
+        tokens, total_s, total = 64 if STAND_IN else 8192, 0.0, 0.0
+        for (out, width), n in shapes.items():
+            x, w, g = random(tokens, width), random(out, width), random(tokens, out)
+            seconds, flops = timed(functools.partial(three_products, x, w, g)), 6 * tokens * width * out
+            found[f"{file} {width} -> {out}, TFLOP/s"] = flops / seconds / 1e12
+            total_s, total = total_s + n * seconds, total + n * flops
+        if card:
+            found[f"{file}, share of the peak"] = total / total_s / card.half_flops
+            found[f"plan_{file}, share of the peak"] = card.sustained or step_time.SUSTAINED
+    return found
+
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention() -> Figures:
+    """TFLOP/s of causal attention, forward and backward, by each backend, by our choice, and within documents."""
+    found = Found()
+    card = gpu()
+    for head_dim, batch, length in ((64, 2, 4096), (128, 1, 8192)):
+        batch, length = (1, 64) if STAND_IN else (batch, length)
+        q, k, v = (random(batch, length, 32, head_dim, grad=True) for _ in range(3))
+        g, flops = random(batch, length, 32, head_dim), 7 * batch * 32 * length**2 * head_dim
+
+        def by(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+        ways: dict[str, Callable[..., Tensor]] = {n: functools.partial(by, b) for n, b in BACKENDS.items()}
+        ways["ours"] = attend
+        positions = torch.arange(length // 2, device=DEVICE).repeat(batch, 2)
+        mask = within_documents(positions, dense=STAND_IN)
+        ways["two documents"] = functools.partial(attend, mask=mask)
+        for name, way in ways.items():
+            key = f"{name}, heads of {head_dim}, TFLOP/s"
+            try:
+                seconds = timed(functools.partial(with_gradients, way, (q, k, v), g))
+                found[key] = flops / (2 if name == "two documents" else 1) / seconds / 1e12
+            except RuntimeError as error:
+                found[key] = str(error).splitlines()[0][:80]
+        ours = found[f"ours, heads of {head_dim}, TFLOP/s"]
+        if card and isinstance(ours, float):
+            key = f"heads of {head_dim}, share of the peak"
+            found[key] = ours * 1e12 / card.half_flops
+            found[f"plan_{key}"] = step_time.ATTENTION * (card.sustained or step_time.SUSTAINED)
+    return found
+
+
+def vocabularies() -> Figures:
+    """The loss of 8,192 tokens with its products, and its kernel alone (a read and a write of the logits)."""
+    found = Found()
+    for vocabulary, dim in ((50257, 768), (50304, 768), (128256, 2048)):
+        tokens, dim, size = (64, 32, vocabulary // 97) if STAND_IN else (8192, dim, vocabulary)
+        x, w = random(1, tokens, dim, grad=True), random(size, dim, grad=True)
+        targets = torch.randint(size, (1, tokens), device=DEVICE)
+        loss = functools.partial(chunked_cross_entropy, targets=targets)
+        found[f"{vocabulary}, ms"] = 1e3 * timed(functools.partial(with_gradients, loss, (x, w)))
+        logits = random(tokens // 4, size)
+        kernel = functools.partial(loss_operators.logits_to_gradient_, logits, targets[0, : len(logits)], IGNORE, True)
+        seconds = timed(kernel)
+        found[f"{vocabulary}, kernel GB/s"] = 2 * logits.nbytes / seconds / 1e9
+    return found
+
+
+def copies() -> Figures:
+    """Rates of copies, of the optimizer, and the host's time for a small operator."""
+    n = 1 << (16 if STAND_IN else 28)
+    full, half = torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE, dtype=torch.bfloat16)
+    host, other = torch.zeros(n, pin_memory=not STAND_IN), torch.zeros(n, device=DEVICE)
+    found: Figures = {
+        "copy, GB/s": 2 * full.nbytes / timed(lambda: other.copy_(full)) / 1e9,
+        "cast to bfloat16, GB/s": 1.5 * full.nbytes / timed(lambda: half.copy_(full)) / 1e9,
+        "from the host, GB/s": full.nbytes / timed(lambda: full.copy_(host, non_blocking=True)) / 1e9,
+        "to the host, GB/s": full.nbytes / timed(lambda: host.copy_(full, non_blocking=True)) / 1e9,
+    }
+    parameter = nn.Parameter(full)
+    parameter.grad = other
+    adam = torch.optim.AdamW([parameter], fused=True)
+    found["fused AdamW, GB/s"] = 7 * full.nbytes / timed(adam.step) / 1e9  # 4 tensors read, 3 of them written
+    small = torch.zeros(8, device=DEVICE)
+    synchronise()
+    start = time.perf_counter()
+    for _ in range(1000):
+        small.add_(1)
+    found["launch, us"] = 1e3 * (time.perf_counter() - start)
+    found["plan_launch, us"] = 1e6 * step_time.LAUNCH_S
+    if card := gpu():
+        found["share of the bandwidth"] = 1e9 * found["copy, GB/s"] / card.memory_bandwidth
+        found["plan_share of the bandwidth"] = step_time.MEMORY
+    return found
+
+
+# --- steps of train.py ----------------------------------------------------------------------------------------------
+
+
+class RandomSamples:
+    """Random sequences of mostly small ids: two documents in each, or pairs, whose length differs by step."""
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        self.config, self.vocab_size = config, vocab_size
+
+    def _lengths(self, run_samples: Indices) -> tuple[int, int]:
+        config = self.config
+        if config.data.objective != "pairs":
+            return config.input_len, config.target_len
+        step = int(run_samples[0]) // config.train.batch_size(1)
+        return config.input_len - 8 * (step % 4), config.target_len - 8 * (step % 4)
+
+    def draw(self, run_samples: Indices, _seed: int | None) -> Rows:
+        drawn = np.random.default_rng(run_samples.tolist())
+        shapes = [(len(run_samples), n) for n in self._lengths(run_samples)]
+        tokens, targets = ((drawn.random(s) ** 4 * (self.vocab_size - 1)).astype(np.int64) + 1 for s in shapes)
+        begins = np.zeros(tokens.shape, np.bool_)
+        begins[:, tokens.shape[1] // 2] = True
+        return Rows(tokens, targets, begins)
+
+    def n_targets(self, run_samples: Indices, _seed: int | None) -> int:
+        return len(run_samples) * self._lengths(run_samples)[1]
+
+
+@contextlib.contextmanager
+def session(config: Config, world: World) -> Iterator[Session]:
+    """What train.build makes, on random tokens and without files."""
+    vocab_size = config.model.vocab_size
+    model = train.sharded_model(config, vocab_size, build_mesh(config.fsdp, world.device))
+    materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    loader = Loader(
+        RandomSamples(config, vocab_size),
+        micro_batch_size=config.train.micro_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=config.run.seed,
+        document_mask=config.data.document_mask,
+        pin=world.device.type == "cuda",
+    )
+    prefetching = PrefetchingLoader(loader, world.device)
+    try:
+        with garbage_on_schedule(config.speed.gc_every):
+            yield bare_session(config, world, model, prefetching)
+    finally:
+        prefetching.close()
+
+
+def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = False) -> Figures:
+    """The median step and the peak memory, and what `plan` expects. The first quarter of the steps is a warm-up.
+
+    Args:
+        hidden: leave communication out of the expected time.
+    """
+    times, peak, warm_up = [], 0, max(steps // 4, 1)
+    for step in range(1, steps + 1):
+        if step == warm_up + 1 and not STAND_IN:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        train.train_step(s, step)
+        synchronise()
+        times.append(time.perf_counter() - start)
+    s.guard.check()
+    if not STAND_IN:
+        peak = torch.cuda.max_memory_allocated()
+    step_s = statistics.median(times[warm_up:])
+    found: Figures = {"step, s": step_s, "peak, GiB": peak / GIB}
+    found["plan_peak, GiB"] = sum(plan.device_bytes.values()) / GIB
+    found["tokens/s"] = s.config.target_len * s.config.train.batch_size(1) / plan.world_size / step_s
+    found["first step, s"] = times[0]
+    if plan.device:
+        found["MFU"] = plan.flops_per_token * found["tokens/s"] / plan.device.peak_flops(s.config.fsdp.param_dtype)
+        expected = step_time.expected(plan, plan.device)
+        found["plan_step, s"] = expected.total - (expected.exposed if hidden else 0.0)
+    return found
+
+
+def row(config: str, values: dict[str, Any], float8: bool = False) -> Figures:
+    """Steps of a config on this card alone."""
+    if float8:
+        around_fsdp(functools.partial(to_float8, emulate=STAND_IN))
+    settings = config_of(config, values)
+    plan = make_plan(settings, 1, gpu(), on_gpu=True)
+    with process_group(settings.run) as world, session(settings, world) as s:
+        return run_steps(s, plan)
+
+
+def around_fsdp(before: Callable[[nn.Module], None]) -> None:
+    """Change the model before it is sharded."""
+    original = parallelize.apply_fsdp
+
+    def apply_fsdp(model: Any, *args: Any) -> None:
+        before(model)
+        original(model, *args)
+
+    parallelize.apply_fsdp = apply_fsdp  # type: ignore[assignment]
+
+
+def to_float8(model: nn.Module, *, emulate: bool = False) -> None:
+    """Have the linear layers of the blocks multiply in float8 with a scale per row (torchao).
+
+    Args:
+        emulate: compute in float32 what a GPU would compute.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+    try:
+        float8: Any = importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise ConfigError(f"torchao is not installed ({error})") from error
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
+    for layer in model.layers:  # type: ignore[union-attr]  # the output matrix stays as it is
+        float8.convert_to_float8_training(layer, config=config)
+
+
+def torchtitan(arguments: Sequence[str]) -> Figures:
+    """torchtitan_peer.py with these arguments: medians of its log lines after the first two.
+
+    Raises:
+        ConfigError: torchtitan is not installed, or logged nothing.
+    """
+    if importlib.util.find_spec("torchtitan") is None:
+        raise ConfigError("torchtitan is not installed")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    sizes = {"seq_len": 4096, "local_batch_size": 2, "global_batch_size": 8, "steps": 20}
+    with tempfile.TemporaryDirectory() as out_dir:
+        common = [*(f"--training.{name}={size}" for name, size in sizes.items()), "--compile.enable"]
+        common += ["--metrics.log_freq=2", f"--job.dump_folder={out_dir}"]
+        command = [*launcher, "-m", "benchmarks.torchtitan_peer", *common, *arguments]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(result.stdout, result.stderr)
+    if not (found := read_torchtitan(result.stdout + result.stderr)):
+        raise ConfigError(f"torchtitan logged no throughput; exit code {result.returncode}")
+    return found
+
+
+def read_torchtitan(log: str) -> Figures:
+    """Medians of its lines "memory:  9.46GiB(64.99%)  tps: 7,049" after the first two; empty if there are fewer."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
+    lines = re.findall(r"memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)", plain)[2:]
+    rates = [float(tps.replace(",", "")) for _, tps in lines]
+    return {"tokens/s": statistics.median(rates), "peak, GiB": float(lines[-1][0])} if lines else {}
+
+
+# --- one rank of a large world --------------------------------------------------------------------------------------
+
+
+class Allocates:
+    """What both of FSDP's custom collectives have."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[Any, Any]] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[None]:
+        """Record when the stream begins and ends this."""
+        if STAND_IN:
+            yield
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self.spans.append((begin, end))
+
+    def take_seconds(self) -> float:
+        """Of all since the last call."""
+        synchronise()
+        seconds = sum(begin.elapsed_time(end) for begin, end in self.spans) / 1e3
+        self.spans = []
+        return seconds
+
+
+class FillAllGather(Allocates):
+    """Fills the slot of each rank with this rank's shard."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        with self.timing():  # the input is a part of the output
+            output_tensor.view(-1, input_tensor.numel()).copy_(input_tensor.clone())
+
+
+class TakeReduceScatter(Allocates):
+    """Takes this rank's part of its own gradients."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        with self.timing():
+            output_tensor.copy_(input_tensor[: output_tensor.numel()])
+
+
+def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
+    """Rank 0 of a world whose other ranks do not exist: true memory and kernels, no communication."""
+    settings = config_of(config, values, world_size)
+    plan = make_plan(settings, world_size, gpu(), on_gpu=True)
+    gather, reduce = FillAllGather(), TakeReduceScatter()
+    if not STAND_IN:
+        torch.cuda.set_device(DEVICE)
+    with fake_world(world_size):
+        world = World(0, world_size, DEVICE, 1, min(world_size, 8))
+        with session(settings, world) as s:
+            for module in s.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # a protocol in all but name
+                    module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
+            found = run_steps(s, plan, 3, hidden=True)
+            for comm in (gather, reduce):
+                comm.take_seconds()
+            found |= by_kind(lambda: train.train_step(s, 4))
+    found["communication's stand-in, s"] = gather.take_seconds() + reduce.take_seconds()
+    if plan.device:
+        expected = step_time.expected(plan, plan.device)
+        found |= {f"plan_{kind}, s": getattr(expected, kind) for kind in ("products", "attention", "optimizer")}
+        found["plan_others and copies, s"] = expected.others
+        found["others and copies, s"] = found["others, s"] + found["copies, s"] - found["communication's stand-in, s"]
+    return found
+
+
+# The kind of a kernel: the first that is found in its name. Inductor's names list all operators that they fuse.
+KINDS = {
+    "attention": r"flash|fmha|attention|sdpa",
+    "products": r"gemm|nvjet|cutlass|xmma|cublas|::b?mm|::addmm|::baddbmm",
+    "optimizer": r"adam|lpnorm",
+    "copies": r"^(?!triton).*(memcpy|memset|copy|CatArray|chunk_cat|split_with_sizes|::cat|fill)",
+}
+
+
+def kernels_of(step: Callable[[], Any], times: int = 1) -> Counter[str]:
+    """Seconds by kernel; on a stand-in, by operator."""
+    activity = ProfilerActivity.CPU if STAND_IN else ProfilerActivity.CUDA
+    with profile(activities=[activity]) as trace:
+        for _ in range(times):
+            step()
+        synchronise()
+    name = "self_cpu_time_total" if STAND_IN else "self_device_time_total"
+    return Counter({event.key: getattr(event, name) / 1e6 / times for event in trace.key_averages()})
+
+
+def by_kind(step: Callable[[], Any]) -> Figures:
+    """Seconds of a step's kernels by kind."""
+    found = dict.fromkeys((*KINDS, "others"), 0.0)
+    for name, seconds in kernels_of(step).items():
+        kind = next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), "others")
+        found[kind] += seconds
+    return {f"{kind}, s": seconds for kind, seconds in found.items()}
+
+
+def profiled(config: str, values: dict[str, Any]) -> Figures:
+    """Milliseconds of the ten longest kernels of a step, over three steps."""
+    settings = config_of(config, values)
+    with process_group(settings.run) as world, session(settings, world) as s:
+        steps = iter(range(1, 100))
+        for _ in range(STEPS // 4):
+            train.train_step(s, next(steps))
+        found = kernels_of(lambda: train.train_step(s, next(steps)), 3)
+    longest: Figures = {f"{name[:60]}, ms": 1e3 * seconds for name, seconds in found.most_common(10)}
+    return {"all kernels, ms": 1e3 * found.total()} | longest
+
+
+# --- several ranks on one card --------------------------------------------------------------------------------------
+
+# NCCL refuses two ranks on one card, and gloo has not all of these for CUDA tensors. Names differ by version of torch.
+STAGED = ["all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "all_gather_single"]
+STAGED += ["reduce_scatter_tensor", "reduce_scatter_single", "broadcast"]
+
+
+def stage_collectives() -> None:
+    """Have gloo do the collectives of every device's tensors, on copies in the host's memory."""
+
+    def staged(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, async_op: bool = False, **others: Any) -> None:
+            pairs: list[tuple[Tensor, Tensor]] = []
+
+            def on_host(value: Any) -> Any:
+                if isinstance(value, list) and value and isinstance(value[0], Tensor):
+                    return [on_host(one) for one in value]
+                if not isinstance(value, Tensor):
+                    return value
+                pairs.append((value, value.detach().to("cpu", copy=True)))
+                return pairs[-1][1]
+
+            original(*map(on_host, args), **{name: on_host(value) for name, value in others.items()})
+            for tensor, copy in pairs:
+                tensor.detach().copy_(copy)
+
+        return call
+
+    for name in STAGED:
+        if hasattr(dist, name):
+            setattr(dist, name, staged(getattr(dist, name)))
+
+
+def losses_of(config: Config, world: World) -> Tensor:
+    """Loss and gradient norm of eight steps, (8, 2)."""
+    with session(config, world) as s:
+        return torch.tensor([[float(x) for x in train.train_step(s, step)] for step in range(1, 9)])
+
+
+def one_of_ranks(rank: int, n: int, port: int, cases: dict[str, dict[str, Any]], out: str) -> None:
+    """One process: the losses of each case by the CPU's ranks, then by those of the card."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0)  # type: ignore[attr-defined]  # as HashStore
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
+    plain = {name: getattr(dist, name) for name in STAGED if hasattr(dist, name)}
+    if not STAND_IN:
+        torch.cuda.set_device(DEVICE)
+        torch.zeros(1, device=DEVICE)  # or a mesh would choose a card by the rank
+    found: Figures = {}
+    for name, values in cases.items():
+        offload = bool(values.get("fsdp.cpu_offload"))
+        given = {"model.size": "1M", "model.vocab_size": 517, "train.seq_len": 128, "train.micro_batch_size": 2}
+        given |= {"train.global_batch_size": 4 * n, "optim.warmup_steps": 2, "tokenizer.vocab_size": 517}
+        given |= {key: value for key, value in values.items() if key != "fsdp.cpu_offload"}
+        config = config_of("debug.toml", given, n)
+        expected = losses_of(config, World(rank, n, torch.device("cpu"), 1))
+        if offload and not STAND_IN:  # with copies of the model the config refuses it: torch issue 180665
+            config = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": True})})
+        stage_collectives()
+        losses = losses_of(config, World(rank, n, DEVICE, 1))
+        for function, original in plain.items():
+            setattr(dist, function, original)
+        found[f"{name}: largest difference from the CPU"] = ((losses - expected) / expected).abs().max().item()
+        found[f"{name}: loss, first and last"] = " ".join(f"{loss:.5f}" for loss in losses[[0, -1], 0].tolist())
+        if rank == 0:
+            Path(out).write_text(json.dumps(found))
+        dist.barrier()
+    exit_process()
+
+
+def ranks(n: int, cases: dict[str, dict[str, Any]]) -> Figures:
+    """Several ranks on this card.
+
+    Raises:
+        RuntimeError: a rank failed, after the cases that are named.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        started = [context.Process(target=one_of_ranks, args=(i, n, port, cases, str(out))) for i in range(n)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
+        found: Figures = json.loads(out.read_text()) if out.is_file() else {}
+    if codes := [process.exitcode for process in started if process.exitcode]:
+        raise RuntimeError(f"ranks ended with {codes}; before: {found}")
+    return found
+
+
+# --- runs of train.py -----------------------------------------------------------------------------------------------
+
+
+def train_py(folder: Path, config: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run train.py on the text of docs/. Returns its metrics."""
+    text = folder / "text.txt"
+    if not text.is_file():
+        text.write_text("\n\n".join(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md"))))
+    own = {"run.name": "run", "run.out_dir": folder, "data.path": text, "tokenizer.vocab_size": 512, "log.every": 1}
+    own |= {"tokenizer.path": "", "eval.every": 0, "sample.every": 0, "checkpoint.keep_latest": 2}
+    own |= {"optim.warmup_steps": 2}
+    more = TINY | (TINY_LLAMA if "llama" in config else {}) if STAND_IN else {"run.device": "cuda"}
+    options = [
+        f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in (own | values | more).items()
+    ]
+    command = [sys.executable, "train.py", f"--config=configs/{config}", *options]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def save_pause(config: str, values: dict[str, Any]) -> Figures:
+    """How long a background save stops training, and how much it slows the steps beside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        more = {"checkpoint.async_save": True, "checkpoint.state_dict": "sharded", "checkpoint.every": 8}
+        records = train_py(Path(folder), config, values | more | {"train.steps": 16, "checkpoint.keep_latest": 1})
+    saves = [record for record in records if "save_s" in record]
+    rates = {record["step"]: record["tokens_per_second"] for record in records if "loss" in record}
+    return {
+        "pause, s": saves[0]["save_s"],
+        "size, GiB": saves[0]["bytes"] / GIB,
+        "tokens/s before": statistics.median(rates[step] for step in range(4, 8)),
+        "tokens/s beside it": statistics.median(rates[step] for step in range(9, 16)),
+    }
+
+
+def resume(config: str, values: dict[str, Any]) -> Figures:
+    """Is a deterministic run that is resumed the run that was not interrupted, bit for bit?"""
+    from tests.helpers import checkpoint, losses, tensors
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run, straight = folder / "run", folder / "straight"
+        more = {"run.deterministic": True, "train.steps": 6, "checkpoint.every": 3}
+        train_py(folder, config, values | more)
+        shutil.copytree(run, straight)
+        shutil.rmtree(checkpoint(run, 6))
+        train_py(folder, config, values | more)
+        ours, theirs = (tensors(checkpoint(path, 6)) for path in (run, straight))
+        return {
+            "same losses": losses(run) == losses(straight),
+            "same tensors": ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in theirs),
+        }
+
+
+# Tests of tests/gpu/test_cuda.py that run next to each other, by words for -k. Those of a group share a fixture.
+TESTS = {"options": "every_knob", "memory": "memory", "steps": "losses or host_waits", "resume": "resume"}
+OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
+
+
+def gpu_tests() -> Figures:
+    """The tests of tests/gpu, in parallel. A failing one ends nothing."""
+    found, outcomes, lock = Found(failed=""), Counter[str](), threading.Lock()
+    parallel = ["-n", "1" if STAND_IN else "4"] if importlib.util.find_spec("xdist") else []
+
+    def run_group(name: str, words: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "-p",
+            "no:cacheprovider",
+            "tests/gpu/test_cuda.py",
+            "-k",
+            words,
+        ]
+        command += parallel if name == "steps" else []
+        process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            outcome = OUTCOME.search(line)
+            if outcome is None or "%]" not in line:
+                continue
+            with lock:
+                outcomes[outcome[1].lower()] += 1
+                if outcome[1] in ("FAILED", "ERROR"):
+                    found["failed"] += OUTCOME.split(line.split("::")[-1])[0].strip() + "; "
+                found["outcomes"] = " ".join(f"{n} {kind}" for kind, n in outcomes.items())
+        with lock:
+            found[f"{name}, exit code"] = process.wait()
+
+    groups = TESTS | {"others": f"not ({' or '.join(TESTS.values())})"}
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(run_group, groups.keys(), groups.values()))
+    return found
+
+
+def die_with_parent() -> None:
+    """Or an item would outlive a benchmark that is killed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main(argv: Sequence[str]) -> int:
+    die_with_parent()
+    os.chdir(ROOT)
+    write(globals()[argv[0]](**json.loads(argv[1])))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))

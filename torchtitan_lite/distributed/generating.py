@@ -1,0 +1,45 @@
+"""Generation with sharded parameters: a forward per token, for which they stay gathered if they fit."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan_lite.config.schema import FsdpConfig
+from torchtitan_lite.distributed.parallelize import evaluating, groups_of
+from torchtitan_lite.models import Transformer
+
+GATHERED_BYTES = 1 << 30  # on a CPU, whose free memory all ranks share
+
+
+@contextlib.contextmanager
+def generating(model: Transformer, config: FsdpConfig, device: torch.device) -> Iterator[None]:
+    """`evaluating`, with the parameters gathered by the first forward and kept, if they fit. Collective."""
+    with evaluating(model):
+        kept = _kept_gathered(model, config, device)
+        for group, _ in kept:
+            group.set_reshard_after_forward(False, recurse=False)
+        yield
+        for group, reshards in kept:
+            group.set_reshard_after_forward(reshards, recurse=False)
+
+
+def _kept_gathered(model: Transformer, config: FsdpConfig, device: torch.device) -> list[tuple[FSDPModule, bool]]:
+    """The groups that can stay gathered, and whether they are otherwise freed after forward; none if all don't fit."""
+    if config.cpu_offload or type(config.reshard_after_forward) is int:
+        return []  # gathered parameters are on the GPU only for their use; torch can't restore the number
+    groups = groups_of(model, config)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    needed = sum(sizes[name] * group.param_dtype.itemsize for group in groups for name in group.parameters)
+    room = GATHERED_BYTES
+    if device.type == "cuda":  # half of what is free or only kept by torch, as generation needs memory too
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        room = (torch.cuda.mem_get_info(device)[0] + kept) // 2
+    fits = torch.tensor(needed <= room, dtype=torch.int64, device=device)
+    dist.all_reduce(fits, dist.ReduceOp.MIN)  # all ranks gather, or none
+    if not fits.item():
+        return []
+    first = [(group.modules[0], bool(group.reshard_after_forward)) for group in groups]
+    return [(module, reshards) for module, reshards in first if isinstance(module, FSDPModule)]
