@@ -192,6 +192,10 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     with torch.device("meta"):
         model = models.build(config.model, vocab_size)
     optim.freeze(model, config.optim.freeze)
+    if config.speed.float8:
+        from torchtitan_lite.distributed import float8
+
+        float8.convert(model, mesh)
     model.output.z_loss = config.train.z_loss
     model.output.chunked = config.speed.chunked_loss
     if mesh.device_type == "cpu":
@@ -201,6 +205,8 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
     blocks.apply_compile(model, config.compile, dynamic=config.data.objective == "pairs")
     parallelize.apply_fsdp(model, mesh, config.fsdp)
+    if config.speed.float8:
+        float8.gather_in_float8(model)
     if config.speed.shared_memory:
         cpu.apply_shared_memory(model, mesh)
     return model

@@ -239,8 +239,8 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     True
 
     `model(tokens)` returns logits, (B, T, V). `model(tokens, targets)` returns the summed loss. Of the config it also
-    applies optim.freeze, train.z_loss, [speed], [activation_checkpointing] and [compile]. It computes in float32; use
-    torch.autocast for bfloat16.
+    applies optim.freeze, train.z_loss, [speed] without float8, [activation_checkpointing] and [compile]. It computes in
+    float32; use torch.autocast for bfloat16.
 
     Args:
         vocab_size: of the data; a nonzero model.vocab_size overrides it.

@@ -110,6 +110,19 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
             "applies only to the first of 4 blocks; every = 3 works",
         ),
         (["--compile.backend=eager"], "compile.backend = eager has no effect without compile.enabled = true"),
+        (["--compile.mode=max"], "should be 'default', 'max-autotune-no-cudagraphs'"),
+        (["--compile.mode=max-autotune-no-cudagraphs"], "has no effect without compile.enabled = true"),
+        (
+            ["--compile.enabled", "--compile.backend=eager", "--compile.mode=max-autotune-no-cudagraphs"],
+            'without compile.enabled = true and compile.backend = "inductor"',
+        ),
+        (
+            ["--compile.enabled", "--compile.mode=reduce-overhead"],
+            'record the graphs again and again (https://github.com/pytorch/pytorch/issues/183451); "default" or',
+        ),
+        (["--speed.float8"], 'speed.float8 = true needs fsdp.param_dtype = "bfloat16" for all groups'),
+        (["--speed.float8", "--fsdp.shard_columns=*.wq.weight"], "by columns, but speed.float8 = true gathers rows"),
+        (["--speed.float8", "--fsdp.cpu_offload"], "but speed.float8 = true casts them on the GPU"),
         (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "fsdp.precision_overrides[0].match is missing"),
         (
             ["--fsdp.precision_overrides=[{match = '*', param_dtype = 'int8'}]"],

@@ -56,6 +56,7 @@ WITHOUT = {
     "_set_unshard_async_op": "all-gathers do not overlap with computing",
     "torch.distributed.fsdp._fully_shard._fully_shard": "process groups for each group of parameters",
     "_get_post_forward_mesh_info": "process groups for each group of parameters",
+    "_local_tensor": ERROR,
     # operators
     "_softmax_backward_data": SLOWER,
     "_scaled_dot_product_": "selective checkpointing recomputes attention",
@@ -94,6 +95,7 @@ WITHOUT = {
 }
 NOT_TORCHS = {"_exit", "_current_frames", "_replace", "_option_string_actions"}  # but Python's
 NOT_TORCHS |= {"_stream"}  # ours, used by another file
+NOT_TORCHS |= {"_precomputed_scale"}  # torchao's
 
 
 def files() -> list[Path]:

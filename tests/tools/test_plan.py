@@ -95,6 +95,13 @@ def test_offloading_moves_shards_gradients_and_state_to_the_host() -> None:
     assert any("copies to the host are not estimated" in line for line in time_lines(offloaded, 0.4))
 
 
+def test_float8_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    plan = make_plan(config_with({"speed.float8": True, "fsdp.param_dtype": "bfloat16"}, 1), 1, H100)
+    assert "  (float8 is not estimated: this is bfloat16)" in memory.memory_lines(plan)
+    assert time_lines(plan, 0.4)[-1] == "expected time unknown: float8 is not estimated"
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [

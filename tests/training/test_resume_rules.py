@@ -105,6 +105,8 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         "run.deterministic",
         "run.tf32",
         "speed.widened_products",
+        "speed.float8",
+        "compile.mode",
     }
     changed = {key for change in changes for key in change} | {"fsdp.blocks_per_group", "fsdp.dp_replicate"}
     assert schema.bitwise_keys().keys() == (changed - {"fsdp.dp_shard"}) | by_the_machine

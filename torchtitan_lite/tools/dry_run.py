@@ -152,6 +152,7 @@ def compare(plan: Plan, n_bytes: dict[str, int], step_s: float, folder: Path) ->
             "",
             *columns(rows, right=(1, 2, 3)),
             *["(the plan ignores the memory that compiled blocks save)"] * config.compile.enabled,
+            *["(the plan is for bfloat16: float8 is not estimated)"] * config.speed.float8,
             "times exclude saves, validations and samples",
         ]
     )

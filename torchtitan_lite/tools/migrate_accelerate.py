@@ -149,7 +149,7 @@ TOP: dict[str, Rule] = {
             "bf16": _dtype("bfloat16"),
             "fp16": _dtype("float16"),
             "no": _dtype("float32"),
-            "fp8": Missing("float8 is not supported"),
+            "fp8": Missing("float8 is speed.float8 here, by torchao's tensorwise recipe only"),
         }
     ),
     "rdzv_backend": Choice(

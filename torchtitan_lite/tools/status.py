@@ -199,6 +199,8 @@ def _planned(folder: Path, about: Mapping[str, Any], rate: float) -> str:
         return f"not known: {error}"
     if plan.config.fsdp.cpu_offload:
         return "not known: copies to the host are not estimated"
+    if plan.config.speed.float8:
+        return "not known: float8 is not estimated"
     planned_rate = plan.layout.tokens_per_step / expected(plan, plan.device or device).total
     return f"expects {planned_rate:,.0f} tokens per second: the run has {rate / planned_rate:.0%}"
 

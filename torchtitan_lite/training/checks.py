@@ -24,6 +24,10 @@ def check_patterns(config: Config) -> dict[str, str]:
         "fsdp.precision_overrides": lambda: groups_of(model, config.fsdp),
         "fsdp.shard_columns": lambda: column_placement(model, config.fsdp.shard_columns, shards),
     }
+    if config.speed.float8:
+        from torchtitan_lite.distributed.float8 import require_shapes
+
+        checks["speed.float8"] = lambda: require_shapes(model, shards)
     broken: dict[str, str] = {}
     for key, check in checks.items():
         try:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from torchtitan_lite.config.section import BITS, Bits, Machine, Rules, Section, used_with
+from torchtitan_lite.config.section import BITS, Bits, Machine, Rules, Section, UsedIf, used_with
+from torchtitan_lite.config.sections.fsdp import FsdpConfig
 
 if TYPE_CHECKING:
     from torchtitan_lite.config.schema import Config
@@ -29,6 +30,17 @@ class CompileConfig(Section):
         Literal["inductor", "aot_eager", "eager"], Bits("compile"), used_with("compile.enabled", True)
     ] = "inductor"
     """inductor: fused kernels, needs a compiler; the others only trace (for debugging)"""
+    mode: Annotated[
+        Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"],
+        Bits("compile_mode"),
+        UsedIf(
+            "compile.enabled compile.backend",
+            'compile.enabled = true and compile.backend = "inductor"',
+            lambda c: c.compile.enabled and c.compile.backend == "inductor",
+        ),
+    ] = "default"
+    """torch.compile's mode; max-autotune-no-cudagraphs times several kernels for each product; those with CUDA \
+graphs are refused"""
 
 
 class SpeedConfig(Section):
@@ -42,12 +54,15 @@ class SpeedConfig(Section):
     """CPU without bfloat16 (or float16) instructions: compute products of that dtype in float32, 18 times as fast"""
     shared_memory: Annotated[bool, BITS] = True
     """CPU, all ranks on one machine: exchange parameters and gradients through shared memory, not gloo's TCP"""
+    float8: Annotated[bool, BITS] = False
+    """linear layers of blocks multiply and are gathered in float8 (GPUs of capability 8.9; extra float8); a CPU \
+emulates it, for tests"""
     gc_every: NonNegativeInt = 100
     """run Python's garbage collector every N steps, on all ranks at once; 0: leave it to Python"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rule of activation checkpointing."""
+    """The broken rules of activation checkpointing, of torch.compile's mode and of float8."""
     checkpointing = config.activation_checkpointing
     n_blocks = sum(config.model.stacks)
     if checkpointing.mode != "none" and checkpointing.every > max(n_blocks - 1, 1):
@@ -56,10 +71,54 @@ def rules(config: "Config", machine: Machine) -> Rules:
             f"activation_checkpointing.every = {checkpointing.every} applies only to the first of {n_blocks} "
             f"blocks; every = {max(n_blocks - 1, 1)} works",
         )
+    if config.compile.mode in ("reduce-overhead", "max-autotune"):
+        yield (
+            "compile.mode",
+            f'compile.mode = "{config.compile.mode}" replays CUDA graphs, which hold the addresses of parameters. '
+            "FSDP2 gathers parameters to new addresses, so torch would record the graphs again and again "
+            '(https://github.com/pytorch/pytorch/issues/183451); "default" or "max-autotune-no-cudagraphs" works',
+        )
+    if config.speed.float8:
+        yield from _float8_rules(config.fsdp)
+
+
+def _float8_rules(fsdp: FsdpConfig) -> Rules:
+    """What float8 does not go with."""
+    if (dtypes := fsdp.dtypes("param_dtype") - {None}) != {"bfloat16"}:
+        other = min(str(dtype) for dtype in dtypes - {"bfloat16"})
+        yield (
+            "speed.float8 fsdp.param_dtype fsdp.precision_overrides",
+            f'speed.float8 = true needs fsdp.param_dtype = "bfloat16" for all groups, as products return bfloat16, but '
+            f'some have "{other}"; speed.float8 = false works, or fsdp.param_dtype = "bfloat16"',
+        )
+    if not isinstance(fsdp.reshard_after_forward, bool | str):
+        yield (
+            "speed.float8 fsdp.reshard_after_forward",
+            f"fsdp.reshard_after_forward = {fsdp.reshard_after_forward} can't gather float8 again in backward; "
+            "true, false or default works, or speed.float8 = false",
+        )
+    if fsdp.shard_columns:
+        yield (
+            "speed.float8 fsdp.shard_columns",
+            "fsdp.shard_columns splits matrices by columns, but speed.float8 = true gathers rows; fsdp.shard_columns = "
+            "[] works, or speed.float8 = false",
+        )
+    if fsdp.cpu_offload:
+        yield (
+            "speed.float8 fsdp.cpu_offload",
+            "fsdp.cpu_offload = true keeps shards on the host, but speed.float8 = true casts them on the GPU; "
+            "fsdp.cpu_offload = false works, or speed.float8 = false",
+        )
 
 
 def local_rules(config: "Config", machine: Machine) -> Rules:
-    """What torch.compile lacks on this machine."""
+    """What torchao and torch.compile lack on this machine."""
+    if config.speed.float8 and importlib.util.find_spec("torchao") is None:
+        yield (
+            "speed.float8",
+            'speed.float8 = true needs torchao, which is not installed; run pip install -e ".[float8]", or set '
+            "speed.float8 = false",
+        )
     if not config.compile.enabled or config.compile.backend != "inductor":
         return
     if missing := missing_for_inductor(config.run.device, machine.n_gpus):

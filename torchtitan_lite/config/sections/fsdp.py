@@ -95,9 +95,9 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
         """dp_replicate and dp_shard, where -1 takes all remaining ranks."""
         replicate, shard = self.dp_replicate, self.dp_shard
         if replicate == -1:
-            replicate = 1 if shard == -1 else max(world_size // shard, 1)
+            replicate = 1 if shard == -1 else max(world_size // max(shard, 1), 1)
         if shard == -1:
-            shard = max(world_size // replicate, 1)
+            shard = max(world_size // max(replicate, 1), 1)  # 0 is an error, of `rules`
         return replicate, shard
 
     def dtypes(self, *keys: str) -> set[str | None]:

@@ -38,6 +38,8 @@ def memory_lines(plan: Plan) -> list[str]:
     lines.append(f"  a checkpoint on disk: {plan.checkpoint_bytes / 1e12:.3g} TB")
     if plan.config.compile.enabled:
         lines.append("  (compiled blocks keep less; the plan ignores that)")
+    if plan.config.speed.float8:
+        lines.append("  (float8 is not estimated: this is bfloat16)")
     return lines
 
 

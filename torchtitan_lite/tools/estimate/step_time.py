@@ -214,6 +214,8 @@ def time_lines(plan: Plan, mfu: float, power: float = 1.0) -> list[str]:
     lines.append(f"        at {mfu:.0%} of the peak (--mfu): {real_s:.3f} s a step{days}")
     if plan.config.fsdp.cpu_offload:
         return [*lines, "expected time unknown: copies to the host are not estimated"]
+    if plan.config.speed.float8:
+        return [*lines, "expected time unknown: float8 is not estimated"]
     step, (least, most) = expected(plan, device, power), likely(plan, device, power)
     tokens_s = tokens / plan.world_size / step.total
     limit = "" if power == 1 else f" at {power:.0%} of the nominal power limit"

@@ -1,0 +1,113 @@
+"""speed.float8: the linear layers of the blocks multiply in float8, with one scale per tensor, by torchao.
+
+Each rank casts its rows of a weight before they are gathered, so the all-gather moves half the bytes of bfloat16. In
+torchao's own way each shard is a subclass of Tensor, which initial values, optimizers and checkpoints would all have to
+handle. FSDP2 only asks a shard for two methods. So here shards stay plain float32 tensors, and get torchao's methods as
+attributes: nothing else depends on float8.
+"""
+
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models import Transformer
+
+MULTIPLE = 16  # of the sizes that the products take
+CAPABILITY = 8, 9
+DTYPE = torch.float8_e4m3fn
+LEAST = 1e-12  # torchao's EPS: the scale of zeros is finite
+
+
+def require_shapes(model: Transformer, shards: int) -> None:
+    """Check the linear layers of the blocks.
+
+    Args:
+        shards: ranks that share a copy of the model.
+
+    Raises:
+        ConfigError: with the layers that float8 products or their gathering do not take.
+    """
+    wrong = []
+    for name, layer in _linears(model):
+        rows, columns = layer.weight.shape
+        if rows % MULTIPLE or columns % MULTIPLE:
+            wrong.append(f"{name} is {rows} x {columns}, but sizes have to be multiples of {MULTIPLE}")
+        elif rows % shards:
+            wrong.append(f"{name} has {rows} rows, which fsdp.dp_shard = {shards} does not divide")
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ConfigError(f"speed.float8 = true: {wrong[0]}{more}; speed.float8 = false works")
+
+
+def convert(model: Transformer, mesh: DeviceMesh) -> None:
+    """Have the linear layers of the blocks multiply in float8; a CPU emulates it. Before sharding.
+
+    Raises:
+        ConfigError: see `require_shapes`; or the GPU has no such products.
+    """
+    require_shapes(model, mesh.shape[-1])
+    emulate = mesh.device_type == "cpu"
+    if not emulate and (capability := torch.cuda.get_device_capability()) < CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (CAPABILITY, capability))
+        raise ConfigError(
+            f"speed.float8 = true needs a GPU of compute capability {needed} or newer (L40, RTX 40, H100), but "
+            f"{torch.cuda.get_device_name()} has {found}; speed.float8 = false works"
+        )
+    # its import warns on each rank of kernels for other devices, which are not used
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    for layer in model.layers:
+        convert_to_float8_training(layer, config=Float8LinearConfig(emulate=emulate))
+
+
+def gather_in_float8(model: Transformer) -> None:
+    """Let the sharded weights of converted layers be cast before they are gathered. Call it after `apply_fsdp`."""
+    weights: list[Weight] = []
+
+    def before_forward(_model: nn.Module, _args: tuple[Any, ...]) -> None:
+        if not weights:  # now that the shards have storage
+            weights.extend(Weight(layer) for _, layer in _linears(model))
+        update_scales(weights)
+
+    # before FSDP2's own, which prepares the parameters, and makes its streams wait for the scales
+    model.register_forward_pre_hook(before_forward, prepend=True)
+
+
+class Weight:
+    """The shard of a converted layer's weight, and how it is cast."""
+
+    def __init__(self, layer: Any) -> None:
+        from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+        assert isinstance(layer.weight, DTensor)
+        self.sharded = layer.weight
+        self.shard: Tensor = layer.weight._local_tensor  # not `to_local`, which may make another tensor of its memory
+        self.cast = WeightWithDynamicFloat8CastTensor(self.shard, layer.linear_mm_config, DTYPE)
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            setattr(self.shard, name, getattr(self.cast, name))
+
+
+@torch.no_grad()
+def update_scales(weights: list[Weight]) -> None:
+    """Compute the scale of each weight from the largest element on any rank. Collective, with one all-reduce."""
+    largest = torch.stack(torch._foreach_norm([weight.shard for weight in weights], ord=math.inf))
+    mesh = weights[0].sharded.device_mesh
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    # in float64, as torchao does
+    scales: Tensor = (torch.finfo(DTYPE).max / largest.clamp(min=LEAST).double()).float()
+    for weight, scale in zip(weights, scales.unbind(), strict=True):
+        weight.cast._precomputed_scale = scale
+
+
+def _linears(model: Transformer) -> list[tuple[str, nn.Linear]]:
+    """Name and module of each linear layer of the blocks; the output matrix is none."""
+    modules = model.layers.named_modules(prefix="layers")
+    return [(name, module) for name, module in modules if isinstance(module, nn.Linear)]
