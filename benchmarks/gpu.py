@@ -102,7 +102,7 @@ ITEMS = [
     row(2, 40, "ours: 1B, not tied, selective, second", "llama_1b", ONE, SELECTIVE, UNTIED),
     Item(2, 55, "torchtitan: 1B, not tied, selective, second", "torchtitan", {"arguments": TITAN}),
     row(2, 45, "8 of 32 layers of 8B, sequences of 8,192", "llama_8b", EIGHT),
-    row(2, 45, "8 of 32 layers of 8B, float8 by torchao", "llama_8b", EIGHT, float8=True),
+    row(2, 45, "8 of 32 layers of 8B, float8", "llama_8b", EIGHT, {"speed.float8": True}),
     row(2, 35, "124M, vocabulary 50,257", "gpt_124m", SMALL),
     row(2, 35, "124M, vocabulary 50,304", "gpt_124m_scratch", SMALL),
     row(2, 45, "1B, selective, Muon", "llama_1b", ONE, SELECTIVE, MUON),

@@ -6,7 +6,6 @@ the figure NAME. With --stand-in everything runs on the CPU, with tiny sizes.
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -46,7 +45,6 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.errors import ConfigError
@@ -337,43 +335,12 @@ def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = Fals
     return found
 
 
-def row(config: str, values: dict[str, Any], float8: bool = False) -> Figures:
+def row(config: str, values: dict[str, Any]) -> Figures:
     """Steps of a config on this card alone."""
-    if float8:
-        around_fsdp(functools.partial(to_float8, emulate=STAND_IN))
     settings = config_of(config, values)
     plan = make_plan(settings, 1, gpu(), on_gpu=True)
     with process_group(settings.run) as world, session(settings, world) as s:
         return run_steps(s, plan)
-
-
-def around_fsdp(before: Callable[[nn.Module], None]) -> None:
-    """Change the model before it is sharded."""
-    original = parallelize.apply_fsdp
-
-    def apply_fsdp(model: Any, *args: Any) -> None:
-        before(model)
-        original(model, *args)
-
-    parallelize.apply_fsdp = apply_fsdp  # type: ignore[assignment]
-
-
-def to_float8(model: nn.Module, *, emulate: bool = False) -> None:
-    """Have the linear layers of the blocks multiply in float8 with a scale per row (torchao).
-
-    Args:
-        emulate: compute in float32 what a GPU would compute.
-
-    Raises:
-        ConfigError: torchao is not installed.
-    """
-    try:
-        float8: Any = importlib.import_module("torchao.float8")
-    except ImportError as error:
-        raise ConfigError(f"torchao is not installed ({error})") from error
-    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
-    for layer in model.layers:  # type: ignore[union-attr]  # the output matrix stays as it is
-        float8.convert_to_float8_training(layer, config=config)
 
 
 def torchtitan(arguments: Sequence[str]) -> Figures:

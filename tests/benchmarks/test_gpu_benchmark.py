@@ -6,16 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import gpu, gpu_items
 from tests.helpers import HANGS_S, start, succeeded
-from torchtitan_lite.config import load
-from torchtitan_lite.distributed import initialize, parallelize
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models import build
 from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.tools.estimate import memory, planned_run
 
@@ -112,7 +105,7 @@ def test_every_item_runs_on_a_stand_in(name: str, tmp_path: Path) -> None:
     """The same code with tiny sizes on the CPU: worlds of fake ranks, four ranks with copied collectives, ..."""
     record = on_stand_in(name, tmp_path / "results.jsonl")
     item = next(item for item in gpu.ITEMS if item.name == name)
-    if record["error"] and (item.function == "torchtitan" or item.options.get("float8")):
+    if record["error"] and item.function == "torchtitan":
         assert "is not installed" in record["error"]
         return
     figures = record["figures"]
@@ -153,42 +146,6 @@ def test_no_gpu_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpu, "environment", lambda _: os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     with pytest.raises(SystemExit, match="torch sees no GPU here; --stand-in"):
         gpu.main(["--results", str(tmp_path / "results.jsonl")])
-
-
-def test_float8_without_torchao_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ConfigError, match="torchao is not installed"):
-        gpu_items.to_float8(torch.nn.Module())
-
-
-def test_float8_converts_the_blocks_before_they_are_sharded() -> None:
-    """torchao emulates the GPU's products. Names stay the same; the loss changes by a rounding."""
-    pytest.importorskip("torchao.float8")
-    config = load.load(None, {"model.size": load.ConfigValue("1M", "test")}).config
-    tokens = torch.arange(2 * 64).view(2, 64) % 61
-    found = {}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        for name, convert in (("plain", lambda _: None), ("float8", lambda m: gpu_items.to_float8(m, emulate=True))):
-            with torch.device("meta"):
-                model = build(config.model, 61)
-            names = [name for name, _ in model.named_parameters()]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(parallelize, "apply_fsdp", parallelize.apply_fsdp)  # is put back
-                gpu_items.around_fsdp(convert)
-                parallelize.apply_fsdp(model, init_device_mesh("cpu", (1,)), config.fsdp)
-            initialize.materialise(model, torch.device("cpu"), 0)
-            loss = model(tokens, tokens)
-            loss.backward()
-            assert [name for name, _ in model.named_parameters()] == names
-            assert all(p.grad is not None for p in model.parameters())
-            found[name] = loss.item(), type(model.get_submodule("layers.0.attention.wq")), type(model.output)
-    finally:
-        dist.destroy_process_group()
-    assert found["float8"][1].__name__ == "Float8Linear"
-    assert found["float8"][2] is found["plain"][2], "the output matrix stays as it is"
-    assert found["float8"][0] != found["plain"][0]
-    assert found["float8"][0] == pytest.approx(found["plain"][0], rel=0.01)
 
 
 def test_throughput_of_torchtitan_is_read_from_its_log() -> None:
