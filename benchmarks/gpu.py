@@ -193,7 +193,7 @@ def run_all(items: Sequence[Item], key: dict[str, Any], given: argparse.Namespac
         figures, error = run_item(item, min(own_limit, left), log, flags_of(given), env)
         seconds = round(time.monotonic() - before, 1)
         print(f"        {error or 'done'}, {seconds} s", flush=True)
-        if error and not figures and seconds >= left:
+        if error and not figures and time.monotonic() >= deadline:
             continue  # the budget ended it: the next call tries again, with more time
         append(given.results, {"item": item.name, **key, "seconds": seconds, "figures": figures, "error": error})
 
