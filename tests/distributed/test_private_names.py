@@ -60,7 +60,6 @@ WITHOUT = {
     # operators
     "_softmax_backward_data": SLOWER,
     "_scaled_dot_product_": "selective checkpointing recomputes attention",
-    "_scaled_mm": "selective checkpointing recomputes float8 products",
     "_is_avx512_bf16_supported": SLOWER,
     "_is_amx_tile_supported": SLOWER,
     "_is_mkldnn_bf16_supported": SLOWER,
