@@ -122,6 +122,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         ),
         (["--speed.float8"], 'speed.float8 = true needs fsdp.param_dtype = "bfloat16" for all groups'),
         (["--speed.float8", "--fsdp.shard_columns=*.wq.weight"], "by columns, but speed.float8 = true gathers rows"),
+        (["--speed.float8", "--train.seq_len=66", "--train.micro_batch_size=2"], "give; multiples of 8 work, or speed"),
         (["--speed.float8", "--fsdp.cpu_offload"], "but speed.float8 = true casts them on the GPU"),
         (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "fsdp.precision_overrides[0].match is missing"),
         (
