@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 CALL_S = 540  # of each of the three calls
 # what train.py and the tests import, apart from torch and what comes with it
 PACKAGES = ["filelock", "numpy", "pydantic", "pyyaml", "safetensors", "tokenizers", "tomli", "tomli-w", "tqdm"]
-PACKAGES += ["pytest", "pytest-xdist"]
+PACKAGES += ["pytest", "pytest-xdist", "torchao"]
 
 
 @dataclass(frozen=True)
