@@ -20,6 +20,7 @@ from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed import initialize
+from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, named
 from torchtitan_lite.terminal import size
@@ -117,7 +118,8 @@ def test_extrapolation_matches_a_simulation_at_full_depth(name: str, more: dict[
     config = config_of(name, 4, **more, **{"train.global_batch_size": 32})
     extrapolated = simulate.simulate(config, 4, VOCABULARY, on_gpu=False)
     with simulate.fake_world(4):
-        whole = simulate.simulate_depths(config, 4, VOCABULARY, list(config.model.stacks), False)
+        mesh = build_mesh(config.fsdp, torch.device("cpu"))
+        whole = simulate.simulate_depths(config, mesh, VOCABULARY, list(config.model.stacks), False)
     assert extrapolated.peak == whole.peak
     assert extrapolated.kept == whole.kept
     assert extrapolated.collectives == whole.collectives
