@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -232,16 +233,17 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     few = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
     few = [depth if depth <= least + period else least for depth, least in zip(depths, few, strict=True)]
     with fake_world(world_size):
+        mesh = build_mesh(config.fsdp, torch.device("cpu"))  # one: torch compares different ones rank by rank
         try:
-            shallow = whole = simulate_depths(config, world_size, vocab_size, few, on_gpu)
+            shallow = whole = simulate_depths(config, mesh, vocab_size, few, on_gpu)
         except ConfigError:
             if few == depths:
                 raise
-            return simulate_depths(config, world_size, vocab_size, depths, on_gpu)  # a pattern names a deeper block
+            return simulate_depths(config, mesh, vocab_size, depths, on_gpu)  # a pattern names a deeper block
         for i, depth in enumerate(depths):
             if depth > few[i]:
                 deeper = [least + period * (j == i) for j, least in enumerate(few)]
-                more = simulate_depths(config, world_size, vocab_size, deeper, on_gpu)
+                more = simulate_depths(config, mesh, vocab_size, deeper, on_gpu)
                 whole = _extrapolated(whole, shallow, more, (depth - few[i]) // period)
     return whole
 
@@ -266,11 +268,10 @@ def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) 
     )
 
 
-def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
+def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
     """Simulate a model of these depths, one for each stack of blocks, inside `fake_world`."""
-    layout, fsdp = derive(config, world_size), config.fsdp.model_copy(update={"cpu_offload": False})
+    layout, fsdp = derive(config, mesh.size()), config.fsdp.model_copy(update={"cpu_offload": False})
     timeline = Timeline()
-    mesh = build_mesh(config.fsdp, torch.device("cpu"))
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
         model = models.build(config.model.model_copy(update=keys), vocab_size)
