@@ -270,6 +270,8 @@ def main(argv: Sequence[str]) -> None:
         return
     for number in (signal.SIGTERM, signal.SIGHUP):  # or it would end this process, but not the item
         signal.signal(number, stop)
+    if given.results.is_dir():
+        parser.error(f"--results {given.results} is a folder; name a file in it")
     given.results.parent.mkdir(parents=True, exist_ok=True)
     env = environment(given)
     log = given.results.with_suffix(".device.log")

@@ -36,7 +36,8 @@ def memory_lines(plan: Plan) -> list[str]:
     ]
     if plan.config.fsdp.cpu_offload:
         lines.append(f"  on the host, per rank: {size(sum(plan.simulated.peak.values()) - total)}")
-    lines.append(f"  a checkpoint on disk: {plan.checkpoint_bytes / 1e12:.3g} TB")
+    on_disk = plan.checkpoint_bytes
+    lines.append(f"  a checkpoint on disk: {f'{on_disk / 1e12:.3g} TB' if on_disk >= 1e11 else size(on_disk)}")
     if plan.config.compile.enabled:
         lines.append("  (compiled blocks keep less; the plan ignores that)")
     if plan.config.speed.float8:
