@@ -266,14 +266,15 @@ def test_no_advice_is_more_ranks_than_a_plan_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memory, "MOST_RANKS", 6)
-    figures = ["--peak-tflops=100", "--memory-gib=0.01", "--memory-gbs=99", "--intra-node-gbs=9", "--inter-node-gbs=1"]
-    assert plan.main(["--device=mine", *figures, "--world-size=2"]) == 0
+    figures = ["--peak-tflops=100", "--memory-gib=0.003", "--memory-gbs=99", "--intra-node-gbs=9", "--inter-node-gbs=1"]
+    small = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=2"]
+    assert plan.main(["--device=mine", *figures, "--world-size=2", *small]) == 0
     out = capsys.readouterr().out
     assert "2 x mine" in out
     assert "0.0 GiB on the device" in out
     assert "--world-size=4" in out
     assert "--world-size=8" not in out
-    assert plan.main(["--device=cpu", "--world-size=2"]) == 0
+    assert plan.main(["--device=cpu", "--world-size=2", *small]) == 0
     assert "time    unknown" in capsys.readouterr().out
 
 
