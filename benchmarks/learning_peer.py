@@ -1,10 +1,10 @@
 """A run of nanochat's or nanoGPT's own code on this project's tokens, for benchmarks/learning.py.
 
-    python -m benchmarks.learning_peer CLONE OPTIONS SEED RESULT [TEXT]
+    python -m benchmarks.learning_peer CLONE OPTIONS SEED RESULT TEXT
 
 CLONE is a checkout of karpathy/nanochat or karpathy/nanoGPT. Model, optimizer, schedules and the defaults of their
 options are imported from it. This file has the loop, which feeds them the sequences that a run of train.py of this seed
-gets, and scores the result as `evaluate` does, on the held-out text or on TEXT. OPTIONS are JSON:
+gets, and scores the result as `evaluate` does, on TEXT, on the "held out" text, or not ("unscored"). OPTIONS are JSON:
 
     peer               "nanochat" or "nanoGPT"
     depth, dim, heads  of the model
@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import learning_train
 from torchtitan_lite.api import load_config
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data import tokenizer as bpe
@@ -184,20 +185,20 @@ def score(run: Run, peer: str, config: Config, data: DataSet, text: str, world: 
     tokenizer = bpe.load(data.folder / "tokenizer.json")
     scored: Any = Scored(logits, data.vocab_size)
     opened = Opened(peer, scored, tokenizer, (data.end_token,), [])
-    options = Options(data=[text or str(data.folder)])
+    options = Options(data=[str(data.folder) if text == "held out" else text])
     [(_, scores)] = scores_of(Model(peer, opened, config), options, world, print)
     return scores
 
 
 def main() -> None:
     """Train, score, and write the result."""
-    clone, given, seed, result, *text = sys.argv[1:]
+    clone, given, seed, result, text = sys.argv[1:]
     o = json.loads(given)
     sys.path.insert(0, clone)
     os.environ["NANOCHAT_DTYPE"] = o["dtype"]
     if not o["compile"]:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nanochat's optimizer
-    keys = {"train.seq_len": SEQ_LEN} | ({"data.val_fraction": 0.1} if text else {})
+    keys = {"train.seq_len": SEQ_LEN} | ({} if text == "held out" else {"data.val_fraction": 0.1})
     config = load_config(overrides=keys)
     data = prepare_all(config.data, config.tokenizer, print)
     samples = open_samples(data, "train", config)
@@ -206,18 +207,16 @@ def main() -> None:
         torch.manual_seed(int(seed))
         run = {"nanochat": nanochat, "nanoGPT": nanogpt}[o["peer"]](Path(clone), o, data.vocab_size)
         seconds = train(run, o, loader)
-        scores = score(run, o["peer"], config, data, "".join(text), world)
+        learning_train.documents()
+        figures = {} if text == "unscored" else tables.figures(score(run, o["peer"], config, data, text, world))
     commit = Path(clone).with_suffix(".commit")
     if (Path(clone) / ".git").exists():
         head = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
         name = head.stdout.strip()
     else:
         name = commit.read_text(encoding="utf-8").strip() if commit.exists() else ""
-    found = {
-        **{"seconds": seconds, "commit": name, "parameters": sum(p.numel() for p in run.model.parameters())},
-        **tables.figures(scores),
-        **{"bits": (scores.nats / math.log(2)).round(3).tolist(), "bytes": scores.n_bytes.round(3).tolist()},
-    }
+    parameters = sum(p.numel() for p in run.model.parameters())
+    found = {"seconds": seconds, "commit": name, "parameters": parameters} | figures
     Path(result).write_text(json.dumps(found), encoding="utf-8")
 
 
