@@ -7,6 +7,8 @@
     larger     Muon, and AdamW at five rates, with a model of 5 M parameters
     widths     rates of models of three widths, with and without model.mup_base_dim
     recipes    the present default against those of nanoGPT, litgpt and Hugging Face Trainer after 60, 120 and 300 s
+    peers      nanochat's and nanoGPT's own code (--nanochat, --nanogpt: clones) in the time of the present default
+    peers-larger  nanochat's models of 5 to 10 M parameters in ten minutes of two cores
     table      print what is known, and plot it
 
 Results are appended to benchmarks/learning.jsonl, and a stage runs only what is not there: a search can be stopped at
@@ -33,6 +35,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +155,15 @@ WIDTH_JOBS = {
 }
 
 
+HELD_OUT, UNSCORED = "held out", "unscored"
 Job = tuple[str, dict[str, Any], int]  # name, options, seed
 
 
 class Search:
     """Runs what has no result yet, two at a time, and keeps results in a file."""
 
-    def __init__(self, out: Path, file: Path) -> None:
-        self.out = out
+    def __init__(self, out: Path, file: Path, clones: dict[str, Path], workers: int = WORKERS) -> None:
+        self.out, self.clones, self.workers = out, clones, workers
         out.mkdir(parents=True, exist_ok=True)
         self.start: float | None = None
         self.file = file
@@ -168,7 +172,7 @@ class Search:
 
     def run(self, jobs: Iterable[Job], stage: str) -> None:
         """Run jobs of (name, options, seed)."""
-        with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        with concurrent.futures.ThreadPoolExecutor(self.workers) as pool:
             found = [pool.submit(self._one, stage, *job) for job in jobs]
         for one in found:
             if error := one.exception():
@@ -184,31 +188,53 @@ class Search:
         key = json.dumps([stage, name, options, seed])
         digest = hashlib.sha256(key.encode()).hexdigest()[:8]  # a name stands for several rates and lengths
         folder = f"{stage}-{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{digest}"
+        made = self._peer if "peer" in options else self._ours
+        found: dict[str, Any] = {"key": key, "stage": stage, "name": name, "seed": seed, "cpu": cpu()}
+        found |= made(folder, options, seed, text=self._text(stage))
+        with _lock:
+            self.results[key] = found
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+            print(
+                f"{stage}: {name}, seed {seed}: {found.get('bits_per_byte', 0):.4f}, {found['seconds']:,.0f} s",
+                flush=True,
+            )
+
+    def _peer(self, folder: str, options: dict[str, Any], seed: int, *, text: str) -> dict[str, Any]:
+        """A run of a peer's own code."""
+        scored = self.out / f"{folder}.json"
+        command = [sys.executable, "-m", "benchmarks.learning_peer", str(self.clones[options["peer"]])]
+        command += [json.dumps(options), str(seed), str(scored), text]
+        _cpu_seconds(command, self.out / f"{folder}.log")
+        row = json.loads(scored.read_text(encoding="utf-8"))
+        found = {key: row[key] for key in ("seconds", "commit", "parameters")}
+        return found | ({} if text == UNSCORED else _scores(row))
+
+    def _ours(self, folder: str, options: dict[str, Any], seed: int, *, text: str) -> dict[str, Any]:
+        """A run of train.py."""
         shutil.rmtree(self.out / folder, ignore_errors=True)  # of a search that was stopped: its seconds are not whole
         given = ["--run.device=cpu", "--run.threads=1", f"--run.out_dir={self.out}", f"--run.name={folder}"]
         given += [f"--run.seed={seed}", "--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--log.every=25"]
-        if stage != "final":
+        if text != HELD_OUT:
             given += ["--data.val_fraction=0.1"]
         variant = options.get("variant", "")
         command = [sys.executable, "-m", "benchmarks.learning_train", "train", variant, *given]
         command += [f"--{key}={value}" for key, value in options.items() if key != "variant"]
         seconds = _cpu_seconds(command, self.out / f"{folder}.log") - self._start()
-        text = [] if stage == "final" else ["--data", str(self._dev())]
+        if text == UNSCORED:
+            return {"seconds": seconds}
         scored = self.out / folder / "score.json"
         score = ["-m", "benchmarks.learning_train", "evaluate", variant]
-        score += [str(self.out / folder), *text, "--json", str(scored)]
+        score += [str(self.out / folder), *([] if text == HELD_OUT else ["--data", text]), "--json", str(scored)]
         _cpu_seconds([sys.executable, *score], self.out / f"{folder}.log")
         [row] = json.loads(scored.read_text(encoding="utf-8"))["models"][0]["texts"].values()
-        found = {
-            "key": key,
-            **{"stage": stage, "name": name, "seed": seed, "seconds": seconds, "cpu": cpu()},
-            **{"bits_per_byte": row["bits_per_byte"], "stderr": row["bits_per_byte_stderr"]},
-        }
-        with _lock:
-            self.results[found["key"]] = found
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
-            print(f"{stage}: {name}, seed {seed}: {row['bits_per_byte']:.4f}, {seconds:,.0f} s", flush=True)
+        return {"seconds": seconds} | _scores(row)
+
+    def _text(self, stage: str) -> str:
+        """What a stage is scored on: the default split's held-out text, the search's, or nothing."""
+        if stage.endswith("final"):
+            return HELD_OUT
+        return UNSCORED if stage == "peers cost" else str(self._dev())
 
     def _start(self) -> float:
         """Processor time of a run of one step."""
@@ -235,6 +261,12 @@ class Search:
                 partial.write_text("\n".join(chosen) + "\n", encoding="utf-8")
                 partial.replace(file)
         return file
+
+
+def _scores(row: dict[str, Any]) -> dict[str, Any]:
+    """The score of a text, and the bits and bytes of each document: two runs are compared document by document."""
+    scores = {"bits_per_byte": row["bits_per_byte"], "stderr": row["bits_per_byte_stderr"]}
+    return scores | {key: row[key] for key in ("bits", "bytes")}
 
 
 def _cpu_seconds(command: list[str], log: Path) -> float:
@@ -323,6 +355,113 @@ def best_rate(search: Search, name: str) -> float:
 def recipe_job(search: Search, name: str, seconds: int) -> Job:
     """The run of a recipe that counts."""
     return name, RECIPES[name][0](best_rate(search, name), tokens_in(search, name, seconds)), 0
+
+
+# --- against the programs themselves ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer's model, and the rates to choose from."""
+
+    options: dict[str, Any]
+    rates: tuple[float, ...]
+    part: int = 4  # rates are chosen in 1/part of the time
+
+    def run(self, rate: float, tokens: int) -> dict[str, Any]:
+        """The options of a run. Compiled, a step costs less and computes the same, but compiling takes minutes."""
+        return self.options | {"rate": rate, "steps": tokens // (self.options["batch"] * 256), "compile": False}
+
+
+def peer(name: str, depth: int, dim: int, heads: int, batch: int) -> dict[str, Any]:
+    """The options of benchmarks/learning_peer.py."""
+    sizes = {"depth": depth, "dim": dim, "heads": heads, "batch": batch}
+    return {"peer": name} | sizes | ({"decay": 1.0} if name == "nanochat" else {}) | {"dtype": "float32"}
+
+
+NANOCHAT_RATES = 4.0, 8.0, 12.0, 16.0  # times those of base_train.py
+PEERS: dict[str, Peer] = {
+    "nanochat, 2 x 128, 8 sequences": Peer(peer("nanochat", 2, 128, 1, 8), NANOCHAT_RATES),
+    "nanochat, 2 x 128, 4 sequences": Peer(peer("nanochat", 2, 128, 1, 4), NANOCHAT_RATES),
+    "nanoGPT, 4 x 128, 12 sequences": Peer(peer("nanoGPT", 4, 128, 4, 12), (4e-4, 1e-3, 3e-3, 6e-3)),
+}
+LARGER_PEERS: dict[str, Peer] = {
+    "nanochat, 4 x 256, 8 sequences": Peer(peer("nanochat", 4, 256, 2, 8), NANOCHAT_RATES),
+    "nanochat, 2 x 384, 8 sequences": Peer(peer("nanochat", 2, 384, 3, 8), NANOCHAT_RATES),
+}
+PEER_SHORT = 61_440  # tokens of a run that measures what they cost
+LARGER_SECONDS = 1200.0  # ten minutes of two cores
+
+
+def peer_costs(peers: dict[str, Peer]) -> list[Job]:
+    """Short runs in turn, which measure what a token costs: the default, and each peer with and without compile."""
+    turn: list[tuple[str, dict[str, Any]]] = [("torchtitan_lite", default(4e-3, PEER_SHORT))]
+    for name, one in peers.items():
+        turn += [(name, one.run(one.rates[1], PEER_SHORT) | {"compile": compiled}) for compiled in (False, True)]
+    return [(name, options, seed) for seed in range(3) for name, options in turn]
+
+
+def peer_seconds(search: Search, name: str, peers: dict[str, Peer]) -> float:
+    """The median processor time of a token, with or without compile: whichever costs less."""
+    found: dict[bool, list[float]] = {}
+    for job in peer_costs(peers):
+        if job[0] == name and (one := search.result("peers cost", *job)):
+            found.setdefault(job[1].get("compile", False), []).append(one["seconds"] / PEER_SHORT)
+    return min(map(statistics.median, found.values()), default=math.nan)
+
+
+def peer_tokens(search: Search, name: str, peers: dict[str, Peer], budget: float, part: int = 1) -> int:
+    """How many tokens a peer trains on in this processor time (0: that of the present default), to three digits."""
+    whole = budget or peer_seconds(search, "torchtitan_lite", peers) * TOKENS
+    tokens = whole / part / peer_seconds(search, name, peers)
+    return 0 if math.isnan(tokens) else int(float(f"{tokens:.3g}"))
+
+
+def peer_rates(search: Search, peers: dict[str, Peer], budget: float) -> list[Job]:
+    """Every rate of every peer, in a part of the time."""
+    return [
+        (name, one.run(rate, peer_tokens(search, name, peers, budget, one.part)), 0)
+        for name, one in peers.items()
+        for rate in one.rates
+    ]
+
+
+def peer_finals(search: Search, peers: dict[str, Peer], budget: float) -> list[Job]:
+    """Three seeds of each peer at its best rate on the search's text."""
+    jobs: list[Job] = []
+    for name, one in peers.items():
+        found = {
+            options["rate"]: score["bits_per_byte"]
+            for job_name, options, seed in peer_rates(search, {name: one}, budget)
+            if (score := search.result("peers rate", job_name, options, seed))
+        }
+        if len(found) == len(one.rates):
+            rate = min(found, key=found.__getitem__)
+            options = one.run(rate, peer_tokens(search, name, peers, budget))
+            jobs += [(name, options, seed) for seed in range(3)]
+    return jobs
+
+
+def peers_table(search: Search, peers: dict[str, Peer], budget: float) -> list[str]:
+    """The rates that were tried, and each peer at its best."""
+    lines = ["| program | rate | tokens | bits per byte of the search's text |", "|---|---:|---:|---:|"]
+    for name, options, seed in peer_rates(search, peers, budget):
+        if one := search.result("peers rate", name, options, seed):
+            tokens = options["steps"] * options["batch"] * 256
+            lines.append(f"| {name} | {options['rate']:g} | {tokens:,} | {one['bits_per_byte']:.4f} |")
+    lines += ["", "| program | parameters | tokens | core seconds | bits per byte, by seed | mean |"]
+    lines.append("|---|---:|---:|---:|---|---:|")
+    finals: dict[str, list[Job]] = {}
+    for job in peer_finals(search, peers, budget):
+        finals.setdefault(job[0], []).append(job)
+    for name, jobs in finals.items():
+        if found := [one for job in jobs if (one := search.result("peers final", *job))]:
+            bits, options = [one["bits_per_byte"] for one in found], jobs[0][1]
+            tokens = options["steps"] * options["batch"] * 256
+            seconds = tokens * peer_seconds(search, name, peers)
+            cells = f"{found[0]['parameters']:,}", f"{tokens:,}", f"{seconds:,.0f}", ", ".join(f"{b:.3f}" for b in bits)
+            lines.append(f"| {name} | {' | '.join(cells)} | {statistics.mean(bits):.3f} |")
+    return lines
 
 
 # --- tables ---------------------------------------------------------------------------------------------------
@@ -478,12 +617,19 @@ SEEDS = "Error bars, if any, are standard deviations over seeds; a point without
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["screen", "survivors", "defaults", "larger", "widths", "recipes", "table"])
+    stages = "screen", "survivors", "defaults", "larger", "widths", "recipes", "peers", "peers-larger", "table"
+    parser.add_argument("stage", choices=stages)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--workers", type=int, default=WORKERS, help="runs at a time")
+    parser.add_argument("--nanochat", type=Path, help="peers: a clone of karpathy/nanochat")
+    parser.add_argument("--nanogpt", type=Path, help="peers: a clone of karpathy/nanoGPT")
+    parser.add_argument("--only", default="", help="peers: those whose name has this")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "learning.svg")
     given = parser.parse_args()
-    search = Search(given.out.absolute(), given.results)
+    named = {"nanochat": given.nanochat, "nanoGPT": given.nanogpt}
+    clones = {name: path.absolute() for name, path in named.items() if path}
+    search = Search(given.out.absolute(), given.results, clones, given.workers)
     if given.stage == "screen":
         search.run(((name, options, 0) for name, options in CANDIDATES.items()), "screen")
     if given.stage == "defaults":
@@ -500,6 +646,14 @@ def main() -> None:
         if missing := [job for job in rate_jobs(search) if not search.result("rate", *job)]:
             sys.exit(f"{len(missing)} rates have no result, so the best ones are not known")
         search.run([recipe_job(search, name, seconds) for seconds in SECONDS for name in RECIPES], "final")
+    if given.stage in ("peers", "peers-larger"):
+        peers, budget = (PEERS, 0.0) if given.stage == "peers" else (LARGER_PEERS, LARGER_SECONDS)
+        peers = {name: one for name, one in peers.items() if given.only in name}
+        if unnamed := {one.options["peer"] for one in peers.values()} - clones.keys():
+            sys.exit(f"name the clones: {', '.join(f'--{name.lower()}=FOLDER' for name in sorted(unnamed))}")
+        search.run(peer_costs(peers), "peers cost")
+        search.run(peer_rates(search, peers, budget), "peers rate")
+        search.run(peer_finals(search, peers, budget), "peers final")
     for lines in (
         screen_table(search),
         survivors_table(search),
@@ -507,6 +661,8 @@ def main() -> None:
         larger_table(search),
         recipe_tables(search),
         widths_table(search),
+        peers_table(search, PEERS, 0.0),
+        peers_table(search, LARGER_PEERS, LARGER_SECONDS),
     ):
         print("\n".join(["", *lines]))
     if given.stage == "table":

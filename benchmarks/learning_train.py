@@ -4,6 +4,7 @@ PROGRAM is train or evaluate, and gets the options. VARIANTS are names below, se
 trained and scored with the same. For benchmarks/learning.py.
 """
 
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor
 from torchtitan_lite.models import llama, transformer
 from torchtitan_lite.models.transformer import Head
 from torchtitan_lite.optim import muon
+from torchtitan_lite.tools.evaluation import tables
+from torchtitan_lite.tools.evaluation.documents import Scores
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,10 +101,22 @@ def normuon() -> None:
     muon.orthogonalised = normalised
 
 
+def documents() -> None:
+    """Add each document's bits and bytes to the figures of `evaluate`."""
+    given = tables.figures
+
+    def figures(scores: Scores) -> dict[str, Any]:
+        bits = (scores.nats / math.log(2)).round(3)
+        return {**given(scores), "bits": bits.tolist(), "bytes": scores.n_bytes.round(3).tolist()}
+
+    tables.figures = figures
+
+
 if __name__ == "__main__":
     program, variants, *options = sys.argv[1:]
     for name in filter(None, variants.split(",")):
         globals()[name]()
+    documents()
     sys.path.insert(0, str(ROOT))
     file = {"train": ROOT / "train.py", "evaluate": ROOT / "torchtitan_lite" / "evaluate.py"}[program]
     sys.argv = [str(file), *options]
