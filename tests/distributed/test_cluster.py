@@ -116,7 +116,7 @@ def exchange_without_one(world: World, folder: Path) -> None:
 def test_a_rank_that_ends_before_others_connect_to_it_is_an_error_in_bounded_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """gloo retries a refused connection, and waits for an expected one five times as long as for an exchange."""
+    """Whether the rank connects or waits to be connected to."""
     monkeypatch.setenv(LAZY, "1")
     run_distributed(exchange_without_one, 4, tmp_path)
     for rank in (0, 2, 3):
