@@ -72,6 +72,8 @@ HANDED_ON = {"fsdp.output_dtype": "float16"}
 EXPLICIT = {"fsdp.explicit_prefetching": True}
 SPLIT = {"fsdp.shard_columns": ["tok_embeddings.*", "*.w[kq].weight"]}
 WINDOWS = {"model.window": 5, "model.layer_pattern": "window,nope,full"}  # in rows of each kind of attention
+GEMMA3 = {"model.family": "gemma3", "model.window": 5, "model.layer_pattern": "window,window,full"}
+OLMO3 = GEMMA3 | {"model.family": "olmo3"}
 REDUCES = {"fsdp.separate_reduce_scatter_group": True, "fsdp.reduce_scatter_buffers": 2, "speed.shared_memory": False}
 MUON = {"optim.name": "muon", "optim.muon_embedding_lr_factor": 1.0}
 
@@ -82,9 +84,9 @@ CASES = {
     "reshard true": Case(2, {"fsdp.reshard_after_forward": True}, same_as="llama"),
     "reshard false": Case(2, {"fsdp.reshard_after_forward": False}, same_as="llama"),
     "SHARD_GRAD_OP": Case(2, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, same_as="llama"),
-    "NO_SHARD": Case(2, {"fsdp.sharding_strategy": "NO_SHARD"}),
+    "NO_SHARD": Case(2, OLMO3 | {"fsdp.sharding_strategy": "NO_SHARD"}),
     "2 blocks in a group": Case(2, {"fsdp.blocks_per_group": 2}, same_as="llama"),
-    "columns": Case(2, {"fsdp.shard_columns": ["*"], "fsdp.reshard_after_forward": True}),
+    "columns": Case(2, GEMMA3 | {"fsdp.shard_columns": ["*"], "fsdp.reshard_after_forward": True}),
     "columns, tied, prefetch 2": Case(2, SPLIT | EXPLICIT | {"model.tie_embeddings": True}, base="gpt"),
     "reduce-scatter apart, 2 buffers": Case(2, REDUCES, same_as="llama"),
     "prefetch 1": Case(2, EXPLICIT | {"fsdp.forward_prefetch": 1, "fsdp.backward_prefetch": 1}, same_as="llama"),

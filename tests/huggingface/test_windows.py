@@ -24,6 +24,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, no window": ("Mistral", SHAPE | {"sliding_window": None}),
     "qwen3": ("Qwen3", SHAPE | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
     "smollm3": ("SmolLM3", SHAPE | {"tie_word_embeddings": False}),
+    "olmo2": ("Olmo2", SHAPE),
+    "olmo3": ("Olmo3", SHAPE | {"sliding_window": 7}),
+    "olmo3, window beyond the text, tied": ("Olmo3", SHAPE | TIED | {"sliding_window": 60}),
+    "gemma3": ("Gemma3Text", SHAPE | {"sliding_window": 7, "query_pre_attn_scalar": 10, "num_hidden_layers": 7}),
+    "gemma3, window beyond the text, not tied": (
+        "Gemma3Text",
+        SHAPE | {"sliding_window": 60, "query_pre_attn_scalar": 10, "tie_word_embeddings": False},
+    ),
     "smollm3, tied": ("SmolLM3", SHAPE | {"no_rope_layers": [0, 1, 1, 0, 1]}),
 }
 

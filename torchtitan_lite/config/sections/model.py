@@ -44,7 +44,8 @@ class ModelConfig(Section):
 
     family: FamilyName = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
-mistral: llama within a window; smollm3: llama with layers that have no positions; t5: encoder and decoder"""
+mistral: llama with windows; smollm3: llama with layers that have no positions; olmo2, olmo3: norms after the \
+sublayers; gemma3: norms before and after them; t5: encoder and decoder"""
     size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False)] = "1M"
     """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
@@ -94,12 +95,14 @@ mistral: llama within a window; smollm3: llama with layers that have no position
     rope_original_max_seq_len: Annotated[Size, _STRETCHED] = 8192
     """llama: the context length before stretching"""
     window: SizeOrZero = 0
-    """llama, mistral: tokens that a windowed layer attends to, the current one included; 0: all"""
+    """llama, mistral, olmo3, gemma3: tokens that a windowed layer attends to, the current one included; 0: all"""
     layer_pattern: list[Literal["full", "window", "nope"]] = Field(
         default=["window"], min_length=1, max_length=2048, examples=[["window", "window", "window", "full"]]
     )
-    """llama, smollm3: kinds of layers, repeated over the depth. window: attention within model.window; full: to all \
-tokens; nope: to all tokens, without rotary positions"""
+    """llama, smollm3, olmo3, gemma3: kinds of layers, repeated over the depth. window: attention within model.window; \
+full: to all tokens; nope: to all tokens, without positions"""
+    window_rope_theta: PositiveFloat = 1e4
+    """gemma3: base of the rotary wavelengths of windowed layers"""
 
     @model_validator(mode="before")
     @classmethod
