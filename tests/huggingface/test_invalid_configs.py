@@ -53,7 +53,7 @@ def test_a_config_of_theirs_that_is_wrong_or_not_supported_is_refused(content: d
         (ModelConfig(family="llama", qk_norm=True, qkv_bias=True), r"both model\.qk_norm and model\.qkv_bias"),
         (
             ModelConfig.model_construct(family="parallel"),
-            '"parallel" has no Hugging Face names, only gpt, llama, mistral, ',
+            '"parallel" has no Hugging Face names, only gemma3, gpt, llama, ',
         ),
     ],
 )
