@@ -79,6 +79,8 @@ def test_initial_values_have_the_documented_distribution() -> None:
             assert abs(parameter.mean().item()) < 0.001, name
     rows = model.get_parameter("layers.0.attention.wq.weight")
     assert len({tuple(row.tolist()) for row in rows}) == len(rows), "rows are copies of each other"
+    vectors = [p for p in make(GEMMA3).parameters() if p.ndim == 1]  # norms that multiply by 1 + weight
+    assert not any(p.any() for p in vectors)
 
 
 @EACH
