@@ -45,7 +45,7 @@ class ModelConfig(Section):
     family: FamilyName = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
 t5: encoder and decoder"""
-    size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False)] = "1M"
+    size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False, keeps=True)] = "1M"
     """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
     """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
