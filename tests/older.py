@@ -59,7 +59,7 @@ PLAIN = dict.fromkeys(("chunked_loss", "block_attention", "fused_functions", "wi
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and what differs from BASE; None: not given
     # what decides the numbers is left to the older defaults: the resume keeps them
-    "defaults": (1, {k: None for k in TINY if k.startswith(("model.", "optim.")) or k.endswith(("seq_len", "h_size"))}),
+    "defaults": (1, dict.fromkeys((*(k for k in TINY if k.startswith("model.")), "optim.name", "train.seq_len"))),
     "full_dtensor": (2, {}),
     "full_dcp": (2, DCP),
     "sharded_dtensor": (2, SHARDED),
