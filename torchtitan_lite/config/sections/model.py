@@ -46,7 +46,7 @@ class ModelConfig(Section):
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
 mistral: llama with windows; smollm3: llama with layers that have no positions; olmo2, olmo3: norms after the \
 sublayers; gemma3: norms before and after them; t5: encoder and decoder"""
-    size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False)] = "1M"
+    size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False, keeps=True)] = "1M"
     """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
     """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
