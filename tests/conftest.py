@@ -1,5 +1,6 @@
 """Shared by all tests: a small text, a cache of its own, and one tiny model."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -16,6 +17,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # several workers share the cores: threads of one would only wait for those of others. Before torch is imported
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# some containers set it; then each process compiles the package again, and each worker the tests
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # nohup starts this process with the signal ignored, and the runs that it starts would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -35,10 +39,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(server.close)
         fork = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(str(FORKWORKER))}"
         config.option.tx = [fork if spec == "popen" else spec for spec in config.option.tx]
+        rewrite_asserts(config)
+
+
+def rewrite_asserts(config: pytest.Config) -> None:
+    """Compile all tests as pytest does, while the server imports torch: each worker would, 4 s of a core."""
+    with contextlib.suppress(Exception):  # private names, and folders that may be read-only
+        from _pytest.assertion import rewrite
+
+        for path in Path(__file__).parent.rglob("test_*.py"):
+            file = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+            if rewrite._read_pyc(path, file) is None and rewrite.try_makedirs(file.parent):
+                source, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, file)
 
 
 # those that take longest, which are begun first: whoever is done early then has something short to do
-LONGEST = ("knobs", "faults", "checkpoint", "readme", "speed", "cluster", "report", "resume", "world_sizes", "reload")
+LONGEST = (
+    *("plan", "knobs", "distributed", "spikes", "faults", "ways", "evaluate", "average", "resume", "architecture"),
+    *("readme", "batch_schedule", "muon", "elastic", "float8", "hostile_input", "likelihood", "cluster", "workers"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
