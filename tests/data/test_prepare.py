@@ -92,6 +92,22 @@ def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> Non
     assert not verify(tmp_path / "out")
 
 
+def test_held_out_files_are_the_validation_text(tmp_path: Path, refuses: Callable[..., str]) -> None:
+    train, val = (
+        write(tmp_path / "a.jsonl", TEXTS[:300]),
+        write(tmp_path / "b.jsonl", ["zqzq \u4e2d" * 500, *TEXTS[300:]]),
+    )
+    out = tmp_path / "out"
+    succeeds(train, "--held-out", val, "--out", out, "--tokenizer", "bytes", "--workers", 1)
+    assert decoded(out, "train") == TEXTS[:300]
+    assert decoded(out, "val") == ["zqzq \u4e2d" * 500, *TEXTS[300:]], "a token per byte spells characters it never saw"
+    assert "was made from other text or options" in refuses(train, val, "--out", out, "--tokenizer", "bytes")
+    assert "a.jsonl is both text to train on and --held-out" in refuses(train, "--held-out", train, "--out", out)
+    succeeds(train, "--held-out", val, "--out", tmp_path / "bpe", "--train-tokenizer", 280)
+    vocabulary = Tokenizer.from_file(str(tmp_path / "bpe/tokenizer.json")).get_vocab()
+    assert not [entry for entry in vocabulary if "zq" in entry], "the tokenizer was trained on held-out text"
+
+
 def test_folders_and_globs_are_read_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "in/deep/a.jsonl", TEXTS[:100])
     write(tmp_path / "in/b.jsonl.gz", TEXTS[100:200])

@@ -92,6 +92,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
     add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")
     add("--source-prefix", default="", metavar="TEXT", help='pairs: put before each source, e.g. "summarize: "')
+    add(
+        "--held-out",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="validation text in its own files, instead of a fraction",
+    )
     add("--val-fraction", type=float, default=0.05, help="fraction of the documents for validation (default: 0.05)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out unusable text, and list it")
     add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, help="a longer line or text is an error")
@@ -117,7 +125,16 @@ def _make_of_megatron(arguments: argparse.Namespace) -> int:
         )
     defaults = vars(_parser().parse_args([]))
     options = (
-        *("train_tokenizer", "sentinels", "text_key", "text_suffixes", "source_key", "target_key", "source_prefix"),
+        *(
+            "train_tokenizer",
+            "sentinels",
+            "held_out",
+            "text_key",
+            "text_suffixes",
+            "source_key",
+            "target_key",
+            "source_prefix",
+        ),
         "on_error",
     )
     unsuitable = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults[name]]
@@ -187,6 +204,12 @@ def _corpus(arguments: argparse.Namespace) -> corpora.Corpus:
     if target and arguments.text_key != "text":
         raise ConfigError("--text-key is for texts; pairs have --source-key and --target-key")
     corpus = corpora.find(arguments.sources, source or arguments.text_key, arguments.text_suffixes)
+    if arguments.held_out:
+        held_out = corpora.find(arguments.held_out, corpus.text_key, arguments.text_suffixes)
+        if both := {file.resolve() for file in corpus.files} & {file.resolve() for file in held_out.files}:
+            raise ConfigError(f"{min(both)} is both text to train on and --held-out; name it once")
+        files, ignored = corpus.files + held_out.files, corpus.ignored + held_out.ignored
+        corpus = replace(corpus, files=files, ignored=ignored, n_held_out=len(held_out.files))
     return replace(corpus, target_key=target, source_prefix=prefix)
 
 

@@ -65,6 +65,7 @@ class Corpus:
     source_prefix: str = ""  # pairs: put before each source
     text_suffixes: tuple[str, ...] = ()  # of plain text, besides .txt
     ignored: tuple[Path, ...] = ()  # other entries of the folders: other kinds of files, broken links, FIFOs
+    n_held_out: int = 0  # the last files, which are the validation text; 0: documents are held out by hash
 
     def identity(self) -> list[list[str | int]]:
         """Path, size and mtime (ns) of each file; also its hash, if other text had the same ones before."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +28,7 @@ class Job:
     unknown: int = -1  # the unknown token; -1: none
     target_key: str = ""  # pairs: text_key is that of the source; empty: one text per document
     source_prefix: str = ""
+    first_held_out: int = sys.maxsize  # files from this one on are for validation
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ def plan_of(corpus: Corpus, job: Job, options: Options) -> str:
         inputs.append(["pairs", corpus.target_key, corpus.source_prefix])
     if corpus.text_suffixes:
         inputs.append(["text_suffixes", *sorted(corpus.text_suffixes)])
+    if corpus.n_held_out:
+        inputs.append(["held out", corpus.n_held_out])
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 

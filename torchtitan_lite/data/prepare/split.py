@@ -8,7 +8,9 @@ import hashlib
 import json
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,8 @@ def plan_for(
     } | ({"sentinels": True} if sentinels and not loaded else {})
     if pairs := [[corpus.target_key, corpus.source_prefix] for corpus in texts if corpus.target_key]:
         inputs["pairs"] = pairs
+    if n_held_out := sum(corpus.n_held_out for corpus in texts):
+        inputs["held_out"] = n_held_out
     if suffixes := sorted({suffix for corpus in texts for suffix in corpus.text_suffixes}):
         inputs["text_suffixes"] = suffixes
     if options.max_document_bytes != plan.MAX_DOCUMENT_BYTES:
@@ -96,6 +100,7 @@ def plan_for(
             unknown=unknown,
             target_key=corpus.target_key,
             source_prefix=corpus.source_prefix,
+            first_held_out=len(corpus.files) - corpus.n_held_out if corpus.n_held_out else sys.maxsize,
         )
         for corpus, below in zip(texts, stored["below"], strict=True)
     ]
@@ -131,6 +136,8 @@ def _texts(corpus: Corpus, options: Options) -> Iterator[readers.Texts]:
 
 def held_out_below(corpus: Corpus, fraction: float, options: Options) -> int:
     """The hash below which documents are for validation: above the lowest hash, so at least one document is."""
+    if corpus.n_held_out:  # whole files are
+        return 0
     below, lowest, n = int(fraction * plan.HASH_RANGE), plan.HASH_RANGE, 0
     for text in documents(corpus, options):
         lowest, n = min(lowest, plan.document_hash(text.encode())), n + 1
@@ -150,7 +157,8 @@ def training_texts(texts: list[Corpus], below: list[int], options: Options) -> I
     """About TRAINED_ON_BYTES of training documents, selected by hash."""
     share = min(1.0, TRAINED_ON_BYTES / max(sum(corpus.size() for corpus in texts), 1))
     for corpus, limit in zip(texts, below, strict=True):
-        for together in _texts(corpus, options):
+        training = replace(corpus, files=corpus.files[: len(corpus.files) - corpus.n_held_out])
+        for together in _texts(training, options):
             number = plan.document_hash(together[0].encode())
             if number >= limit and number % 2**32 < share * 2**32:
                 yield from together

@@ -71,7 +71,8 @@ def encode(chunk: Chunk, job: Job, encoder: LiteralEncoder) -> Result:
         if errors:
             problems.append(Problem(f"{chunk.unit} {place}", "a text that the tokenizer can't encode", str(errors[0])))
             continue
-        split = splits[document_hash(texts[0].encode()) < job.held_out_below]  # a pair stays together
+        held_out = chunk.file >= job.first_held_out or document_hash(texts[0].encode()) < job.held_out_below
+        split = splits[held_out]  # a pair stays together
         split += [(place, len(text.encode()), ids) for text, ids in zip(texts, tokens, strict=True)]
     train, val = (_joined(split, job) for split in splits)
     return Result(train, val, problems)
