@@ -37,7 +37,7 @@ from torchtitan_lite.training.spikes.watch import SpikeError, limit, require_pro
 
 extended = pytest.mark.extended
 POISON = {"POISON": "[[96, 102]]"}  # all of step 17
-PLAIN: dict[str, Any] = {"train__steps": 24, "eval__every": 0, "checkpoint__every": 6}
+PLAIN: dict[str, Any] = {"model__n_layers": 1, "train__steps": 24, "eval__every": 0, "checkpoint__every": 6}
 SPIKE: dict[str, Any] = {"spike__window": 6, "spike__loss_deviations": 4.0}
 SKIP = PLAIN | SPIKE | {"spike__action": "skip"}
 REWIND = PLAIN | SPIKE | {"spike__action": "rewind"}
