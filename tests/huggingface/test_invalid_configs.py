@@ -10,6 +10,7 @@ from torchtitan_lite.huggingface import names
 
 LLAMA = {"model_type": "llama", "vocab_size": 9, "num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
 LLAMA |= {"intermediate_size": 8, "max_position_embeddings": 16}
+SCALED = {"rope_scaling": {"type": "linear"}, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,15 @@ LLAMA |= {"intermediate_size": 8, "max_position_embeddings": 16}
         (LLAMA | {"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window = true is not supported"),
         (LLAMA | {"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers = [2] should be 0 or 1 for each"),
         (LLAMA | {"model_type": "qwen3", "use_sliding_window": True, "layer_types": []}, "layer_types = [] should be"),
+        (LLAMA | {"model_type": "smollm3", "layer_types": ["sliding_attention"]}, "layer_types with sliding_attention"),
+        (LLAMA | {"model_type": "olmo3", "layer_types": [["a"]]}, "layer_types = [['a']] should be sliding_attention"),
+        (LLAMA | {"model_type": "olmo3", "rope_theta": 1e4}, "rope_theta = 500000.0 of sliding_attention is not that"),
+        (LLAMA | {"model_type": "olmo3"} | SCALED, "rope_type linear is not supported; default is, for olmo3"),
+        (LLAMA | SCALED, "rope_type linear is not supported; default and llama3 are"),
+        (
+            LLAMA | {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"type": "linear"}}},
+            "rope_type linear of sliding_attention is not supported",
+        ),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function relu is not gelu_new"),
         ({"model_type": "gpt2", "n_embd": 32, "n_inner": 96}, "n_inner = 96 is not 4 times n_embd = 32"),
     ],

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.huggingface.test_hf import TOKENS, config_of, ours
+from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.huggingface import names
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import Sampler, new_tokens
@@ -97,6 +98,13 @@ def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float
     assert trained.keys() == expected.keys()
     figures["weights"] = max(difference(trained[name], parameter) for name, parameter in expected.items())
     return figures
+
+
+def test_a_gemma_without_a_window_keeps_its_rotary_bases_in_an_export() -> None:
+    config = ModelConfig(family="gemma3", window=0, layer_pattern=["window", "full"], n_layers=2, max_seq_len=64)
+    exported = names.to_hf_config(config, 97)
+    assert exported["layer_types"] == ["sliding_attention", "full_attention"]
+    assert exported["sliding_window"] == 64  # transformers computes nothing without one
 
 
 # what test_hf.py compares as well, and combinations

@@ -336,6 +336,8 @@ def _layer_keys(content: Mapping[str, Any], model_type: str, n_layers: int) -> d
     if model_type == "smollm3":
         if content.get("use_sliding_window"):
             raise CheckpointError("config.json: use_sliding_window = true is not supported for smollm3")
+        if _WINDOWED in (content.get("layer_types") or ()):
+            raise CheckpointError(f"config.json: layer_types with {_WINDOWED} are not supported for smollm3")
         every = _count(content, "no_rope_layer_interval", 4)
         rotates = content.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(n_layers)]
         return {"layer_pattern": _pattern("no_rope_layers", rotates, {0: "nope", 1: "full"}, n_layers)}
@@ -368,7 +370,7 @@ def _require_known_gemma3(content: Mapping[str, Any], head_dim: int) -> None:
 
 def _pattern(key: str, values: Any, kinds: Mapping[Any, str], n_layers: int) -> list[str]:
     """The shortest list of kinds that gives those of all layers if it is repeated."""
-    if not isinstance(values, list) or len(values) < n_layers or any(value not in kinds for value in values):
+    if not isinstance(values, list) or len(values) < n_layers or any(value not in [*kinds] for value in values):
         known = " or ".join(map(str, kinds))
         raise CheckpointError(f"config.json: {key} = {shortened(values)} should be {known} for each layer")
     all_kinds = [kinds[value] for value in values[:n_layers]]
@@ -386,22 +388,24 @@ def _require_known_t5(content: Mapping[str, Any]) -> None:
 
 
 def _rope_keys(content: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"  # transformers prefers the first
     rope: dict[str, Any] = _value(content, key, dict, {})
     theta = _value(content, "rope_theta", float, 1e4)
     windowed: dict[str, Any] = {}
-    if model_type in _TWO_ROPES and key == "rope_parameters":  # rope_scaling is of the full layers
-        rope, windowed = (_value(rope, kind, dict, {}) for kind in (_FULL, _WINDOWED))
+    if model_type in _TWO_ROPES:
+        both: dict[str, Any] = _value(content, "rope_parameters", dict, {})
+        full, windowed = (_value(both, kind, dict, {}) for kind in (_FULL, _WINDOWED))
+        rope = full | (rope if key == "rope_scaling" else {})  # which is of the full layers
     keys = {"rope_theta": _value(rope, "rope_theta", float, theta)}
     if model_type in _TWO_ROPES:
         is_gemma = model_type == "gemma3_text"
-        local = _value(content, "rope_local_base_freq", float, 1e4) if is_gemma else keys["rope_theta"]
+        local = _value(content, "rope_local_base_freq", float, 1e4) if is_gemma else 5e5  # whatever rope_theta is
         local = _value(windowed, "rope_theta", float, local)
         if is_gemma:
             keys |= {"window_rope_theta": local}
         elif local != keys["rope_theta"]:
             raise CheckpointError(f"config.json: rope_theta = {local} of {_WINDOWED} is not that of {_FULL}")
-        if (other := windowed.get("rope_type", "default")) != "default":
+        if (other := windowed.get("rope_type") or windowed.get("type") or "default") != "default":
             raise CheckpointError(f"rope_type {shortened(other)} of {_WINDOWED} is not supported; default is")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     scaled = "llama" in _KINDS[model_type][2].values()
@@ -484,9 +488,10 @@ def _layers_of(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if model_type == "smollm3":
         rotates = [int(kind != "nope") for kind in config.layer_kinds]
         return {"no_rope_layers": rotates, "layer_types": [_FULL] * config.n_layers, "sliding_window": None}
-    types = [_WINDOWED if window else _FULL for window in config.windows]
+    types = [_WINDOWED if kind == "window" else _FULL for kind in config.layer_kinds]
     layers: dict[str, Any] = {"sliding_window": config.window or None, "layer_types": types}
     if model_type in _TWO_ROPES:
+        layers["sliding_window"] = config.window or config.max_seq_len  # transformers needs one, and no token is beyond
         thetas = {_FULL: config.rope_theta, _WINDOWED: config.rope_theta}
         if model_type == "gemma3_text":
             thetas[_WINDOWED] = config.window_rope_theta
