@@ -30,6 +30,7 @@ from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.families import LLAMA
 from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import resumed
 from torchtitan_lite.tools import config_reference
 
@@ -204,6 +205,10 @@ def test_a_changed_size_or_default_does_not_meet_an_older_run(monkeypatch: pytes
     older = before | {"optim.muon_momentum": 0.5, "train.steps": 400, "data.path": "elsewhere", "log.every": 3}
     assert kept(older) == ["model.n_layers", "optim.muon_momentum", "train.steps"]
     assert kept(older, train__epochs=2.0, optim__muon_momentum=0.9) == ["model.n_layers"]
+    stepped = before | {"optim.schedule": "step", "optim.step_every": 40}
+    assert kept(stepped) == ["model.n_layers", "optim.schedule"], "the default, an epoch, has the steps of this resume"
+    with pytest.raises(ConfigError, match="at most 64 bits"):
+        kept(before, run__seed=1 << 20_000)
     newer = {key: value for key, value in before.items() if key != "optim.muon_momentum"}
     assert kept(newer) == ["model.n_layers"], "the checkpoint does not know the key"
 

@@ -282,8 +282,10 @@ def _kept(values: ConfigValues, saved: Saved) -> ConfigValues:
             continue
         entry = layers.get(key)
         is_given = key in values and entry is values[key]
-        today = json.loads(json.dumps(entry.value if entry else default_of(key), default=str))
-        if not is_given and value != today:
+        if is_given:
+            continue
+        today = json.loads(json.dumps(entry.value if entry else default_of(key)))
+        if value != today and today != "epoch":  # checkpoints have the steps of "epoch", see training/epochs.py
             kept[key] = ConfigValue(value, _KEPT, _DEFAULT)
     return kept
 
