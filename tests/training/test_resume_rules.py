@@ -204,6 +204,7 @@ def test_a_changed_size_or_default_does_not_meet_an_older_run(monkeypatch: pytes
     assert kept(before, model__size="3M") == kept(before, model__family="gpt") == [], "another model is refused"
     older = before | {"optim.muon_momentum": 0.5, "train.steps": 400, "data.path": "elsewhere", "log.every": 3}
     assert kept(older) == ["model.n_layers", "optim.muon_momentum", "train.steps"]
+    assert kept(older | {"data.objective": "span_corruption"}, model__family="gpt") == []
     assert kept(older, train__epochs=2.0, optim__muon_momentum=0.9) == ["model.n_layers"]
     stepped = before | {"optim.schedule": "step", "optim.step_every": 40}
     assert kept(stepped) == ["model.n_layers", "optim.schedule"], "the default, an epoch, has the steps of this resume"

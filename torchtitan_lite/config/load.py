@@ -275,10 +275,12 @@ def _kept(values: ConfigValues, saved: Saved) -> ConfigValues:
         return {}
     layers = _with_size(values, [], set(), [])
     named = [key for key in ("model.family", "model.size") if key in values]
-    other_model = any(str(values[key].value).lower() != str(before.get(key)).lower() for key in named)
+    others = {key for key in named if str(values[key].value).lower() != str(before.get(key)).lower()}
+    if "model.family" in others:  # nothing of it may suit this one, its objective for example
+        return {}
     kept: ConfigValues = {}
     for key, value in before.items():
-        if not keeps_value(key) or (other_model and key.startswith("model.")):
+        if not keeps_value(key) or (others and key.startswith("model.")):
             continue
         entry = layers.get(key)
         is_given = key in values and entry is values[key]
