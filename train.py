@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from checkpoint import Checkpointer
 from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing.compatibility import fresh_state
+from torchtitan_lite.checkpointing.select import saved_config
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
@@ -61,6 +62,7 @@ def launch(argv: Sequence[str]) -> int:
             local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
             n_gpus=torch.cuda.device_count(),
             checks=[checks.check_patterns, checks.check_prompts, checks.check_init_from, checks.check_suffixes],
+            saved=saved_config,  # a run that resumes keeps its values, whatever today's defaults are
         )
         config = command.loaded.config
         with out_of_memory.explained(config), run_folder.made(config.folder, command.trains):

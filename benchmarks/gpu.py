@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 CALL_S = 540  # of each of the three calls
 # what train.py and the tests import, apart from torch and what comes with it
 PACKAGES = ["filelock", "numpy", "pydantic", "pyyaml", "safetensors", "tokenizers", "tomli", "tomli-w", "tqdm"]
-PACKAGES += ["pytest", "pytest-xdist"]
+PACKAGES += ["pytest", "pytest-xdist", "torchao"]
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,12 @@ def reason(output: str) -> str:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """All records; half a line, of a call that was killed, is skipped."""
+    """All records; half a line, of a call that was killed, is skipped, and what a damaged disk made of others."""
     records = []
-    for line in results.read_text().splitlines() if results.is_file() else []:
-        with contextlib.suppress(json.JSONDecodeError):
+    for line in results.read_bytes().splitlines() if results.is_file() else []:
+        with contextlib.suppress(ValueError):  # no JSON, or no UTF-8
             records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict)]
 
 
 def append(results: Path, record: dict[str, Any]) -> None:
@@ -248,8 +248,8 @@ def commit() -> str:
     return "unknown"
 
 
-def stop(_number: int, _frame: Any) -> None:
-    raise SystemExit(143)
+def stop(number: int, _frame: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -268,7 +268,10 @@ def main(argv: Sequence[str]) -> None:
         for item in items:
             print(f"{item.call}  {item.seconds:4} s  {item.name}")
         return
-    signal.signal(signal.SIGTERM, stop)  # or it would end this process, but not the item
+    for number in (signal.SIGTERM, signal.SIGHUP):  # or it would end this process, but not the item
+        signal.signal(number, stop)
+    if given.results.is_dir():
+        parser.error(f"--results {given.results} is a folder; name a file in it")
     given.results.parent.mkdir(parents=True, exist_ok=True)
     env = environment(given)
     log = given.results.with_suffix(".device.log")

@@ -1,6 +1,7 @@
 """What a token teaches: `python -m benchmarks.learning STAGE [--out DIR]` searches for the best default recipe.
 
     screen     every candidate at the default experiment (1.8 M parameters, 1,024,000 tokens), one seed
+    blocks     the best of the optimizer's settings with two blocks instead of four, and changes to that
     survivors  the best candidates of the same length of sequences, three seeds
     defaults   the former and the present default on the held-out text of the default split, three seeds, and the
                present one with a part of its tokens
@@ -111,6 +112,41 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "both, no weight decay": best(optim__weight_decay=0.0, **BOTH),
     "both, cautious weight decay": best(optim__muon_cautious_decay="true", **BOTH),
     "both, NorMuon": best(variant="normuon", **BOTH),
+}
+
+# two blocks instead of four, with the best of the optimizer's settings above, at more tokens in less time
+TWO: dict[str, Any] = BOTH | {"model__n_layers": 2, "optim__muon_momentum": 0.9, "optim__betas": "[0.9, 0.99]"}
+THREE: dict[str, Any] = TWO | {
+    **{"optim__groups": HEAD, "optim__muon_embedding_lr_factor": 6.0, "variant": "small_residual"}
+}
+TWO_TOKENS = 600 * 8 * 256
+
+
+def two(batch: int = 8, tokens: int = TWO_TOKENS, **keys: Any) -> dict[str, Any]:
+    """A run with two blocks."""
+    return best(batch, tokens=tokens, **(TWO | keys))
+
+
+RATE_8: dict[str, Any] = {"optim__lr": 8e-3}
+TWO_BLOCKS: dict[str, dict[str, Any]] = {
+    "two blocks": two(),
+    "head at twice the rate": two(optim__groups=HEAD),
+    "embeddings at six times the rate": two(optim__muon_embedding_lr_factor=6.0),
+    "rate 6e-3": two(optim__lr=6e-3),
+    "rate 8e-3": two(**RATE_8),
+    "rate 6e-3, head at twice that": two(optim__lr=6e-3, optim__groups=HEAD),
+    "sequences of 128, batch 16": two(16, seq_len=128),
+    "sequences of 128, batch 16, rate 8e-3": two(16, seq_len=128, **RATE_8),
+    "the same, tied": two(16, seq_len=128, model__tie_embeddings="true", **RATE_8),
+    "the same, vocabulary of 2,048, 1.4 times the tokens": two(
+        16, tokens=840 * 2048, seq_len=128, tokenizer__vocab_size=2048, **RATE_8
+    ),
+    "sequences of 128, batch 8, rate 6e-3, head at twice that": two(8, seq_len=128, optim__lr=6e-3, optim__groups=HEAD),
+    "head twice, embeddings six times, residual projections begin at 1/100": two(**THREE),
+    "these three, rate 6e-3": two(optim__lr=6e-3, **THREE),
+    "these three, batch 4": two(4, **THREE),
+    "these three, sequences of 128, batch 16": two(16, seq_len=128, **THREE),
+    "these three, linear to zero": two(**TO_ZERO, **THREE),
 }
 
 _SURVIVORS = "both of these", "both, momentum 0.9", "both, momentum 0.9 and betas 0.9, 0.99"
@@ -478,6 +514,17 @@ def screen_table(search: Search) -> list[str]:
     return lines + [f"| {name} | {bits:.4f} | {seconds:,.0f} |" for bits, name, seconds in sorted(rows)]
 
 
+def two_blocks_table(search: Search) -> list[str]:
+    """The candidates with two blocks, best first, scored by windows of the length that they were trained with."""
+    rows = [
+        (one["bits_per_byte"], name, options["train.seq_len"], one["seconds"])
+        for name, options in TWO_BLOCKS.items()
+        if (one := search.result("two blocks", name, options, 0))
+    ]
+    lines = ["| with two blocks | window | bits per byte | seconds |", "|---|---:|---:|---:|"]
+    return lines + [f"| {name} | {n} | {bits:.4f} | {seconds:,.0f} |" for bits, name, n, seconds in sorted(rows)]
+
+
 def survivors_table(search: Search) -> list[str]:
     """The mean over seeds, and each seed."""
     lines = ["| candidate | bits per byte, by seed | mean |", "|---|---:|---:|"]
@@ -617,7 +664,18 @@ SEEDS = "Error bars, if any, are standard deviations over seeds; a point without
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = "screen", "survivors", "defaults", "larger", "widths", "recipes", "peers", "peers-larger", "table"
+    stages = (
+        "screen",
+        "blocks",
+        "survivors",
+        "defaults",
+        "larger",
+        "widths",
+        "recipes",
+        "peers",
+        "peers-larger",
+        "table",
+    )
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -632,6 +690,8 @@ def main() -> None:
     search = Search(given.out.absolute(), given.results, clones, given.workers)
     if given.stage == "screen":
         search.run(((name, options, 0) for name, options in CANDIDATES.items()), "screen")
+    if given.stage == "blocks":
+        search.run(((name, options, 0) for name, options in TWO_BLOCKS.items()), "two blocks")
     if given.stage == "defaults":
         search.run(DEFAULTS, "final")
     if given.stage == "larger":
@@ -656,6 +716,7 @@ def main() -> None:
         search.run(peer_finals(search, peers, budget), "peers final")
     for lines in (
         screen_table(search),
+        two_blocks_table(search),
         survivors_table(search),
         defaults_table(search),
         larger_table(search),

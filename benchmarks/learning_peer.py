@@ -173,7 +173,7 @@ class Scored(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, *, per_sequence: bool) -> Tensor:
         rows = F.pad(tokens, (0, 1))  # nanochat takes at least two tokens
-        logits = self.logits(rows[:, :SEQ_LEN])[:, : tokens.shape[1]].float()
+        logits = self.logits(rows[:, :SEQ_LEN].contiguous())[:, : tokens.shape[1]].float()
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
         return nats.view(targets.shape).sum(1)
 

@@ -58,6 +58,8 @@ MIXTURE = {"data.path": None, "data.sources": '{"@data/text" = 0.7, "@data/secon
 PLAIN = dict.fromkeys(("chunked_loss", "block_attention", "fused_functions", "widened_products"), False)
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and what differs from BASE; None: not given
+    # what decides the numbers is left to the older defaults: the resume keeps them
+    "defaults": (1, dict.fromkeys((*(k for k in TINY if k.startswith("model.")), "optim.name", "train.seq_len"))),
     "full_dtensor": (2, {}),
     "full_dcp": (2, DCP),
     "sharded_dtensor": (2, SHARDED),
@@ -225,8 +227,8 @@ def compare(name: str, way: str, older: Checkout, newer: Checkout) -> str:
 def compare_all(names: list[str], older: Checkout, newer: Checkout, fresh: bool) -> int:
     """A line for each. Returns the exit code."""
     counts = {"equal": 0, "different": 0, "not compared": 0}
-    ways = ("resumed", "fresh") if fresh else ("resumed",)
-    for name, compared in (*((name, ("prepared",)) for name in PREPARE), *((name, ways) for name in names)):
+    ways = {name: ("resumed", "fresh") if fresh and name != "defaults" else ("resumed",) for name in names}
+    for name, compared in (*((name, ("prepared",)) for name in PREPARE), *ways.items()):
         try:
             if "prepared" in compared:
                 older.prepare(name)

@@ -57,8 +57,8 @@ def test_a_failing_item_ends_nothing_and_results_survive(
     assert "| works | rate | 2 | 4 | 0.50 |" in printed
     assert "later   too long" in printed
 
-    with fake_items.open("a") as file:
-        file.write('{"item": "too lo')  # killed while it wrote
+    with fake_items.open("ab") as file:
+        file.write(b'\xff\n[1]\n{"item": "too lo')  # a damaged disk; killed while it wrote
     gpu.main(arguments)
     assert "run     " not in capsys.readouterr().out, "what has a result is skipped"
     gpu.main([*arguments, "--only=works"])

@@ -54,7 +54,10 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--data.path=no/such/text"], "nothing found at no/such/text"),
         (["--data.path=[]"], "names no text"),
         (["--model.size=9M"], "no such size of llama; known: 1M"),
-        (["--model.family=gpt", "--model.rope_theta=5e5"], 'has no effect without model.family = "llama"; leave it'),
+        (
+            ["--model.family=gpt", "--model.rope_theta=5e5"],
+            'has no effect without model.family = "llama", "mistral", ',
+        ),
         (["--model.dropout=0.1"], 'has no effect without model.family = "gpt"'),
         (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
         (["--model.head_dim=33"], "rotary positions need an even head_dim, not 33; head_dim = 34 works"),
@@ -71,7 +74,10 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
             ["--optim.name=adafactor"],
             "should be 'adamw', 'sgd' or 'muon'; docs/extending.md adds one of your own; e.g. ",
         ),
-        (["--model.family=mamba"], "should be 'gpt', 'llama' or 't5'; docs/own_model.md adds one of your own; e.g. "),
+        (
+            ["--model.family=mamba"],
+            "should be 'gpt', 'llama', 'mistral', 'smollm3', 'olmo2', 'olmo3', 'gemma3' or 't5'; docs/own_model",
+        ),
         (["--optim.name=3"], "should be 'adamw', 'sgd' or 'muon'; docs/extending.md"),
         (["--optim.groups=[{lr_factor = 2.0}]"], "optim.groups[0].match is missing; e.g. "),
         (["--optim.groups=[{match = '*', rate = 2.0}]"], "optim.groups[0].rate: unknown key; the nearest known one"),
@@ -122,6 +128,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         ),
         (["--speed.float8"], 'speed.float8 = true needs fsdp.param_dtype = "bfloat16" for all groups'),
         (["--speed.float8", "--fsdp.shard_columns=*.wq.weight"], "by columns, but speed.float8 = true gathers rows"),
+        (["--speed.float8", "--train.seq_len=66", "--train.micro_batch_size=2"], "give; multiples of 8 work, or speed"),
         (["--speed.float8", "--fsdp.cpu_offload"], "but speed.float8 = true casts them on the GPU"),
         (["--fsdp.precision_overrides=[{param_dtype = 'float32'}]"], "fsdp.precision_overrides[0].match is missing"),
         (

@@ -54,7 +54,8 @@ def test_an_inherited_key_that_nothing_reads_is_noted(tmp_path: Path, capsys: py
     assert loaded.config.optim.momentum == 0.9
     assert loaded.origins["optim.momentum"] == loaded.origins["model.rope_theta"] == "default"
     assert [note.split(": ", 1)[1] for note in loaded.notes] == [
-        'model.rope_theta = 500000.0 has no effect without model.family = "llama"; it stays at its default',
+        'model.rope_theta = 500000.0 has no effect without model.family = "llama", "mistral", "smollm3", "olmo2", '
+        '"olmo3" or "gemma3"; it stays at its default',
         'optim.momentum = 0.8 has no effect without optim.name = "sgd"; it stays at its default',
     ]
     assert train.main(["--check-config", f"--config={tmp_path / 'mine.toml'}", "--optim.name=adamw"]) == 0
@@ -97,6 +98,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     | {"data.objective": "pairs", "data.target_len": 8, "data.source_key": "s", "data.target_key": "t"},
 }
 _OTHER: dict[str, Any] = {"optim.betas": [0.8, 0.9], "sample.prompts": ["x"], "data.text_suffixes": [".md"]}
+_OTHER |= {"model.layer_pattern": ["full"]}
 _OTHER |= {"optim.step_every": 3, "optim.step_gamma": 0.5, "profile.steps": [10, 12], "spike.action": "rewind"}
 
 

@@ -1,5 +1,6 @@
 """Compares the fast paths with the plain computation: values, gradients, memory, and their switches."""
 
+import functools
 import gc
 import math
 from collections.abc import Callable
@@ -65,10 +66,15 @@ def queries(length: int, dtype: torch.dtype = torch.float32, width: int = 20) ->
     return [t.to(dtype) for t in made[:3]], made[3]
 
 
-@pytest.mark.parametrize("length", [1, 2, 23, 24, 25, 48, 61])
-def test_attention_by_blocks_is_attention(length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "window"),
+    [*((n, 0) for n in (1, 2, 23, 24, 25, 48, 61)), *((61, n) for n in (1, 5, 24, 40, 99)), (9, 9)],
+)
+def test_attention_by_blocks_is_attention(length: int, window: int) -> None:
+    """Windows that end within the first, the same or another block, or before the text begins."""
     inputs, weights = queries(length)
-    ours, plain = (with_gradients(way, inputs, weights) for way in (by_blocks.attend, attend))
+    ways = (functools.partial(way, window=window) for way in (by_blocks.attend, attend))
+    ours, plain = (with_gradients(way, inputs, weights) for way in ways)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-6)
 
 
@@ -124,6 +130,7 @@ def test_blocks_are_used_only_where_they_are_faster(monkeypatch: pytest.MonkeyPa
     assert kernels(lambda: by_blocks.attend(q[:, 39:], k, v)), "a new token looks back at all"
     monkeypatch.setattr(by_blocks, "MAX_SEQ_LEN", 39)
     assert kernels(lambda: by_blocks.attend(q, k, v)), "long sequences take too much memory"
+    assert not kernels(lambda: by_blocks.attend(q, k, v, window=38)), "but not with a window"
 
 
 # --- loss -------------------------------------------------------------------------------------------------------

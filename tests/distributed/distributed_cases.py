@@ -173,11 +173,9 @@ def error_of(checkpointer: Checkpointer, step: int) -> str:
 def case_both_apis_save_the_same_files_and_load_each_others() -> None:
     flat, grid = make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])
     cases = [
-        (flat, "gpt", "sgd", "", WAYS),
+        (flat, "gpt", "sgd", "layers.0.*", WAYS[1:3]),
         (flat, "llama, qk_norm, qkv_bias", "adamw", "", WAYS),
-        (grid, "gpt, tied", "adamw", "", WAYS[1:3]),
-        (flat, "gpt", "adamw", "layers.0.*", WAYS[1:3]),
-        (flat, "llama, tied", "sgd", "tok_embeddings.*", WAYS[1:3]),
+        (grid, "llama, tied", "adamw", "tok_embeddings.*", WAYS[1:3]),
     ]
     for mesh, name, optimizer, frozen, ways in cases:
         with shared_folder() as (world, folder):
@@ -231,7 +229,7 @@ def _save_and_load(
         for file in folders[0].glob("*.safetensors"):
             assert len({(other / file.name).read_bytes() for other in folders}) == 1, f"{kind}: {file.name} differs"
     before = whole(model)
-    expected = steps(model, optimizer, 3, 4)
+    expected = steps(model, optimizer, 3)
     after = whole(model)
     for where in ways:
         by = "dtensor" if where[0] == "dcp" else "dcp"
@@ -241,7 +239,7 @@ def _save_and_load(
         assert loaded == TrainState(step=2)
         assert groups == options(its_optimizer)
         assert equal(whole(again), before), (where, by)
-        assert steps(again, its_optimizer, 3, 4) == expected, (where, by)
+        assert steps(again, its_optimizer, 3) == expected, (where, by)
         assert equal(whole(again), after), (where, by)
 
 

@@ -71,6 +71,9 @@ PLAIN = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "f
 HANDED_ON = {"fsdp.output_dtype": "float16"}
 EXPLICIT = {"fsdp.explicit_prefetching": True}
 SPLIT = {"fsdp.shard_columns": ["tok_embeddings.*", "*.w[kq].weight"]}
+WINDOWS = {"model.window": 5, "model.layer_pattern": "window,nope,full"}  # in rows of each kind of attention
+GEMMA3 = {"model.family": "gemma3", "model.window": 5, "model.layer_pattern": "window,window,full"}
+OLMO3 = GEMMA3 | {"model.family": "olmo3"}
 REDUCES = {"fsdp.separate_reduce_scatter_group": True, "fsdp.reduce_scatter_buffers": 2, "speed.shared_memory": False}
 MUON = {"optim.name": "muon", "optim.muon_embedding_lr_factor": 1.0}
 
@@ -81,9 +84,9 @@ CASES = {
     "reshard true": Case(2, {"fsdp.reshard_after_forward": True}, same_as="llama"),
     "reshard false": Case(2, {"fsdp.reshard_after_forward": False}, same_as="llama"),
     "SHARD_GRAD_OP": Case(2, {"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, same_as="llama"),
-    "NO_SHARD": Case(2, {"fsdp.sharding_strategy": "NO_SHARD"}),
+    "NO_SHARD": Case(2, OLMO3 | {"fsdp.sharding_strategy": "NO_SHARD"}),
     "2 blocks in a group": Case(2, {"fsdp.blocks_per_group": 2}, same_as="llama"),
-    "columns": Case(2, {"fsdp.shard_columns": ["*"], "fsdp.reshard_after_forward": True}),
+    "columns": Case(2, GEMMA3 | {"fsdp.shard_columns": ["*"], "fsdp.reshard_after_forward": True}),
     "columns, tied, prefetch 2": Case(2, SPLIT | EXPLICIT | {"model.tie_embeddings": True}, base="gpt"),
     "reduce-scatter apart, 2 buffers": Case(2, REDUCES, same_as="llama"),
     "prefetch 1": Case(2, EXPLICIT | {"fsdp.forward_prefetch": 1, "fsdp.backward_prefetch": 1}, same_as="llama"),
@@ -105,7 +108,7 @@ CASES = {
     "fp32 between groups": Case(2, BF16 | {"fsdp.output_dtype": "float32"}, dtype="bfloat16", same_as="bf16"),
     "all inputs cast": Case(2, BF16 | {"fsdp.cast_forward_inputs": True}, dtype="bfloat16"),
     # accumulation
-    "sync last": Case(2, {"fsdp.grad_sync": "last"}),
+    "sync last": Case(2, {"fsdp.grad_sync": "last"} | WINDOWS),
     "sync last, kept, bf16": Case(
         2, BF16 | {"fsdp.grad_sync": "last", "fsdp.reshard_after_backward": False}, dtype="bfloat16"
     ),
@@ -122,13 +125,13 @@ CASES = {
         reference=False,
         same_as="dropout",
     ),
-    "compile": Case(2, {"compile.enabled": True}),
+    "compile": Case(2, {"compile.enabled": True} | WINDOWS),
     "compile, checkpointing full": Case(
         2, {"compile.enabled": True, "compile.backend": "aot_eager", "activation_checkpointing.mode": "full"}
     ),
     "tied": Case(2, {"model.tie_embeddings": True}),
     # fast paths
-    "plain": Case(2, PLAIN),
+    "plain": Case(2, PLAIN | WINDOWS),
     "plain, bf16": Case(2, BF16 | PLAIN, dtype="bfloat16"),
     "plain, gpt, fp16, handed on in fp16": Case(2, FP16 | PLAIN | HANDED_ON, base="gpt", dtype="float16"),
     "gpt, fp16, handed on in fp16": Case(2, FP16 | HANDED_ON, base="gpt", dtype="float16"),
@@ -166,7 +169,7 @@ CASES = {
     "muon, reshard true, 2 blocks in a group": Case(
         2, MUON | {"fsdp.reshard_after_forward": True, "fsdp.blocks_per_group": 2}, same_as="muon"
     ),
-    "muon, columns": Case(4, MUON | {"fsdp.shard_columns": ["*.attention.*"]}),
+    "muon, columns": Case(4, MUON | WINDOWS | {"fsdp.shard_columns": ["*.attention.*"]}),
     "muon, bf16": Case(2, MUON | BF16 | {"optim.muon_dtype": "bfloat16"}, dtype="bfloat16"),
     "muon, HSDP, all-reduce last": Case(4, MUON | HSDP | {"fsdp.grad_sync": "all_reduce_last"}),
     "muon, sync last, tied, frozen": Case(
@@ -208,7 +211,11 @@ EXTENDED = {
     *("bf16 throughout", "bf16, handed on in bf16", "fp32 between groups", "all inputs cast", "reduce in bf16"),
     *("fp16, gpt", "gpt, fp16, handed on in fp16", "first layer fp32", "first layer fp32, tied", "gpt", "tied"),
     *("sync last, kept, bf16", "frozen", "frozen head, sync last", "dropout", "dropout, checkpointing selective"),
-    *("checkpointing selective", "compile, checkpointing full", "compile"),  # inductor: 25 calls of g++ on each rank
+    *(
+        "checkpointing selective",
+        "compile, checkpointing full",
+        "compile",
+    ),  # inductor: 25 calls of g++ on each rank
     *("plain", "plain, bf16", "plain, gpt, fp16, handed on in fp16", "all that people use at once"),
     *("HSDP, sync last", "HSDP, all-reduce last", "HSDP, all-reduce last, bf16 throughout", "HSDP, fp16"),
     *("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "t5, plain", "t5, first layer fp32", "t5, bf16, compile"),

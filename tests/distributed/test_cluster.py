@@ -1,5 +1,6 @@
 """Two machines, simulated by two torchruns, and the Slurm script with stand-ins for its commands."""
 
+import contextlib
 import json
 import os
 import re
@@ -11,20 +12,25 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from checkpoint import Checkpointer
 from tests.forkserver import free_port
-from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, succeeded, tiny
+from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, run_distributed, succeeded, tiny
 from tests.tools.elastic_machines import until
 from torchtitan_lite import process
 from torchtitan_lite.checkpointing import save, storage
 from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed.agreement import from_all_ranks
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import StuckError
+from torchtitan_lite.monitoring.watchdog import explained
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 DOC = (ROOT / "docs/cluster.md").read_text()
@@ -77,13 +83,50 @@ def test_only_a_save_in_the_background_has_a_group_of_its_own(
 
 
 def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path, tmp_path: Path) -> None:
-    more = {"train__steps": 3, "speed__shared_memory": False, "train__global_batch_size": 4}
-    for name, lazy, state_dict in (("at-once", "0", "full"), ("lazy", "1", "sharded")):
-        for steps in (3, 5):
-            saves = {"checkpoint__async_save": lazy == "1", "checkpoint__state_dict": state_dict}
-            given = tiny(text, tmp_path, run__name=name, **(more | saves | {"train__steps": steps}))
-            succeeded(ranks(4, *given, "--optim.schedule=constant", env={LAZY: lazy}))
+    more = {"speed__shared_memory": False, "train__global_batch_size": 4, "eval__every": 0, "optim__warmup_steps": 1}
+    saves = {"checkpoint__async_save": True, "checkpoint__state_dict": "sharded"}
+    for name, lazy, steps, keys in (("at-once", "0", 3, {}), ("lazy", "1", 2, saves), ("lazy", "1", 3, saves)):
+        given = tiny(text, tmp_path, run__name=name, **(more | keys | {"train__steps": steps}))
+        said = succeeded(ranks(4, *given, "--optim.schedule=constant", env={LAZY: lazy}))
+    assert "resumed after step 2" in said
     assert losses(tmp_path / "lazy") == losses(tmp_path / "at-once")
+
+
+def exchange_without_one(world: World, folder: Path) -> None:
+    """Rank 1 ends before any rank has connected to it; each other rank exchanges a value, and writes its error."""
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    assert world.store is not None
+    if world.rank == 1:
+        world.store.set("pid", str(os.getpid()))
+        os._exit(0)
+    stat = Path(f"/proc/{int(world.store.get('pid'))}/stat")
+    with contextlib.suppress(OSError):
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            pass
+    try:
+        with explained(world):
+            from_all_ranks(world.rank, group)
+    except StuckError as error:
+        (folder / f"error-{world.rank}").write_text(str(error))
+    while len(list(folder.glob("error-*"))) < world.world_size - 1:
+        pass  # rank 0 has the store
+    os._exit(0)
+
+
+def test_a_rank_that_ends_before_others_connect_to_it_is_an_error_in_bounded_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether the rank connects or waits to be connected to."""
+    monkeypatch.setenv(LAZY, "1")
+    run_distributed(exchange_without_one, 4, tmp_path)
+    for rank in (0, 2, 3):
+        error = (tmp_path / f"error-{rank}").read_text()
+        assert error.startswith(
+            (
+                f"rank {rank}, starting: connection reset: a process died. ",
+                f"rank {rank}, starting: waited for the other ranks",
+            )
+        ), error
 
 
 @pytest.mark.extended

@@ -35,12 +35,14 @@ TABLE: dict[str, dict[str, Any]] = {
         **{"optim.name": "muon", "fsdp.dp_replicate": 2},
         **{"data.document_mask": True, "data.packing": "best_fit", "activation_checkpointing.mode": "selective"},
     },
-    "world of one, float16, tied, logits of all tokens, muon": {
+    "world of one, float16, tied, logits of all tokens, muon, window": {
         **{
             "optim.name": "muon",
             "train.global_batch_size": 1,
             "fsdp.param_dtype": "float16",
             "model.tie_embeddings": True,
+            "model.window": 64,
+            "model.layer_pattern": "window,full",
         },
         "speed.chunked_loss": False,
     },

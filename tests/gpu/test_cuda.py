@@ -146,6 +146,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"data__packing": "best_fit", "data__document_mask": True, "fsdp__param_dtype": "bfloat16"},
         **{"activation_checkpointing__mode": "selective", "model__dim": 64},
     },
+    "windows, selective": {
+        **{"model__window": 8, "model__layer_pattern": "window,full", "fsdp__param_dtype": "bfloat16"},
+        **{"activation_checkpointing__mode": "selective", "model__dim": 64},
+    },
     "compiled": {"compile__enabled": True, "fsdp__param_dtype": "bfloat16"},
     "compiled, shared heads": {
         **{"compile__enabled": True, "fsdp__param_dtype": "bfloat16", "activation_checkpointing__mode": "selective"},

@@ -47,10 +47,16 @@ def test_selective_checkpointing_keeps_attention_within_documents(found: Any) ->
     assert full.count("cudnn_attention") == 4, "full checkpointing recomputes it"
 
 
+def test_a_window_is_computed_by_flex_attention_in_its_layers_only(found: Any) -> None:
+    step = kernels(found["steps"]["world of one, float16, tied, logits of all tokens, muon, window"])
+    flex = [f"compiled flex_attention {way}" for way in ("forward", "backward")]
+    assert step == [flex[0], "cudnn_attention", "cudnn_attention_backward", flex[1]]
+
+
 def test_muon_multiplies_the_matrices_of_a_shape_together(found: Any) -> None:
     """Of 14 matrices of four shapes in all; with 8 owners, rank 0 has one each of two shapes."""
     for name, shapes in (
-        ("world of one, float16, tied, logits of all tokens, muon", 4),
+        ("world of one, float16, tied, logits of all tokens, muon, window", 4),
         ("document mask, selective checkpointing, HSDP, muon", 2),
     ):
         assert len(found["steps"][name]["muon"]) == shapes * 5 * 3

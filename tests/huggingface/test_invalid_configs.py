@@ -24,9 +24,16 @@ LLAMA |= {"intermediate_size": 8, "max_position_embeddings": 16}
         (LLAMA | {"num_hidden_layers": 10**9}, "n_layers = 1000000000: Input should be less than or equal to 2048"),
         ({"model_type": "llama", "vocab_size": 9}, "config.json lacks 'num_attention_heads'"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"model_type": "mamba"}, 'model_type "mamba" is not among llama, qwen2, qwen3, gpt2'),
+        ({"model_type": "mamba"}, 'model_type "mamba" is not among llama, qwen2, qwen3, '),
         ({"model_type": "llama", "mlp_bias": True}, "biases of attention or feed-forward"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding windows"),
+        (LLAMA | {"use_sliding_window": True}, "use_sliding_window = true is not supported for llama"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act gelu is not supported; silu is"),
+        (LLAMA | {"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types are not supported for"),
+        (LLAMA | {"model_type": "mistral", "sliding_window": -1}, "sliding_window = -1 should be above 0"),
+        (LLAMA | {"model_type": "mistral", "rope_scaling": {"type": "yarn"}}, "rope_type yarn is not supported; def"),
+        (LLAMA | {"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window = true is not supported"),
+        (LLAMA | {"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers = [2] should be 0 or 1 for each"),
+        (LLAMA | {"model_type": "qwen3", "use_sliding_window": True, "layer_types": []}, "layer_types = [] should be"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function relu is not gelu_new"),
         ({"model_type": "gpt2", "n_embd": 32, "n_inner": 96}, "n_inner = 96 is not 4 times n_embd = 32"),
     ],
@@ -41,10 +48,12 @@ def test_a_config_of_theirs_that_is_wrong_or_not_supported_is_refused(content: d
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
+        (ModelConfig(family="llama", window=8), r'no Llama .* \(model\.window\); model\.family = "mistral" has'),
+        (ModelConfig(family="llama", layer_pattern=["nope"]), r'has "nope", which only model\.family = "smollm3"'),
         (ModelConfig(family="llama", qk_norm=True, qkv_bias=True), r"both model\.qk_norm and model\.qkv_bias"),
         (
             ModelConfig.model_construct(family="parallel"),
-            '"parallel" has no Hugging Face names, only gpt, llama, t5 do',
+            '"parallel" has no Hugging Face names, only gemma3, gpt, llama, ',
         ),
     ],
 )

@@ -19,6 +19,8 @@ from torchtitan_lite.models.attention import attend, within_documents
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
     "llama": {"family": "llama", "n_kv_heads": 1, "qk_norm": True},
+    "gemma3": {"family": "gemma3", "n_kv_heads": 1, "window": 3, "layer_pattern": ["window", "full"]},
+    "windows": {"family": "llama", "n_kv_heads": 1, "window": 4, "layer_pattern": ["window", "nope"]},
 }
 TOKENS = torch.arange(3, 35).reshape(2, 16) % 61
 # documents of 5, 3 and 8 tokens; one of 16
@@ -44,7 +46,7 @@ def test_each_document_is_as_if_it_were_alone(family: str) -> None:
     assert not torch.allclose(model(TOKENS)[0, 5:], together[0, 5:]), "without the mask the document before counts"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("mode", ["none", "full", "selective", pytest.param("compiled", marks=pytest.mark.extended)])
 def test_no_gradient_flows_between_documents(family: str, mode: str) -> None:
     model = make(family)
@@ -69,31 +71,33 @@ def test_no_gradient_flows_between_documents(family: str, mode: str) -> None:
     assert gradient[0, :5].abs().max() == gradient[0, 8:].abs().max() == gradient[1].abs().max() == 0
 
 
-def test_flex_attention_computes_the_same() -> None:
+@pytest.mark.parametrize("window", [0, 4])
+def test_flex_attention_computes_the_same(window: int) -> None:
     """The mask for GPUs, through FlexAttention's own reference: its kernel is not made for the CPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 16, 2, 16) for _ in range(3))
-    expected = attend(q, k, v, within_documents(POSITIONS, dense=True))
-    blocks = within_documents(POSITIONS, dense=False)
+    expected = attend(q, k, v, within_documents(POSITIONS, dense=True, window=window))
+    blocks = within_documents(POSITIONS, dense=False, window=window)
     found = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks)
     torch.testing.assert_close(found.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize("length", [16, 128, 300, 1024])
-def test_the_mask_for_gpus_is_what_create_block_mask_makes(length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "window"), [*((n, 0) for n in (16, 128, 300, 1024)), *((1000, n) for n in (1, 128, 129, 255, 2000))]
+)
+def test_the_mask_for_gpus_is_what_create_block_mask_makes(length: int, window: int) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
     generator = torch.Generator().manual_seed(length)
     begins = torch.rand(3, length, generator=generator) < torch.tensor([[0.0], [0.003], [0.1]])
     places = torch.arange(length).expand(3, length)
     positions = places - torch.where(begins, places, 0).cummax(1).values
-    found = within_documents(positions, dense=False)
-    documents = (positions == 0).cumsum(1)
-    expected = create_block_mask(
-        lambda b, _, q, k: (q >= k) & (documents[b, q] == documents[b, k]), 3, None, length, length, device="cpu"
-    )
+    found = within_documents(positions, dense=False, window=window)
+    dense = within_documents(positions, dense=True, window=window)[:, 0]
+    assert window == 0 or dense.sum(-1).max() == min(window, length)
+    expected = create_block_mask(lambda b, _, q, k: dense[b, q, k], 3, None, length, length, device="cpu")
     assert found.seq_lengths == expected.seq_lengths
     assert found.BLOCK_SIZE == expected.BLOCK_SIZE
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.checkpointing.reload_worker import MESHES
+from tests.checkpointing.reload_worker import MESHES, fsdp
 from tests.helpers import run_distributed
 from tests.optim import on_ranks
 from tests.optim.on_ranks import MODEL
 from torchtitan_lite import plan
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
+from torchtitan_lite.distributed.sharding import column_placement
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
 from torchtitan_lite.optim.optimizer import build_optimizer, parameter_groups
@@ -22,8 +23,8 @@ from torchtitan_lite.tools.estimate.muon import EXCHANGED, GATHERED, muon_step
 from torchtitan_lite.tools.estimate.work import Product
 
 
-def planned(mesh: str) -> tuple[int, int]:
-    """As `plan` counts them: bytes of the matrices that the busiest owner gets in a step, and of rank 0's state.
+def planned(mesh: str) -> tuple[int, int, int]:
+    """As `plan` counts them: exchanges, bytes of matrices that the busiest owner gets in a step, and of rank 0's state.
 
     The state is one momentum of each matrix of a block, two moments and a count of the others.
     """
@@ -31,16 +32,21 @@ def planned(mesh: str) -> tuple[int, int]:
     with torch.device("meta"):
         model = build(MODEL, 517)
     layout = Layout(copies, n // copies, 1, 0, 0)
-    _, sent = muon_step(model, OptimConfig(name="muon"), layout, on_gpu=False)
+    columns = fsdp(mesh)["shard_columns"]
+    _, sent = muon_step(model, OptimConfig(name="muon"), layout, on_gpu=False, shard_columns=columns)
     calls = {kind: {c.bytes: n for c, n in sent.items() if c.kind == kind} for kind in (EXCHANGED, GATHERED)}
-    assert sum(calls[EXCHANGED].values()) == (2 * 4 if n > copies else 0)
-    assert sum(calls[GATHERED].values()) == (4 if copies > 1 else 0)
+    # 30x30, 10x30, 1x30 and 30x1; wq, wk and w1, which are split by columns, apart from wo, wv and w3, which are not
+    shapes = 7 if columns else 4
+    assert sum(calls[EXCHANGED].values()) == (2 * shapes if n > copies else 0)
+    assert sum(calls[GATHERED].values()) == (shapes if copies > 1 else 0)
     owned = sum(n * n_bytes for n_bytes, n in calls[EXCHANGED].items()) // 2
     total = 0
+    placement = column_placement(model, columns, n // copies)
     for name, p in model.named_parameters():
-        elements = -(-len(p) // (n // copies)) * p[0].numel()
+        part = p.T if placement and placement(p) else p
+        elements = -(-len(part) // (n // copies)) * part[0].numel()
         total += 4 * elements if p.ndim == 2 and name.startswith("layers.") else 8 * elements + 4
-    return owned, total
+    return sum(calls[EXCHANGED].values()), owned, total
 
 
 def test_plan_counts_the_products_of_the_iteration() -> None:
@@ -72,13 +78,9 @@ def test_updates_are_the_same_on_any_mesh_bit_for_bit() -> None:
     weights = [name.replace("momentum.", "weight.") for name in momenta]  # AdamW's may differ in the last bit
     for mesh, by_rank in found.items():
         other = by_rank[0]
-        shapes = 4  # 30x30, 10x30, 1x30 and 30x1
-        if mesh.endswith("c"):
-            shapes += 3  # of wq, wk and w1, which are split by columns; wo, wv and w3 are not
-        else:
-            assert planned(mesh) == (max(int(rank["owned"]) for rank in by_rank), int(other["state"])), mesh
-        # two exchanges for each shape and step
-        assert int(other["calls"]) == (0 if mesh == "1" else 2 * shapes * 3), mesh
+        calls, *figures = planned(mesh)
+        assert int(other["calls"]) == 3 * calls, mesh
+        assert figures == [max(int(rank["owned"]) for rank in by_rank), int(other["state"])], mesh
         assert not [name for name in momenta + weights if not one[name].equal(other[name])], mesh
 
 

@@ -115,6 +115,20 @@ def test_products_are_those_of_the_model(simulated: simulate.Simulated) -> None:
     assert work[forward[0]] == config.model.n_layers
 
 
+def test_a_window_has_fewer_scores_and_keeps_no_mask(simulated: simulate.Simulated) -> None:
+    config = config_of("llama, bfloat16, selective", 2)
+    windows = {"window": 64, "layer_pattern": ["window", "full"]}
+    windowed = config.model_copy(update={"model": config.model.model_copy(update=windows)})
+    found = simulate.simulate(windowed, 2, VOCABULARY, on_gpu=True)
+    half = config.model.n_layers / 2
+    forward = {w.scores: n for w, n in found.work[0].items() if isinstance(w, Attention) and w.phase == "forward"}
+    assert forward == {256 * 64: half, 256**2 / 2: half}
+    assert found.kept == pytest.approx(simulated.kept, rel=0.01)
+    with torch.device("meta"):
+        flops = [flops_per_token(build(c.model, VOCABULARY), 256) for c in (config, windowed)]
+    assert flops[0] - flops[1] == 12 * half * config.model.n_heads * config.model.dim_of_heads * (256 - 64)
+
+
 def test_fused_kernels_move_fewer_bytes_than_eager_ones(simulated: simulate.Simulated) -> None:
     (work,) = simulated.work
     for phase in ("forward", "backward"):

@@ -17,13 +17,16 @@ from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer, build, generation
-from torchtitan_lite.models.generation import KeysValues, Sampler, new_tokens, pieces
+from torchtitan_lite.models.generation import Sampler, new_tokens, pieces
 from torchtitan_lite.tools import checkpoints, generate
 
 CONFIGS = {
     "gpt": ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=3, max_seq_len=24, dropout=0.1),
     "llama": ModelConfig(dim=32, n_heads=4, n_kv_heads=2, n_layers=3, max_seq_len=24, qk_norm=True),
     "llama, tied": ModelConfig(dim=32, n_heads=4, n_layers=2, max_seq_len=24, tie_embeddings=True, qkv_bias=True),
+    "windows": ModelConfig(
+        dim=32, n_heads=4, n_kv_heads=2, n_layers=3, max_seq_len=24, window=5, layer_pattern=["window", "nope"]
+    ),
 }
 
 
@@ -44,9 +47,11 @@ def model(request: pytest.FixtureRequest) -> Transformer:
 def test_logits_and_tokens_are_the_same_with_the_cache(model: Transformer) -> None:
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
     for chunks in ([1] * 24, [7, 1, 1, 5, 10], [24]):
-        cache = [KeysValues() for _ in model.layers]
+        cache = model.new_cache()
         parts = torch.cat([model(part, None, cache) for part in tokens.split(chunks, dim=1)], dim=1)
         torch.testing.assert_close(parts, model(tokens), rtol=1e-4, atol=1e-4)
+        kept = [(one[0] if (one := layer._kept) else tokens).shape[1] for layer in cache]
+        assert kept == [window - 1 if window else 24 for window in model.config.windows]
     prompt = [5, 6, 7]
     found = list(new_tokens(model, prompt, 100, Sampler(temperature=0)))
     expected: list[int] = []

@@ -287,7 +287,7 @@ def test_any_content_gives_toml_with_known_keys_or_a_message(content: dict[Any, 
     assert output.isascii()
     tree, found = tomli.loads(output), list[str]()
     given = {key: load.ConfigValue(tree[key.split(".")[0]][key.split(".")[1]], "test") for key in keys_of(output)}
-    load.build(given, [], found, [], set())
+    load.build(given, [], found, [], set(), {})
     assert not found, "each value is one that its key takes"
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers import assert_same_end, checkpoint, forget_after, losses, ranks, records, succeeded, tensors, tiny
 
 LLAMA = {"model__family": "llama", "model__n_heads": 4, "model__n_kv_heads": 1, "model__hidden_dim": 50}
+LLAMA |= {"model__window": 9, "model__layer_pattern": "window,nope"}
 SHARDED = {"checkpoint__state_dict": "sharded"}
 DCP = {"checkpoint__api": "dcp"}
 T5 = {

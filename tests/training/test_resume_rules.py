@@ -11,10 +11,23 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import torch
 
-from tests.helpers import ROOT, checkpoint, losses, ranks, records, succeeded, tiny
-from torchtitan_lite.checkpointing import compatibility
+from tests.helpers import (
+    ROOT,
+    TINY,
+    assert_same_end,
+    checkpoint,
+    forget_after,
+    losses,
+    options,
+    ranks,
+    records,
+    succeeded,
+    tiny,
+)
+from torchtitan_lite.checkpointing import compatibility, select, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load, schema
+from torchtitan_lite.config.families import LLAMA
 from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.monitoring import resumed
@@ -139,6 +152,77 @@ def test_no_other_key_is_part_of_the_setting() -> None:
         section, name = key.split(".")
         changed = getattr(Config(), section).model_copy(update={name: other_value(key)})
         assert compatibility.bitwise_setting(Config().model_copy(update={section: changed}), WORLD) == before, key
+
+
+# --- defaults that have changed since -----------------------------------------------------------------------------
+
+
+def test_a_run_keeps_its_values_of_keys_that_are_not_given(text: Path, tmp_path: Path) -> None:
+    """Today's defaults are others, and one rank that took them would be refused."""
+    own = {"optim.betas": "[0.8, 0.9]", "train.steps": 4, "data.document_mask": "true", "data.val_fraction": 0.1}
+    command = TINY | {"data.path": text, "run.out_dir": tmp_path, "checkpoint.every": 2} | own
+    succeeded(ranks(2, *options(command), "--run.name=straight"))
+    forget_after(shutil.copytree(tmp_path / "straight", tmp_path / "run"), 2)
+    given = {key: value for key, value in command.items() if not schema.keeps_value(key)} | {"run.name": "run"}
+    assert own.keys().isdisjoint(given)
+
+    asked = ranks(1, *options(given | {"optim.lr": 1e-3}))  # a key that is given
+    assert asked.returncode == 2
+    assert [line for line in asked.stderr.splitlines() if " so far" in line] == [
+        "  optim.lr = 0.004 so far, 0.001 here"
+    ]
+
+    output = succeeded(ranks(2, *options(given)))
+    (line,) = (line for line in output.splitlines() if line.startswith("resume "))
+    for expected in ("optim.betas = [0.8, 0.9]", "model.dim = 32", "train.steps = 4", "tokenizer.vocab_size = 517"):
+        assert expected in line
+    assert "muon" not in line, "adamw does not read its keys"
+    assert "changed since then: run.name straight -> run\n" in output
+    assert_same_end(tmp_path / "run", tmp_path / "straight", 4)
+    assert (
+        "betas = [0.8, 0.9]                           # the run so far\n" in (tmp_path / "run/config.toml").read_text()
+    )
+
+
+def kept(before: dict[str, Any], **given: Any) -> list[str]:
+    """The keys whose values a command takes over from a run that was made by an older version."""
+    values = {key.replace("__", "."): load.ConfigValue(value, "command line") for key, value in given.items()}
+    loaded = load.load(None, values, saved=lambda folder, resume: before)
+    values_now = schema.flatten(loaded.config)
+    assert all(values_now[key] == before[key] for key in loaded.kept)
+    return sorted(loaded.kept)
+
+
+def test_a_changed_size_or_default_does_not_meet_an_older_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = schema.flatten(load.load(None, {}).config) | {"optim.gone": 3}
+    unused = {"optim.momentum": 0.8}  # of sgd: no difference, and nothing to tell
+    assert kept(before) == []
+    monkeypatch.setitem(LLAMA["1M"], "n_layers", 2)
+    assert kept(before | unused) == kept(before, model__size="1M") == ["model.n_layers"]
+    assert kept(before, model__n_layers=4) == ["model.qk_norm"], "a number that is given drops the size's switches"
+    assert kept(before, model__size="3M") == kept(before, model__family="gpt") == [], "another model is refused"
+    older = before | {"optim.muon_momentum": 0.5, "train.steps": 400, "data.path": "elsewhere", "log.every": 3}
+    assert kept(older) == ["model.n_layers", "optim.muon_momentum", "train.steps"]
+    assert kept(older, train__epochs=2.0, optim__muon_momentum=0.9) == ["model.n_layers"]
+    newer = {key: value for key, value in before.items() if key != "optim.muon_momentum"}
+    assert kept(newer) == ["model.n_layers"], "the checkpoint does not know the key"
+
+
+def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    for run, step in (("a", 2), ("a", 4), ("b", 6)):
+        checkpoints = tmp_path / run / "checkpoints"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        state = TrainState(step=step, config={"optim.lr": step})
+        storage.commit(storage.begin(checkpoints, step), state, "full", 1, {})
+
+    def rate(run: str, resume: str) -> Any:
+        return select.saved_config(tmp_path / run, resume).get("optim.lr")
+
+    other = str(tmp_path / "b")
+    assert [rate("a", how) for how in ("auto", "step-2", "step-3", other, "never")] == [4, 2, 4, 4, None]
+    assert [rate("new", how) for how in ("auto", "step-2", other, "none", "~nobody/x\0")] == [None, None, 6, None, None]
+    (checkpoint(tmp_path / "a", 4) / "state.json").write_text("{")  # damaged: it is set aside
+    assert rate("a", "auto") == 2
 
 
 REFUSED: dict[str, tuple[Any, Any]] = {

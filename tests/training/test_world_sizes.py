@@ -21,6 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         **{"model__family": "llama", "model__dim": 36, "model__n_heads": 6, "model__n_kv_heads": 2},
         **{"model__hidden_dim": 50, "model__tie_embeddings": True},
+        **{"model__window": 9, "model__layer_pattern": "window,full"},
     },
     "t5": T5,
     "muon": {"optim__name": "muon"},

@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,26 @@ def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World)
         other = Path(config.resume).expanduser()
         selection.checkpoint = require_complete(on_rank0(world, lambda: _newest_of(other)))
     return selection
+
+
+def saved_config(run: Path, resume: str) -> Mapping[str, Any]:
+    """The config of the checkpoint that this process expects to resume from, without verifying it; {} if there is none.
+
+    Args:
+        run: the run's folder.
+        resume: `checkpoint.resume`.
+    """
+    with contextlib.suppress(CheckpointError, OSError, RuntimeError, ValueError):
+        found = storage.checkpoints_of(run / "checkpoints")
+        if re.fullmatch(r"step-\d+", resume):
+            asked = storage.step_folder(run / "checkpoints", int(resume.removeprefix("step-")))
+            found = [asked] if asked in found else found  # gone: an earlier attempt of this launch has applied it
+        elif resume not in ("auto", "never"):
+            found = found or storage.checkpoints_of(Path(resume).expanduser())
+        for folder in reversed(found if resume != "never" else []):
+            with contextlib.suppress(CheckpointError):  # damaged
+                return storage.read_state(folder, named_by_step=False).config
+    return {}
 
 
 def _newest_of(folder: Path) -> Path:

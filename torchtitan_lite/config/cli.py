@@ -42,6 +42,7 @@ def parse(
     n_gpus: int,
     local_world_size: int = 1,
     checks: Sequence[load.Check] = (),
+    saved: load.Saved | None = None,
 ) -> Command:
     """Parse the command line and check the config for this world size and machine.
 
@@ -49,6 +50,7 @@ def parse(
         elsewhere: the run is for another machine, so this one's files and packages are not checked.
         own: options of the command itself, for hints.
         checks: further checks, see `load.build`.
+        saved: reads the config of the checkpoint to resume from, see `load.load`.
 
     Raises:
         ConfigError: lists every problem of the file and the options.
@@ -80,8 +82,17 @@ def parse(
                 means = f"{meant.origin} means {key} = {json.dumps(meant.value)}"
                 problems.append(f"command line: --{key}={arguments[key]}: {means}; leave one of the two out")
             overrides[key] = load.ConfigValue(parsed, "command line")
-    sizes = {"world_size": world_size, "n_gpus": n_gpus, "local_world_size": local_world_size}
-    loaded = load.load(arguments["config"], overrides, elsewhere=elsewhere, problems=problems, checks=checks, **sizes)
+    loaded = load.load(
+        arguments["config"],
+        overrides,
+        world_size=world_size,
+        n_gpus=n_gpus,
+        local_world_size=local_world_size,
+        elsewhere=elsewhere,
+        problems=problems,
+        checks=checks,
+        saved=saved,
+    )
     loaded = replace(loaded, with_changes=arguments["resume_with_changes"])
     modes = {name: arguments[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
     return Command(loaded, **modes, trains=all(mode is None or mode is False for mode in modes.values()))

@@ -31,3 +31,18 @@ def derive(config: Config, world_size: int) -> Layout:
         masked_sequences=accum * per_round - size,
         tokens_per_step=size * config.target_len,
     )
+
+
+def options_against_copies(config: Config, layout: Layout) -> list[dict[str, object]]:
+    """Where nothing is sharded, keys of [fsdp] that save FSDP's copies, if they fit; empty elsewhere or if one is set.
+
+    The first set changes no bit. The second, with several micro-batches, adds gradients in another order.
+    """
+    fsdp = config.fsdp
+    if layout.dp_shard > 1 or fsdp.cpu_offload or fsdp.reshard_after_forward != "default":
+        return []
+    kept: dict[str, object] = {"reshard_after_forward": False}
+    if layout.grad_accum_steps == 1:
+        return [kept]
+    kept["reshard_after_backward"] = False
+    return [kept, kept | {"grad_sync": "last"}]

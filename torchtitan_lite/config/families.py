@@ -58,6 +58,49 @@ LLAMA: dict[str, dict[str, Any]] = {
 }
 
 
+MISTRAL: dict[str, dict[str, Any]] = {
+    "1M": _llama(128, 4, 4, 2, 384) | {"window": 64},
+    "7B": _llama(4096, 32, 32, 8, 14336) | {"window": 4096},  # v0.1
+    "12B": _llama(5120, 40, 32, 8, 14336, theta=1e6) | {"head_dim": 128, "window": 0},  # Nemo
+}
+
+_EVERY_FOURTH = {"layer_pattern": ["full", "full", "full", "nope"]}
+SMOLLM3: dict[str, dict[str, Any]] = {
+    "1M": _llama(128, 4, 4, 2, 384, theta=5e4) | _EVERY_FOURTH,
+    "3B": _llama(2048, 36, 16, 4, 11008, tied=True, theta=5e6) | _EVERY_FOURTH | {"norm_eps": 1e-6},
+}
+
+
+_THREE_OF_FOUR = {"window": 4096, "layer_pattern": ["window", "window", "window", "full"]}
+OLMO2: dict[str, dict[str, Any]] = {
+    "1M": _llama(128, 4, 4, 2, 384, theta=5e5),
+    "1B": _llama(2048, 16, 16, 16, 8192, theta=5e5) | {"norm_eps": 1e-6},
+    "7B": _llama(4096, 32, 32, 32, 11008, theta=5e5) | {"norm_eps": 1e-6},
+    "13B": _llama(5120, 40, 40, 40, 13824, theta=5e5) | {"norm_eps": 1e-6},
+    "32B": _llama(5120, 64, 40, 8, 27648, theta=5e5) | {"norm_eps": 1e-6},
+}
+OLMO3: dict[str, dict[str, Any]] = {
+    "1M": OLMO2["1M"] | _THREE_OF_FOUR | {"window": 64},
+    "7B": OLMO2["7B"] | _THREE_OF_FOUR,
+    "32B": OLMO2["32B"] | _THREE_OF_FOUR,
+}
+
+
+def _gemma3(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, head_dim: int, window: int
+) -> dict[str, Any]:
+    more = {"head_dim": head_dim, "window": window, "layer_pattern": [*["window"] * 5, "full"], "norm_eps": 1e-6}
+    return _llama(dim, n_layers, n_heads, n_kv_heads, hidden_dim, tied=True, theta=1e6) | more
+
+
+GEMMA3: dict[str, dict[str, Any]] = {
+    #               dim  layers heads kv hidden head window
+    "1M": _gemma3(128, 6, 4, 1, 256, 32, 64),
+    "270M": _gemma3(640, 18, 4, 1, 2048, 256, 512),
+    "1B": _gemma3(1152, 26, 4, 1, 6912, 256, 512),
+}
+
+
 def _t5(dim: int, n_layers: int, n_heads: int, hidden_dim: int, head_dim: int = 64) -> dict[str, Any]:
     names = "dim", "n_layers", "n_heads", "hidden_dim", "head_dim"
     return dict(zip(names, (dim, n_layers, n_heads, hidden_dim, head_dim), strict=True)) | {"norm_eps": 1e-6}
@@ -81,16 +124,47 @@ T5: dict[str, dict[str, Any]] = {
     "t5-v1_1-xxl": _t5(4096, 24, 64, 10240),
 }
 
+_ROTARY = ("n_kv_heads", "head_dim", "hidden_dim", "rope_theta")
 FAMILIES: dict[str, Family] = {
     "gpt": Family("torchtitan_lite.models.gpt:GPT", GPT, keys=("dropout", "mup_base_dim")),
     "llama": Family(
         "torchtitan_lite.models.llama:Llama",
         LLAMA,
         keys=(
-            *("n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "rope_theta", "rope_factor"),
-            *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_seq_len", "mup_base_dim"),
+            *(*_ROTARY, "qk_norm", "qkv_bias", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"),
+            *("rope_original_max_seq_len", "mup_base_dim", "window", "layer_pattern"),
         ),
         hidden_dim=(8, 3, 64),
+        fused_functions=True,
+    ),
+    "mistral": Family(
+        "torchtitan_lite.models.llama:Llama",
+        MISTRAL,
+        keys=(*_ROTARY, "window"),
+        hidden_dim=(8, 3, 64),
+        fused_functions=True,
+    ),
+    "smollm3": Family(
+        "torchtitan_lite.models.llama:Llama",
+        SMOLLM3,
+        keys=(*_ROTARY, "layer_pattern"),
+        hidden_dim=(8, 3, 64),
+        fused_functions=True,
+    ),
+    "olmo2": Family(
+        "torchtitan_lite.models.olmo:Olmo", OLMO2, keys=_ROTARY, hidden_dim=(8, 3, 64), fused_functions=True
+    ),
+    "olmo3": Family(
+        "torchtitan_lite.models.olmo:Olmo",
+        OLMO3,
+        keys=(*_ROTARY, "window", "layer_pattern"),
+        hidden_dim=(8, 3, 64),
+        fused_functions=True,
+    ),
+    "gemma3": Family(
+        "torchtitan_lite.models.gemma3:Gemma3",
+        GEMMA3,
+        keys=(*_ROTARY, "window", "layer_pattern", "window_rope_theta"),
         fused_functions=True,
     ),
     "t5": Family(
@@ -105,6 +179,11 @@ FAMILIES: dict[str, Family] = {
 # the family of a block's class in the package transformers
 BLOCKS = {
     **dict.fromkeys(("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"), "llama"),
+    "MistralDecoderLayer": "mistral",
+    "SmolLM3DecoderLayer": "smollm3",
+    "Olmo2DecoderLayer": "olmo2",
+    "Olmo3DecoderLayer": "olmo3",
+    "Gemma3DecoderLayer": "gemma3",
     "GPT2Block": "gpt",
     "T5Block": "t5",
 }

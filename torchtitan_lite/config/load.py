@@ -2,7 +2,7 @@
 
 Later layers override earlier ones; `--print-config` shows the origin of each value:
 
-  1. the defaults in sections/,
+  1. the defaults in sections/; on a resume, the run's value of a key that decides what it learns (`_kept`),
   2. the files: first `base = "other.toml"`, then the file itself,
   3. the command line: `--section.key=value`, and shorthands such as `--mixed-precision`.
 
@@ -12,6 +12,7 @@ Later layers override earlier ones; `--print-config` shows the origin of each va
 This needs neither torch nor a process group.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,15 @@ from pydantic import ValidationError
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.schema import Config, conflicts, default_of, known_keys, usage_rules
+from torchtitan_lite.config.schema import (
+    Config,
+    conflicts,
+    default_of,
+    keeps_value,
+    known_keys,
+    resume_rule,
+    usage_rules,
+)
 from torchtitan_lite.config.section import Machine
 from torchtitan_lite.config.sections.fsdp import contradiction, strategy_keys
 from torchtitan_lite.config.sections.model import rate_note
@@ -45,7 +54,10 @@ class ConfigValue:
 
 ConfigValues = dict[str, ConfigValue]  # by "section.key"
 Check = Callable[[Config], dict[str, str]]  # returns the broken rules of a config, as `conflicts` does
+# the config of the checkpoint from which a run's folder and `checkpoint.resume` resume, by "section.key"; {} if none
+Saved = Callable[[Path, str], Mapping[str, Any]]
 _DEFAULT = -(10**6)  # a level below any file
+_KEPT = "the run so far"  # the origin of its values
 _OWN = {  # where a registry takes entries of the user
     "model.family": "docs/own_model.md adds one of your own; ",
     "optim.name": "docs/extending.md adds one of your own; ",
@@ -144,6 +156,7 @@ def build(
     problems: list[str],
     notes: list[str],
     left_out: set[str],
+    kept: ConfigValues,
 ) -> Config:
     """Build the config.
 
@@ -155,6 +168,7 @@ def build(
             valid.
         notes: gets a sentence for each value that is not used (`UsedIf`), or that contradicts the size.
         left_out: gets the keys that were reset to their default.
+        kept: the run's values of keys that are not given.
 
     Returns:
         the config, valid only if `problems` is still empty.
@@ -165,7 +179,7 @@ def build(
         if key not in known:
             problems.append(_describe(key, value, _unknown(key, known, value.origin)))
             refused.add(key)
-    layers = _with_size(values, problems, refused, notes)
+    layers = _with_size(values, problems, refused, notes) | kept
     try:
         config = _validate(layers, refused)
     except ValidationError as error:
@@ -201,6 +215,10 @@ def _unused(
         value = getattr(getattr(config, section), name)
         if value == default_of(key) or rule.holds(config):
             continue
+        if values[key].origin == _KEPT:
+            if resume_rule(key).rule == "allowed":
+                yield key
+            continue  # a checkpoint is compared with the others, used or not
         level = values[key].level
         message = f"{values[key].origin}: {key} = {value} has no effect without {rule.needs}"
         if not rule.refuse:
@@ -242,6 +260,32 @@ def _with_size(values: ConfigValues, problems: list[str], refused: set[str], not
     if "model.size" in values:  # the default contradicts nothing
         notes += _size_notes(values, layer)
     return layer | {key: value for key, value in values.items() if key not in layer or value.level >= layer[key].level}
+
+
+def _kept(values: ConfigValues, saved: Saved) -> ConfigValues:
+    """The run's values of keys that are not given, where today's default, or number of the size, is another.
+
+    A run continues as it began, although a default has changed. `keeps_value` says which keys.
+    """
+    names = "run.out_dir", "run.name", "checkpoint.resume"
+    out_dir, name, resume = (values[key].value if key in values else default_of(key) for key in names)
+    try:
+        before = saved(expand(out_dir) / name, resume)
+    except (ConfigError, OSError, TypeError, ValueError):  # such a name is refused elsewhere
+        return {}
+    layers = _with_size(values, [], set(), [])
+    named = [key for key in ("model.family", "model.size") if key in values]
+    other_model = any(str(values[key].value).lower() != str(before.get(key)).lower() for key in named)
+    kept: ConfigValues = {}
+    for key, value in before.items():
+        if not keeps_value(key) or (other_model and key.startswith("model.")):
+            continue
+        entry = layers.get(key)
+        is_given = key in values and entry is values[key]
+        today = json.loads(json.dumps(entry.value if entry else default_of(key), default=str))
+        if not is_given and value != today:
+            kept[key] = ConfigValue(value, _KEPT, _DEFAULT)
+    return kept
 
 
 def _size_layer(values: ConfigValues, problems: list[str], refused: set[str]) -> ConfigValues:
@@ -355,6 +399,7 @@ def load(
     elsewhere: bool = False,
     problems: Iterable[str] = (),
     checks: Sequence[Check] = (),
+    saved: Saved | None = None,
 ) -> Loaded:
     """Load the config of an optional file, with overrides by "section.key".
 
@@ -363,6 +408,7 @@ def load(
         elsewhere: the run is for another machine, so this one's files, packages and compiler are not checked.
         problems: problems already found on the command line, reported with the rest.
         checks: further checks, which may build the model (see `build`).
+        saved: if given, a run that resumes keeps its values of keys that are not given (see `_kept`).
 
     Raises:
         ConfigError: lists every problem on its own line, with file, value, nearest key and what works.
@@ -372,14 +418,17 @@ def load(
     values = (read_file(file, problems, files) if file else {}) | overrides
     if file and "run.name" not in values:
         values["run.name"] = ConfigValue(file.stem, "name of the file", level=0)
+    kept = _kept(values, saved) if saved else {}
     values |= _strategy_layer(values, local_world_size, problems)
     notes: list[str] = []
     left_out: set[str] = set()
     rules = conflicts(Machine(world_size, n_gpus, local_world_size), elsewhere=elsewhere)
-    config = build(values, [rules, *checks], problems, notes, left_out)
+    config = build(values, [rules, *checks], problems, notes, left_out, kept)
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     if config.model.init_from and "optim.lr" not in values:
         notes += rate_note(config)
-    origins = {key: value.origin for key, value in _with_size(values, [], set(), []).items()}
-    return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes, files)
+    origins = {key: value.origin for key, value in (_with_size(values, [], set(), []) | kept).items()}
+    unused = {key for key, rule in usage_rules() if not rule.holds(config)}
+    used = [key for key in kept if key not in unused]
+    return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes, files, kept=used)

@@ -13,7 +13,17 @@ from pydantic.fields import FieldInfo
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.section import ALLOWED, Bits, Frozen, Machine, Resume, Section, UsedIf, used_with
+from torchtitan_lite.config.section import (
+    ALLOWED,
+    WITHOUT_NUL,
+    Bits,
+    Frozen,
+    Machine,
+    Resume,
+    Section,
+    UsedIf,
+    used_with,
+)
 from torchtitan_lite.config.sections import compute, data, fsdp, model, optim, outputs, run, train
 from torchtitan_lite.config.sections.compute import ActivationCheckpointingConfig, CompileConfig, SpeedConfig
 from torchtitan_lite.config.sections.data import DataConfig, TokenizerConfig, span_lengths
@@ -158,6 +168,12 @@ def resume_rule(key: str) -> Resume:
     own = [item for item in field.metadata if isinstance(item, Resume)] if field else []
     section = sections().get(key.split(".")[0])
     return own[0] if own else section.on_resume if section else ALLOWED
+
+
+def keeps_value(key: str) -> bool:
+    """Whether a resume that does not give "section.key" takes the run's value, not today's default. A path does not."""
+    rule, field = resume_rule(key), known_keys().get(key)
+    return field is not None and WITHOUT_NUL not in field.metadata and (rule.keeps or rule.rule != "allowed")
 
 
 @functools.cache

@@ -19,6 +19,7 @@ class Loaded:
     files: Sequence[str] = ()  # the config file, and those that it names as base
     with_changes: bool = False  # --resume-with-changes
     written: Config | None = None  # as it was given, where `config` has steps in place of epochs
+    kept: Sequence[str] = ()  # keys that have the value of the run so far, because they were not given
 
 
 def to_toml(config: Config) -> str:

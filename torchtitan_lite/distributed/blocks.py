@@ -13,8 +13,7 @@ from torchtitan_lite.models import Transformer
 
 # the expensive operators, whose results selective checkpointing keeps
 _aten = torch.ops.aten
-PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
-PRODUCTS |= {_aten._scaled_mm.default} if hasattr(_aten, "_scaled_mm") else set()  # float8; private: may go away
+PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}  # of float8 too: mm of torchao's tensors
 ATTENTION = {
     getattr(_aten, f"_scaled_dot_product_{name}").default
     for name in (

@@ -1,6 +1,7 @@
-"""Maps Hugging Face's names, layout and config keys to ours: Llama, Qwen2, Qwen3 (family llama), GPT-2 (gpt), T5 (t5).
+"""Maps Hugging Face's names, layout and config keys to ours.
 
-The layouts are equal, except that GPT-2 transposes its matrices and merges queries, keys and values.
+Llama, Qwen2 and Qwen3 are the family llama, GPT-2 is gpt, and the others have their own name. The layouts are equal,
+except that GPT-2 transposes its matrices and merges queries, keys and values.
 """
 
 import re
@@ -31,6 +32,17 @@ _LLAMA = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_OLMO = {name: theirs for name, theirs in _LLAMA.items() if "_norm.weight" not in name} | {
+    "layers.{}.attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.ffn_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+_GEMMA3 = _LLAMA | {
+    "layers.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.ffn_norm.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "layers.{}.post_ffn_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+# families that have one tensor for each of theirs
+_TABLES = {"llama": _LLAMA, "mistral": _LLAMA, "smollm3": _LLAMA, "olmo2": _OLMO, "olmo3": _OLMO, "gemma3": _GEMMA3}
 _GPT2 = {
     "tok_embeddings.weight": "transformer.wte.weight",
     "pos_embeddings.weight": "transformer.wpe.weight",
@@ -95,8 +107,8 @@ def rename(name: str, table: Mapping[str, str]) -> str:
 
 def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
     """For each Hugging Face tensor, the names of ours that it consists of."""
-    if family == "llama":
-        return {rename(name, _LLAMA): [name] for name in ours}
+    if family in _TABLES:
+        return {rename(name, _TABLES[family]): [name] for name in ours}
     if family == "t5":
         ours = list(ours)
         n_decoder = _number(ours, r"layers\.\d+\.cross_attention_norm\.weight")
@@ -120,8 +132,8 @@ def to_hf(names: Sequence[str], weight: Callable[[str], Tensor], family: str) ->
 
 def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
     """Hugging Face's tensors under our names and in our layout. They are views, so nothing is read yet."""
-    if family == "llama":
-        table = {theirs: ours for ours, theirs in _LLAMA.items()}
+    if family in _TABLES:
+        table = {theirs: ours for ours, theirs in _TABLES[family].items()}
         skipped = ("rotary_emb.inv_freq",)  # in old checkpoints
         return {rename(name, table): tensor for name, tensor in weights.items() if not name.endswith(skipped)}
     if family == "t5":
@@ -193,11 +205,36 @@ _T5_FIXED = {
     "pad_token_id": 0,
     "decoder_start_token_id": 0,
 }
+# what a key stands for that config.json leaves out, where it is not the same for all
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2": {"sliding_window": 4096},
+    "qwen3": {"sliding_window": 4096},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 2**17, "sliding_window": 4096},
+    "smollm3": {
+        **{"num_key_value_heads": 4, "max_position_embeddings": 2**15, "rope_theta": 2e6, "tie_word_embeddings": True},
+    },
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "gemma3_text": {
+        **{"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 2**17, "tie_word_embeddings": True},
+        **{"rope_theta": 1e6, "sliding_window": 4096, "sliding_window_pattern": 6},
+    },
+}
+_WINDOWED = "sliding_attention"
+_FULL = "full_attention"
+_LAYER_TYPES = {_WINDOWED: "window", _FULL: "full"}
+_TWO_ROPES = ("olmo3", "gemma3_text")  # whose rope_parameters have a table for each kind of layer
+_GELU = "gelu_pytorch_tanh"
 # model_type: architecture, the names of its keys, and the values that it implies for ours
 _KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _LLAMA_KEYS, {"family": "llama", "qk_norm": False, "qkv_bias": False}),
     "qwen2": ("Qwen2ForCausalLM", _LLAMA_KEYS, {"family": "llama", "qk_norm": False, "qkv_bias": True}),
     "qwen3": ("Qwen3ForCausalLM", _LLAMA_KEYS, {"family": "llama", "qk_norm": True, "qkv_bias": False}),
+    "mistral": ("MistralForCausalLM", _LLAMA_KEYS, {"family": "mistral"}),
+    "smollm3": ("SmolLM3ForCausalLM", _LLAMA_KEYS, {"family": "smollm3"}),
+    "olmo2": ("Olmo2ForCausalLM", _LLAMA_KEYS, {"family": "olmo2"}),
+    "olmo3": ("Olmo3ForCausalLM", _LLAMA_KEYS, {"family": "olmo3"}),
+    "gemma3_text": ("Gemma3ForCausalLM", _LLAMA_KEYS, {"family": "gemma3"}),
     "gpt2": ("GPT2LMHeadModel", _GPT2_KEYS, {"family": "gpt"}),
     "t5": ("T5ForConditionalGeneration", _T5_KEYS, {"family": "t5"}),
 }
@@ -246,6 +283,7 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in _KINDS:
         raise CheckpointError(f'model_type "{shortened(model_type)}" is not among {", ".join(_KINDS)}')
     _, names, fixed = _KINDS[model_type]
+    content = _DEFAULTS.get(model_type, {}) | dict(content)
 
     def named(**defaults: Any) -> dict[str, Any]:
         keys = fixed | {"vocab_size": _count(content, "vocab_size")}
@@ -273,14 +311,69 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
         return named(norm_eps=1e-5) | {"tie_embeddings": _value(content, "tie_word_embeddings", bool, True)}
     if content.get("mlp_bias") or (content.get("attention_bias") and model_type != "qwen2"):
         raise CheckpointError("biases of attention or feed-forward are not supported for this architecture")
-    if content.get("use_sliding_window") or content.get("hidden_act", "silu") != "silu":
-        raise CheckpointError("sliding windows and activations other than silu are not supported")
+    key, known = ("hidden_activation", _GELU) if model_type == "gemma3_text" else ("hidden_act", "silu")
+    if (activation := content.get(key, known)) != known:
+        raise CheckpointError(f"{key} {shortened(activation)} is not supported; {known} is")
     heads, dim = _count(content, "num_attention_heads"), _count(content, "hidden_size")
     head_dim = 128 if model_type == "qwen3" else dim // heads
     if "max_position_embeddings" not in content:  # then it is Llama's 2048; null says nothing about the model
         content = dict(content) | {"max_position_embeddings": 2048}
     keys = named(n_kv_heads=heads, head_dim=head_dim, norm_eps=1e-6)
-    return keys | {"tie_embeddings": _value(content, "tie_word_embeddings", bool, False)} | _rope_keys(content)
+    if model_type == "gemma3_text":
+        _require_known_gemma3(content, keys["head_dim"])
+    keys |= {"tie_embeddings": _value(content, "tie_word_embeddings", bool, False)}
+    return keys | _rope_keys(content, model_type) | _layer_keys(content, model_type, keys["n_layers"])
+
+
+def _layer_keys(content: Mapping[str, Any], model_type: str, n_layers: int) -> dict[str, Any]:
+    """The window, and the kind of each layer."""
+    n_layers = min(n_layers, 2048)  # more are refused later
+    window: int = 0 if content.get("sliding_window") is None else _count(content, "sliding_window")
+    if model_type == "mistral":
+        if content.get("layer_types"):
+            raise CheckpointError("config.json: layer_types are not supported for mistral: each layer has the window")
+        return {"window": window}
+    if model_type == "smollm3":
+        if content.get("use_sliding_window"):
+            raise CheckpointError("config.json: use_sliding_window = true is not supported for smollm3")
+        every = _count(content, "no_rope_layer_interval", 4)
+        rotates = content.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(n_layers)]
+        return {"layer_pattern": _pattern("no_rope_layers", rotates, {0: "nope", 1: "full"}, n_layers)}
+    if model_type in ("llama", "olmo2") and content.get("use_sliding_window"):
+        raise CheckpointError(f"config.json: use_sliding_window = true is not supported for {model_type}; mistral does")
+    if model_type == "olmo2":
+        return {}
+    if model_type in _TWO_ROPES:
+        every = _count(content, "sliding_window_pattern")
+        default = [_FULL if (i + 1) % every == 0 else _WINDOWED for i in range(n_layers)]
+    elif content.get("use_sliding_window"):
+        after = _count(content, "max_window_layers", 28)
+        default = [_WINDOWED if i >= after else _FULL for i in range(n_layers)]
+    else:
+        return {"window": 0, "layer_pattern": ["window"]}
+    types = content.get("layer_types")
+    pattern = _pattern("layer_types", default if types is None else types, _LAYER_TYPES, n_layers)
+    return {"window": window if "window" in pattern else 0, "layer_pattern": pattern}
+
+
+def _require_known_gemma3(content: Mapping[str, Any], head_dim: int) -> None:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if value := content.get(key):
+            raise CheckpointError(f"config.json: {key} = {shortened(value)} is not supported")
+    if (scalar := _count(content, "query_pre_attn_scalar", 256)) != head_dim:
+        raise CheckpointError(
+            f"config.json: query_pre_attn_scalar = {scalar} is not supported; head_dim = {head_dim} is"
+        )
+
+
+def _pattern(key: str, values: Any, kinds: Mapping[Any, str], n_layers: int) -> list[str]:
+    """The shortest list of kinds that gives those of all layers if it is repeated."""
+    if not isinstance(values, list) or len(values) < n_layers or any(value not in kinds for value in values):
+        known = " or ".join(map(str, kinds))
+        raise CheckpointError(f"config.json: {key} = {shortened(values)} should be {known} for each layer")
+    all_kinds = [kinds[value] for value in values[:n_layers]]
+    periods = range(1, n_layers + 1)
+    return next(all_kinds[:n] for n in periods if all(all_kinds[i] == all_kinds[i % n] for i in range(n_layers)))
 
 
 def _require_known_t5(content: Mapping[str, Any]) -> None:
@@ -292,13 +385,29 @@ def _require_known_t5(content: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json: {key} = {found} is not supported; {value} is")
 
 
-def _rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_keys(content: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
     rope: dict[str, Any] = _value(content, key, dict, {})
     theta = _value(content, "rope_theta", float, 1e4)
-    keys = {"rope_theta": _value(rope, "rope_theta", float, theta), "rope_factor": 1.0}
+    windowed: dict[str, Any] = {}
+    if model_type in _TWO_ROPES and key == "rope_parameters":  # rope_scaling is of the full layers
+        rope, windowed = (_value(rope, kind, dict, {}) for kind in (_FULL, _WINDOWED))
+    keys = {"rope_theta": _value(rope, "rope_theta", float, theta)}
+    if model_type in _TWO_ROPES:
+        is_gemma = model_type == "gemma3_text"
+        local = _value(content, "rope_local_base_freq", float, 1e4) if is_gemma else keys["rope_theta"]
+        local = _value(windowed, "rope_theta", float, local)
+        if is_gemma:
+            keys |= {"window_rope_theta": local}
+        elif local != keys["rope_theta"]:
+            raise CheckpointError(f"config.json: rope_theta = {local} of {_WINDOWED} is not that of {_FULL}")
+        if (other := windowed.get("rope_type", "default")) != "default":
+            raise CheckpointError(f"rope_type {shortened(other)} of {_WINDOWED} is not supported; default is")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "llama3":
+    scaled = "llama" in _KINDS[model_type][2].values()
+    if scaled:
+        keys |= {"rope_factor": 1.0}
+    if kind == "llama3" and scaled:
         keys |= {
             "rope_factor": _value(rope, "factor", float),
             "rope_low_freq_factor": _value(rope, "low_freq_factor", float),
@@ -306,7 +415,8 @@ def _rope_keys(content: Mapping[str, Any]) -> dict[str, Any]:
             "rope_original_max_seq_len": _count(rope, "original_max_position_embeddings"),
         }
     elif kind != "default":
-        raise CheckpointError(f"rope_type {shortened(kind)} is not supported; default and llama3 are")
+        known = "default and llama3 are" if scaled else f"default is, for {model_type}"
+        raise CheckpointError(f"rope_type {shortened(kind)} is not supported; {known}")
     return keys
 
 
@@ -324,8 +434,13 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         )
     if config.qk_norm and config.qkv_bias:
         raise CheckpointError("no architecture of Hugging Face has both model.qk_norm and model.qkv_bias")
-    model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-    model_type = {"gpt": "gpt2", "t5": "t5"}.get(config.family, model_type)
+    model_type = {"gpt": "gpt2", "gemma3": "gemma3_text"}.get(config.family, config.family)
+    if "nope" in config.layer_pattern and model_type != "smollm3":
+        raise CheckpointError('model.layer_pattern has "nope", which only model.family = "smollm3" can export')
+    if model_type == "llama":
+        model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+        if config.window and model_type == "llama":
+            raise CheckpointError('no Llama of Hugging Face has a window (model.window); model.family = "mistral" has')
     architecture, names, _ = _KINDS[model_type]
     resolved = config.resolved()
     named = {theirs: resolved[ours] for ours, theirs in names.items()}
@@ -356,4 +471,26 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "original_max_position_embeddings": config.rope_original_max_seq_len,
         }
     more = {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_parameters": rope}
+    more |= _layers_of(config, model_type)
+    if model_type not in ("llama", "qwen2", "qwen3"):  # their default may not be in the vocabulary
+        more |= {"pad_token_id": None}
     return common | named | more | ({"rope_scaling": rope} if config.rope_factor > 1 else {})
+
+
+def _layers_of(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """What `_layer_keys` reads."""
+    if model_type == "mistral":
+        return {"sliding_window": config.window or None}
+    if model_type == "smollm3":
+        rotates = [int(kind != "nope") for kind in config.layer_kinds]
+        return {"no_rope_layers": rotates, "layer_types": [_FULL] * config.n_layers, "sliding_window": None}
+    types = [_WINDOWED if window else _FULL for window in config.windows]
+    layers: dict[str, Any] = {"sliding_window": config.window or None, "layer_types": types}
+    if model_type in _TWO_ROPES:
+        thetas = {_FULL: config.rope_theta, _WINDOWED: config.rope_theta}
+        if model_type == "gemma3_text":
+            thetas[_WINDOWED] = config.window_rope_theta
+            layers |= {"hidden_activation": _GELU, "query_pre_attn_scalar": config.dim_of_heads}
+        ropes = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+        return layers | {"rope_parameters": ropes, "rope_local_base_freq": thetas[_WINDOWED]}
+    return layers | {"use_sliding_window": True} if config.window else {}

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face models: Llama, Qwen2, Qwen3 (family llama), GPT-2 (gpt) and T5 (t5).
+"""Reads and writes Hugging Face models of the families in names.py.
 
 A folder holds config.json and model.safetensors, or shards of it with an index. Files are memory-mapped: on import each
 rank reads only its own rows, and an export holds one tensor at a time.
@@ -60,7 +60,7 @@ def find_weights(path: Path, config: ModelConfig) -> Path:
     if (folder / "config.json").is_file():
         theirs = keys_of(folder)
         del theirs["vocab_size"]  # compared later, by shape
-        if config.family == "t5" or (config.family == "llama" and config.max_seq_len < theirs["max_seq_len"]):
+        if config.family == "t5" or (config.family != "gpt" and config.max_seq_len < theirs["max_seq_len"]):
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine; T5's are relative
         _compare(folder, theirs, config)
         return folder

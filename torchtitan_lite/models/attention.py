@@ -1,4 +1,4 @@
-"""Causal attention by PyTorch's kernels, and the document mask.
+"""Causal attention by PyTorch's kernels, within a window if a layer has one, and the mask of documents and windows.
 
 cuda_attention.py chooses the kernel on a GPU. A CPU has a faster way for short sequences: cpu/attention.py.
 """
@@ -12,40 +12,47 @@ from torch import Tensor
 from torchtitan_lite.models import cuda_attention
 
 
-def within_documents(positions: Tensor, *, dense: bool) -> Any:
-    """A causal mask that confines attention to each document.
+def within_documents(positions: Tensor, *, dense: bool, window: int = 0) -> Any:
+    """A causal mask that confines attention to each document, and to a window.
 
     Args:
         positions: (B, T) int64; a document begins at position 0.
         dense: return a (B, 1, T, T) bool tensor for scaled_dot_product_attention. Otherwise return a BlockMask for
-            FlexAttention, which skips blocks of other documents.
+            FlexAttention, which skips blocks of other documents, and those before the window.
+        window: the keys that a query sees, its own and those before it; 0: all of its document.
     """
     if not dense:
-        return cuda_attention.block_mask(positions)
+        return cuda_attention.block_mask(positions, window)
     documents = (positions == 0).cumsum(1)  # (B, T), the index of each token's document
-    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    mask = (documents[:, :, None] == documents[:, None, :]).tril()
+    return (mask.triu(1 - window) if window else mask)[:, None]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, window: int = 0) -> Tensor:
     """Attention, (B, T, H, E) and twice (B, S, K, E) -> (B, T, H, E). The queries are those of the last T tokens.
 
     Args:
         k, v: H / K queries in a row share a head of these.
-        mask: from within_documents. None: causal.
+        mask: from within_documents, with the window. None: causal, within the window.
+        window: the keys that a query sees, its own and those before it; 0: all.
     """
     if q.is_cuda or not (mask is None or isinstance(mask, Tensor)):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return cuda_attention.attend(q, k, v, mask, dropout, causal(q, k)).transpose(1, 2)
+        return cuda_attention.attend(q, k, v, mask, dropout, causal(q, k, window)).transpose(1, 2)
     if q.shape[2] != k.shape[2]:  # copying shared heads is faster on the CPU than SDPA's enable_gqa
         k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    options = causal(q, k) if mask is None else {"attn_mask": mask}
+    options = causal(q, k, window) if mask is None else {"attn_mask": mask}
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options).transpose(1, 2)
 
 
-def causal(q: Tensor, k: Tensor) -> dict[str, Any]:
+def causal(q: Tensor, k: Tensor, window: int = 0) -> dict[str, Any]:
     """Arguments that make SDPA causal. The queries, (B, H, T, E), belong to the last T tokens of `k`."""
     n, of = q.shape[2], k.shape[2]
+    if 0 < window < of:
+        return {
+            "attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n).triu(of - n + 1 - window)
+        }
     if n == of:
         return {"is_causal": True}
     if n == 1:  # it sees all keys: a mask would rule out kernels, and have shared heads copied

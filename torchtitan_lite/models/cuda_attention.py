@@ -1,4 +1,4 @@
-"""Attention on a GPU: PyTorch's fused kernels, and FlexAttention within documents.
+"""Attention on a GPU: PyTorch's fused kernels, and FlexAttention within documents and windows.
 
 SDPA's kernels are tried in the order cuDNN, flash, efficient, math: on an H100 with heads of 128, cuDNN reaches twice
 the rate of PyTorch's flash kernel (pytorch issue 142132). On other GPUs flash comes first: on an A100, cuDNN was
@@ -67,14 +67,17 @@ def cudnn_is_faster() -> bool:
     return torch.cuda.get_device_capability()[0] in (9, 10)
 
 
-def block_mask(positions: Tensor) -> Any:
+def block_mask(positions: Tensor, window: int = 0) -> Any:
     """The BlockMask of causal attention within documents, for FlexAttention, which skips blocks of other documents.
+
+    It skips blocks before the window as well.
 
     Equal to `create_block_mask`'s, which first makes the whole mask, (B, T, T). Here a block of queries and a block of
     keys are compared by their first and last document.
 
     Args:
         positions: (B, T) int64; a document begins at position 0.
+        window: the keys that a query sees, its own and those before it; 0: all of its document.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -88,11 +91,18 @@ def block_mask(positions: Tensor) -> Any:
     same = torch.eye(n, dtype=torch.bool, device=positions.device)
     complete = torch.arange(1, n + 1, device=positions.device)[:, None] * BLOCK <= length
     # (B, 1, N, N): queries down, keys across
-    full = (earlier & complete & (last[:, :, None] == first[:, None, :]))[:, None]
-    some = (same | earlier & (first[:, :, None] <= last[:, None, :]))[:, None] & ~full
+    full = earlier & complete & (last[:, :, None] == first[:, None, :])
+    some = same | earlier & (first[:, :, None] <= last[:, None, :])
+    if window:  # by the distances between two blocks: the largest, and the smallest
+        between = BLOCK * (torch.arange(n, device=positions.device)[:, None] - torch.arange(n, device=positions.device))
+        full &= between + BLOCK <= window
+        some &= same | (between - BLOCK + 1 < window)
+    full = full[:, None]
+    some = some[:, None] & ~full
 
     def allowed(batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (documents[batch, q] == documents[batch, k])
+        within = (q >= k) & (documents[batch, q] == documents[batch, k])
+        return within & (q - k < window) if window else within
 
     return BlockMask.from_kv_blocks(
         *_in_order(some), *_in_order(full), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(length, length)

@@ -17,21 +17,24 @@ if TYPE_CHECKING:  # the models import KeysValues from here
 
 
 class KeysValues:
-    """The key-value cache of one layer, for generation."""
+    """The key-value cache of one layer, for generation.
 
-    def __init__(self) -> None:
+    Args:
+        window: the keys that a token of this layer sees, its own included: older ones are dropped. 0: none are.
+    """
+
+    def __init__(self, window: int = 0) -> None:
+        self.length = 0  # tokens so far, dropped ones too
+        self._window = window
         self._kept: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def length(self) -> int:
-        """Cached tokens."""
-        return 0 if self._kept is None else self._kept[0].shape[1]
-
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append T new tokens, (B, T, heads, E) each. Returns the keys and values of all tokens."""
+        """Append T new tokens, (B, T, heads, E) each. Returns the keys and values that any of them can see."""
+        self.length += k.shape[1]
         if self._kept is not None:
             k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
-        self._kept = k, v
+        first = max(k.shape[1] + 1 - self._window, 0) if self._window else 0  # that the next token can see
+        self._kept = k[:, first:], v[:, first:]
         return k, v
 
 
@@ -88,7 +91,7 @@ class Continuation:
         self._prompt = prompt
         self._device = model.tok_embeddings.weight.device
         self._answers = answers(model)
-        self._cache: list[Any] = self._model.new_cache() if self._answers else [KeysValues() for _ in model.layers]
+        self._cache: list[Any] = self._model.new_cache()
         self.limit = model.config.max_seq_len - (0 if self._answers else len(prompt))  # tokens that can follow
 
     def logits(self, rows: list[list[int]]) -> Tensor:

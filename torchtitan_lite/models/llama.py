@@ -1,4 +1,6 @@
-"""Llama, Qwen2 (`qkv_bias`) and Qwen3 (`qk_norm`). Weights have Hugging Face's layout: rotary halves, not pairs.
+"""Llama, Qwen2 (`qkv_bias`), Qwen3 (`qk_norm`), Mistral (`window`) and SmolLM3 (layers without positions).
+
+Weights have Hugging Face's layout: rotary halves, not pairs.
 
 Shapes: B sequences, T tokens, D dim, H heads, K key and value heads, E head_dim.
 """
@@ -17,10 +19,11 @@ from torchtitan_lite.models.transformer import Transformer
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention."""
+    """Causal grouped-query attention, of the kind that `model.layer_pattern` gives the layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
+        self.window, self.rotates = config.windows[layer], config.layer_kinds[layer] != "nope"
         self.attend, self.rotate = attend, rotate  # cpu/ may replace them
         self.head_dim = config.dim_of_heads
         bias = config.qkv_bias
@@ -33,12 +36,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D); cos and sin are (T, E) or (B, T, E), float32"""
-        q = self.rotate(self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, H, E)
-        k = self.rotate(self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim))), cos, sin)  # (B, T, K, E)
+        q = self.normed_heads(self.wq(x), self.q_norm)  # (B, T, H, E)
+        q = self.rotate(q, cos, sin) if self.rotates else q
+        k = self.normed_heads(self.wk(x), self.k_norm)  # (B, T, K, E)
+        k = self.rotate(k, cos, sin) if self.rotates else k
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.wo(self.attend(q, k, v, mask).flatten(2))
+        return self.wo(self.attend(q, k, v, mask, 0.0, self.window).flatten(2))
+
+    def normed_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """(B, T, H E) -> (B, T, H, E), each head normalised by itself"""
+        return norm(x.unflatten(-1, (-1, self.head_dim)))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,10 +91,10 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward, each with a residual connection."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
@@ -97,11 +106,12 @@ class TransformerBlock(nn.Module):
 class Llama(Transformer):
     """Token embeddings, and blocks that take the rotary tables."""
 
+    block: type[nn.Module] = TransformerBlock
     rope_cos: Tensor
     rope_sin: Tensor
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
-        blocks: list[nn.Module] = [TransformerBlock(config) for _ in range(config.n_layers)]
+        blocks: list[nn.Module] = [self.block(config, i) for i in range(config.n_layers)]
         super().__init__(config, vocab_size, blocks, nn.RMSNorm(config.dim, config.norm_eps))
         shape = config.max_seq_len, config.dim_of_heads
         self.register_buffer("rope_cos", torch.empty(shape, dtype=torch.float32), persistent=False)

@@ -42,6 +42,10 @@ class Transformer(nn.Module):
         """The modules that FSDP gathers together, between the inputs and the head."""
         return [[layer] for layer in self.layers]
 
+    def new_cache(self) -> list[Any]:
+        """For generation: an empty cache for each block."""
+        return [KeysValues(window) for window in self.config.windows]
+
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """The input of the first block, (B, T, D), and what every block gets unchanged. Positions: (T,) or (B, T)."""
         raise NotImplementedError
@@ -60,7 +64,7 @@ class Transformer(nn.Module):
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
             targets: (B, T) int64, or loss.IGNORE.
-            cache: one per block, for generation: holds the tokens before these, and is extended by these.
+            cache: of new_cache, for generation: holds the tokens before these, and is extended by these.
             positions: (B, T) int64, from 0 in each document; confines attention to documents. None: 0, 1, ..., T - 1
                 without that limit.
             per_sequence: return the loss of each sequence.
@@ -68,17 +72,20 @@ class Transformer(nn.Module):
         Returns:
             (B, T, V) logits, or the summed cross-entropy, () float32; per sequence, (B,) float32.
         """
-        more: list[Any] = []  # stays empty without a mask: the arguments of compiled blocks do not change
-        if positions is not None:
-            # FlexAttention has no dropout, and no backward on the CPU
-            dense = not tokens.is_cuda or (self.training and self.config.dropout > 0)
-            more = [None, within_documents(positions, dense=dense)]
-        else:
+        documents, windows = positions is not None, self.config.windows
+        if positions is None:
             first = cache[0].length if cache else 0
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        # FlexAttention has no dropout, and no backward on the CPU
+        dense = not tokens.is_cuda or (self.training and self.config.dropout > 0)
+        masks: dict[int, list[Any]] = {}  # by window; without a mask, the arguments of compiled blocks do not change
+        for window in set(windows):
+            if documents or (0 < window < tokens.shape[1] and not (dense or cache)):
+                mask = within_documents(positions.expand_as(tokens), dense=dense, window=window)
+                masks[window] = [None, mask]
         x, *unchanged = self.inputs(tokens, positions)
         for i, layer in enumerate(self.layers):
-            x = layer(x, *unchanged, cache[i]) if cache else layer(x, *unchanged, *more)
+            x = layer(x, *unchanged, *([cache[i]] if cache else masks.get(windows[i], [])))
         return self.output.logits_or_loss(self.norm(x), targets, per_sequence=per_sequence)
 
     def reset_buffers(self) -> None:

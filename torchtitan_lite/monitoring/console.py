@@ -1,5 +1,6 @@
 """The text of the terminal: the run at its start, each step, and the next commands. metrics.Log prints it."""
 
+import json
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import torch
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.derive import Layout, options_against_copies
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
@@ -72,12 +73,12 @@ def start_lines(
 
 def copies_lines(config: Config, layout: Layout) -> list[str]:
     """Where nothing is sharded, what saves FSDP's copies (`plan` says whether it fits); empty if that is set."""
-    fsdp = config.fsdp
-    if layout.dp_shard > 1 or fsdp.cpu_offload or fsdp.reshard_after_forward != "default":
+    sets = options_against_copies(config, layout)
+    if not sets:
         return []
-    keys = ["fsdp.reshard_after_forward = false"]
-    if layout.grad_accum_steps > 1:
-        keys += ["fsdp.reshard_after_backward = false", 'fsdp.grad_sync = "last" (sums in another order)']
+    keys = [f"fsdp.{key} = {json.dumps(value)}" for key, value in sets[-1].items()]
+    if len(sets) > 1:
+        keys[-1] += " (sums in another order)"
     *others, last = keys
     named = f"{', '.join(others)} and {last}" if others else last
     return [f"fsdp    nothing is sharded: {named} would save copies, if they fit in memory (see plan)"]

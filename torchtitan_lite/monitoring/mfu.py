@@ -29,12 +29,13 @@ def flops_per_token(model: Transformer, seq_len: int, target_len: int = 0) -> in
 
     6 (N - N_embedding) + 12 L H Q T: 2 per matrix entry, and twice that in backward; then attention with L layers,
     H heads of width Q and T = seq_len, as if not causal. (PaLM, appendix B, arXiv 2204.02311; as in torchtitan. Tied
-    embeddings count, because they are multiplied with.)
+    embeddings count, because they are multiplied with.) In a layer with a window, T is at most the window.
     """
     config = model.config
     if len(config.stacks) > 1:
         return _of_encoder_decoder(model, seq_len, target_len or seq_len) // (target_len or seq_len)
-    attention = 12 * config.n_layers * config.n_heads * config.dim_of_heads * seq_len
+    seen = sum(min(window or seq_len, seq_len) for window in config.windows)
+    attention = 12 * config.n_heads * config.dim_of_heads * seen
     return 6 * multiplied_parameters(model) + attention
 
 
@@ -61,7 +62,7 @@ def formula(model: ModelConfig) -> str:
     """What `flops_per_token` computes, for people."""
     if len(model.stacks) > 1:
         return "of the encoder's inputs and the decoder's targets, by target"
-    return "6 (N - N_embedding) + 12 L H Q T"
+    return "6 (N - N_embedding) + 12 L H Q T" + (", T at most the window" if any(model.windows) else "")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ kernels. Their products may then round otherwise with another number of ranks. A
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -124,15 +124,18 @@ def _write_unless(withheld: Tensor, tensors: Sequence[Tensor], values: Sequence[
         torch.where(withheld, tensor, value, out=tensor)
 
 
-def exchanges(matrices: Iterable[nn.Parameter], ranks: int = 0) -> Iterable[list[nn.Parameter]]:
+def exchanges(
+    matrices: Iterable[nn.Parameter], ranks: int = 0, split_dim: Callable[[nn.Parameter], int] = shard_dim
+) -> Iterable[list[nn.Parameter]]:
     """Matrices that are exchanged together: of one shape, sharded alike, and at most OWNED_BYTES for each owner.
 
     Args:
         ranks: the number of owners; 0: the ranks that hold the matrices.
+        split_dim: the dim at which a matrix is split over them.
     """
     shapes: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for matrix in matrices:
-        shapes[tuple(matrix.shape), shard_dim(matrix)].append(matrix)
+        shapes[tuple(matrix.shape), split_dim(matrix)].append(matrix)
     for same in shapes.values():
         owners = ranks or ranks_of(same[0])[1] * ranks_of(same[0], copies=True)[1]
         n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * owners
@@ -207,13 +210,19 @@ def _within_copy(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -
     from_ranks = [n_owned * count * n for count in counts] + [0] * (n_ranks - len(counts))
     received = sent.new_empty(sum(from_ranks))
     dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
-    # (owned matrices, rows of the rank, N) from each rank -> (owned matrices, M, N)
-    parts = [part.view(n_owned, -1, n) for part in received.split(from_ranks[: len(counts)])] if n_owned else []
-    done = _each(torch.cat(parts, dim=1), transposed=by_columns) if parts else []
-    del received, parts
-    back = [whole.split(counts) for whole in done]
-    sent = torch.cat([part[r].reshape(-1) for r in range(len(counts)) for part in back]) if back else sent.new_empty(0)
-    del done, back
+    done: list[Tensor] = []
+    if n_owned:
+        wholes = received.new_empty(n_owned, m, n)
+        for block, first_row in _blocks(received, n_owned, m, n, per_rank):
+            _rows_of(wholes, block, first_row).copy_(block.transpose(0, 1))
+        done = _each(wholes if wholes.is_cuda else list(wholes), transposed=by_columns)
+        del wholes, block
+    del received
+    sent = sent.new_empty(sum(from_ranks))
+    if done:
+        for block, first_row in _blocks(sent, n_owned, m, n, per_rank):
+            torch.stack([_rows_of(whole[None], block, first_row)[0] for whole in done], dim=1, out=block)
+    del done
     received = sent.new_empty(sum(to_owners))
     dist.all_to_all_single(received, sent, to_owners, from_ranks, group=group)
     found = rows[:]
@@ -221,6 +230,24 @@ def _within_copy(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -
         for i, own in zip(owned[owner], part.view(len(owned[owner]), own_count, n), strict=True):
             found[i] = own.T if by_columns else own
     return found
+
+
+def _blocks(flat: Tensor, n_matrices: int, m: int, n: int, per_rank: int) -> Iterator[tuple[Tensor, int]]:
+    """What each rank sends to an owner, or gets: views (ranks, matrices, rows of a rank, N), and their first row.
+
+    All ranks with `per_rank` rows are one view, so their number takes no time. The one with fewer is the other.
+    """
+    full = m // per_rank
+    cut = full * per_rank
+    yield flat[: cut * n_matrices * n].view(full, n_matrices, per_rank, n), 0
+    if cut < m:
+        yield flat[cut * n_matrices * n :].view(1, n_matrices, m - cut, n), cut
+
+
+def _rows_of(wholes: Tensor, block: Tensor, first_row: int) -> Tensor:
+    """The rows of a block in matrices (B, M, N), as (B, ranks, rows of a rank, N)."""
+    ranks, _, rows, _ = block.shape
+    return wholes[:, first_row : first_row + ranks * rows].unflatten(1, (ranks, rows))
 
 
 def _each(wholes: Tensor | list[Tensor], *, transposed: bool = False) -> list[Tensor]:

@@ -14,8 +14,8 @@ from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.checkpointing.storage import find_steps
 from torchtitan_lite.config.derive import derive
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
+from torchtitan_lite.config.schema import Config, flatten
+from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.agreement import from_rank0, require_agreement
@@ -101,6 +101,10 @@ def take_over(attempt: Attempt, loaded_config: Loaded, data: DataSet, s: Session
         if on_rank0(world, lambda: step in find_steps(s.checkpointer.folder)):
             require_same_learning(config, s.resumed, s.state)
     log.info(start_lines(config, layout, world, s.model, data, s.samples, s.state, s.resumed))
+    if s.resumed and loaded_config.kept:
+        values = flatten(config)
+        kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
+        log.info(f"resume  {kept}: the run's own, not given by this command; today's defaults differ")
     if config.model.init_from and not s.resumed and world.rank == 0:
         from torchtitan_lite.huggingface.weights import tokenizer_notes
 

@@ -1,6 +1,7 @@
 """[activation_checkpointing], [compile] and [speed]: how blocks compute what they compute."""
 
 import importlib.util
+import math
 import os
 import shutil
 import sysconfig
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 from torchtitan_lite.config.section import BITS, Bits, Machine, Rules, Section, UsedIf, used_with
-from torchtitan_lite.config.sections.fsdp import FsdpConfig
 
 if TYPE_CHECKING:
     from torchtitan_lite.config.schema import Config
@@ -79,11 +79,20 @@ def rules(config: "Config", machine: Machine) -> Rules:
             '(https://github.com/pytorch/pytorch/issues/183451); "default" or "max-autotune-no-cudagraphs" works',
         )
     if config.speed.float8:
-        yield from _float8_rules(config.fsdp)
+        yield from _float8_rules(config)
 
 
-def _float8_rules(fsdp: FsdpConfig) -> Rules:
+def _float8_rules(config: "Config") -> Rules:
     """What float8 does not go with."""
+    fsdp, micro_batch = config.fsdp, config.train.micro_batch_size
+    # the product for a weight's gradient sums over the tokens; batches of pairs end at a multiple of 8 columns
+    lengths = {8} if config.data.objective == "pairs" else {config.input_len, config.target_len}
+    if any(micro_batch * length % 16 for length in lengths):
+        yield (
+            "speed.float8 train.micro_batch_size",
+            "speed.float8 = true needs a multiple of 16 tokens in a micro-batch, which train.micro_batch_size = "
+            f"{micro_batch} does not give; multiples of {16 // math.gcd(16, *lengths)} work, or speed.float8 = false",
+        )
     if (dtypes := fsdp.dtypes("param_dtype") - {None}) != {"bfloat16"}:
         other = min(str(dtype) for dtype in dtypes - {"bfloat16"})
         yield (

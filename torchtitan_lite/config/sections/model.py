@@ -44,8 +44,9 @@ class ModelConfig(Section):
 
     family: FamilyName = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
-t5: encoder and decoder"""
-    size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False)] = "1M"
+mistral: llama with windows; smollm3: llama with layers that have no positions; olmo2, olmo3: norms after the \
+sublayers; gemma3: norms before and after them; t5: encoder and decoder"""
+    size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False, keeps=True)] = "1M"
     """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
     """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
@@ -93,6 +94,15 @@ t5: encoder and decoder"""
     """llama: wavelengths below rope_original_max_seq_len / this are not stretched"""
     rope_original_max_seq_len: Annotated[Size, _STRETCHED] = 8192
     """llama: the context length before stretching"""
+    window: SizeOrZero = 0
+    """llama, mistral, olmo3, gemma3: tokens that a windowed layer attends to, the current one included; 0: all"""
+    layer_pattern: list[Literal["full", "window", "nope"]] = Field(
+        default=["window"], min_length=1, max_length=2048, examples=[["window", "window", "window", "full"]]
+    )
+    """llama, smollm3, olmo3, gemma3: kinds of layers, repeated over the depth. window: attention within model.window; \
+full: to all tokens; nope: to all tokens, without positions"""
+    window_rope_theta: PositiveFloat = 1e4
+    """gemma3: base of the rotary wavelengths of windowed layers"""
 
     @model_validator(mode="before")
     @classmethod
@@ -116,6 +126,16 @@ t5: encoder and decoder"""
         """The number of blocks of the decoder, or of encoder and decoder."""
         one = self.n_layers
         return (one, self.n_decoder_layers or one) if FAMILIES[self.family].encoder_decoder else (one,)
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """The kind of each block of a decoder: layer_pattern, repeated."""
+        return [self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.n_layers)]
+
+    @property
+    def windows(self) -> list[int]:
+        """The window of each block of a decoder, in tokens; 0: it attends to all."""
+        return [self.window if kind == "window" else 0 for kind in self.layer_kinds]
 
     @property
     def kv_heads(self) -> int:
@@ -155,6 +175,12 @@ def shape_rules(model: ModelConfig) -> Rules:
             "model.head_dim model.dim",
             f"rotary positions need an even head_dim, not {model.dim_of_heads}; "
             f"head_dim = {model.dim_of_heads + 1} works",
+        )
+    if model.window and not any(model.windows):
+        yield (
+            "model.window model.layer_pattern",
+            f"model.window = {model.window} has no effect: no layer of model.layer_pattern is of the kind window; "
+            'layer_pattern = ["window", "window", "window", "full"] works, and so does window = 0',
         )
     stretched = "rope_factor" in reads and model.rope_factor > 1
     if stretched and model.rope_low_freq_factor >= model.rope_high_freq_factor:

@@ -60,7 +60,7 @@ _REWINDING = used_with("spike.action", "rewind")
 class TrainConfig(Section):
     steps: Annotated[
         int,
-        ALLOWED_FOR_LATER_STEPS,
+        replace(ALLOWED_FOR_LATER_STEPS, keeps=True),
         UsedIf("train.epochs", "train.epochs = 0", lambda c: not c.train.epochs),
     ] = Field(default=500, gt=0, le=10**12)
     """optimizer steps of the whole run"""

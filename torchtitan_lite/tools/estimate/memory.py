@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from torchtitan_lite.config.derive import options_against_copies
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.monitoring.mfu import Device
 from torchtitan_lite.terminal import size
@@ -35,7 +36,8 @@ def memory_lines(plan: Plan) -> list[str]:
     ]
     if plan.config.fsdp.cpu_offload:
         lines.append(f"  on the host, per rank: {size(sum(plan.simulated.peak.values()) - total)}")
-    lines.append(f"  a checkpoint on disk: {plan.checkpoint_bytes / 1e12:.3g} TB")
+    on_disk = plan.checkpoint_bytes
+    lines.append(f"  a checkpoint on disk: {f'{on_disk / 1e12:.3g} TB' if on_disk >= 1e11 else size(on_disk)}")
     if plan.config.compile.enabled:
         lines.append("  (compiled blocks keep less; the plan ignores that)")
     if plan.config.speed.float8:
@@ -63,18 +65,11 @@ def advice_lines(plan: Plan) -> list[str]:
 
 def _copies_lines(plan: Plan, device: Device) -> list[str]:
     """Where nothing is sharded: options that gather and reduce less often, as far as they fit."""
-    fsdp = plan.config.fsdp
-    if plan.layout.dp_shard > 1 or fsdp.cpu_offload or fsdp.reshard_after_forward != "default":
-        return []
-    accumulates = plan.layout.grad_accum_steps > 1
-    kept: dict[str, object] = {"reshard_after_forward": False}
-    kept |= {"reshard_after_backward": False} if accumulates else {}
-    steps = [(kept, "bit for bit the same")]
-    if accumulates:
-        steps.append((kept | {"grad_sync": "last"}, "gradients are added in another order"))
+    notes = "bit for bit the same", "gradients are added in another order"
     lines = []
-    for options, note in steps:
-        config = plan.config.model_copy(update={"fsdp": fsdp.model_copy(update=options)})
+    for options, note in zip(options_against_copies(plan.config, plan.layout), notes, strict=False):
+        fsdp = plan.config.fsdp.model_copy(update=options)
+        config = plan.config.model_copy(update={"fsdp": fsdp})
         changed = make_plan(config, plan.world_size, device)
         if fits(changed, device):
             text = " ".join(f"--fsdp.{key}={str(value).lower()}" for key, value in options.items())

@@ -7,11 +7,13 @@ it.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import nn
 
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.distributed.sharding import column_placement
 from torchtitan_lite.optim.muon import ITERATIONS, exchanges
 from torchtitan_lite.optim.optimizer import freeze, parameter_groups
 from torchtitan_lite.tools.estimate.work import Collective, Product, Work
@@ -20,7 +22,7 @@ EXCHANGED, GATHERED = "all-to-all, muon", "all-gather, muon"  # kinds of collect
 
 
 def muon_step(
-    model: nn.Module, config: OptimConfig, layout: Layout, *, on_gpu: bool
+    model: nn.Module, config: OptimConfig, layout: Layout, *, on_gpu: bool, shard_columns: Sequence[str] = ()
 ) -> tuple[Counter[Work], Counter[Collective]]:
     """The products and collectives of the rank that owns most elements; both empty with another optimizer.
 
@@ -34,11 +36,17 @@ def muon_step(
     freeze(model, config.freeze)
     width = {"float32": 4, "bfloat16": 2}.get(config.muon_dtype, 2 if on_gpu else 4)
     ranks, copies, first = layout.dp_shard, layout.dp_replicate, 0
+    placement = column_placement(model, shard_columns, ranks)
     owners = ranks * copies
+
+    def split_dim(matrix: nn.Parameter) -> int:
+        return 1 if placement and placement(matrix) else 0
+
     exchanged: list[tuple[int, int, int, int]] = []  # rows, columns, the rank that owns the first matrix, matrices
     for group in parameter_groups(model, config):
-        for matrices in exchanges(group["params"], owners) if group["muon"] else ():
-            rows, columns = matrices[0].shape
+        for matrices in exchanges(group["params"], owners, split_dim) if group["muon"] else ():
+            # of the matrix or, if it is split by columns, of its transpose: the products have the same sizes
+            rows, columns = matrices[0].shape if split_dim(matrices[0]) == 0 else matrices[0].shape[::-1]
             exchanged.append((rows, columns, first % owners, len(matrices)))
             first += len(matrices)
     elements: Counter[int] = Counter()  # by rank, of those that own a matrix: a world may have far more ranks

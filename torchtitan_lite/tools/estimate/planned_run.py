@@ -80,7 +80,8 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
     flops = flops_per_token(model, config.input_len, config.target_len)
     simulated = simulate(config, world_size, vocab_size, on_gpu=on_gpu)
     # The simulated rank 0 may own fewer matrices than another rank, so Muon's products and exchanges are counted apart.
-    products, exchanges = muon_step(model, config.optim, layout, on_gpu=on_gpu)
+    columns = config.fsdp.shard_columns
+    products, exchanges = muon_step(model, config.optim, layout, on_gpu=on_gpu, shard_columns=columns)
     start, n_bytes = simulated.peaks["start"], 4 * n_parameters
     shards = start[PARAMETERS] - sum(buffer.nbytes for buffer in model.buffers())  # of a rank; buffers are not saved
     update: Counter[Work] = Counter({w: n for w, n in simulated.optimizer.items() if isinstance(w, Traffic)})

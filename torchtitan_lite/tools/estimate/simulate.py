@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +37,7 @@ from torchtitan_lite.distributed.blocks import apply_activation_checkpointing
 from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.attention import attend
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local, tensors_of
 
@@ -223,25 +225,26 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
         on_gpu: attention with dropout needs T x T matrices on the CPU only.
     """
     prefetch, group = 1, config.fsdp.blocks_per_group
-    period = group  # blocks after which the model repeats
+    period = math.lcm(group, len(config.model.layer_pattern))  # blocks after which the model repeats
     if config.fsdp.explicit_prefetching:
         prefetch = max(config.fsdp.forward_prefetch, config.fsdp.backward_prefetch)
     if config.activation_checkpointing.mode != "none":
-        period = math.lcm(group, config.activation_checkpointing.every)
+        period = math.lcm(period, config.activation_checkpointing.every)
     depths = list(config.model.stacks)
     few = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
     few = [depth if depth <= least + period else least for depth, least in zip(depths, few, strict=True)]
     with fake_world(world_size):
+        mesh = build_mesh(config.fsdp, torch.device("cpu"))  # one: torch compares different ones rank by rank
         try:
-            shallow = whole = simulate_depths(config, world_size, vocab_size, few, on_gpu)
+            shallow = whole = simulate_depths(config, mesh, vocab_size, few, on_gpu)
         except ConfigError:
             if few == depths:
                 raise
-            return simulate_depths(config, world_size, vocab_size, depths, on_gpu)  # a pattern names a deeper block
+            return simulate_depths(config, mesh, vocab_size, depths, on_gpu)  # a pattern names a deeper block
         for i, depth in enumerate(depths):
             if depth > few[i]:
                 deeper = [least + period * (j == i) for j, least in enumerate(few)]
-                more = simulate_depths(config, world_size, vocab_size, deeper, on_gpu)
+                more = simulate_depths(config, mesh, vocab_size, deeper, on_gpu)
                 whole = _extrapolated(whole, shallow, more, (depth - few[i]) // period)
     return whole
 
@@ -266,11 +269,10 @@ def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) 
     )
 
 
-def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
+def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
     """Simulate a model of these depths, one for each stack of blocks, inside `fake_world`."""
-    layout, fsdp = derive(config, world_size), config.fsdp.model_copy(update={"cpu_offload": False})
+    layout, fsdp = derive(config, mesh.size()), config.fsdp.model_copy(update={"cpu_offload": False})
     timeline = Timeline()
-    mesh = build_mesh(config.fsdp, torch.device("cpu"))
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
         model = models.build(config.model.model_copy(update=keys), vocab_size)
@@ -287,6 +289,9 @@ def simulate_depths(config: Config, world_size: int, vocab_size: int, depths: li
         attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "dropout", None), float)]
         for attention in attentions:
             attention.dropout = 0.0
+        for module in model.modules():
+            if getattr(module, "window", 0):
+                module.attend = _windowed_on_gpu  # type: ignore[assignment]
     _mark_blocks(model, timeline)
     alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward
     with contextlib.ExitStack() as stack:
@@ -366,6 +371,17 @@ def _attention_on_gpu(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: 
     if attn_mask is None or not attn_mask.requires_grad:
         return _attention(*args, attn_mask=attn_mask, **kwargs)
     return _GradientOfBias.apply(_attention(*args, attn_mask=attn_mask.detach(), **kwargs), attn_mask)  # type: ignore[no-untyped-call]
+
+
+def _windowed_on_gpu(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, window: int = 0
+) -> Tensor:
+    """The work and the memory of attention within a window: as many scores as those of `window` keys, and no mask."""
+    if q.shape[1] <= window:
+        return attend(q, k, v)
+    groups = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(groups, dim=2) if groups > 1 else t for t in (k[:, :window], v[:, :window]))
+    return _attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
 
 
 class _GradientOfBias(torch.autograd.Function):

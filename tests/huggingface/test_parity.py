@@ -1,0 +1,119 @@
+"""Decoders of every family against transformers: logits, steps of AdamW, greedy text, names and configs.
+
+`python -m tests.huggingface.test_parity` prints the figures.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.huggingface.test_hf import TOKENS, config_of, ours
+from torchtitan_lite.huggingface import names
+from torchtitan_lite.huggingface import weights as hf
+from torchtitan_lite.models.generation import Sampler, new_tokens
+
+transformers = pytest.importorskip("transformers")
+
+# head_dim is not dim / n_heads, where the family allows it; windows are shorter than the text of 50 tokens, or longer
+SHAPE = {"vocab_size": 97, "hidden_size": 42, "num_hidden_layers": 5, "num_attention_heads": 6, "pad_token_id": None}
+SHAPE |= {"num_key_value_heads": 2, "intermediate_size": 75, "max_position_embeddings": 64, "head_dim": 10}
+TIED = {"tie_word_embeddings": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", SHAPE | {"sliding_window": 7}),
+    "mistral, window beyond the text, tied": ("Mistral", SHAPE | TIED | {"sliding_window": 60}),
+    "mistral, no window": ("Mistral", SHAPE | {"sliding_window": None}),
+    "llama": ("Llama", SHAPE),
+    "qwen2": ("Qwen2", {key: value for key, value in SHAPE.items() if key != "head_dim"} | {"hidden_size": 48}),
+    "qwen3": ("Qwen3", SHAPE),
+    "gpt2": ("GPT2", {"vocab_size": 97, "n_embd": 42, "n_layer": 3, "n_head": 6, "n_positions": 64}),
+    "qwen3, windows": ("Qwen3", SHAPE | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "smollm3": ("SmolLM3", SHAPE | {"tie_word_embeddings": False}),
+    "olmo2": ("Olmo2", SHAPE),
+    "olmo3": ("Olmo3", SHAPE | {"sliding_window": 7}),
+    "olmo3, window beyond the text, tied": ("Olmo3", SHAPE | TIED | {"sliding_window": 60}),
+    "gemma3": ("Gemma3Text", SHAPE | {"sliding_window": 7, "query_pre_attn_scalar": 10, "num_hidden_layers": 7}),
+    "gemma3, window beyond the text, not tied": (
+        "Gemma3Text",
+        SHAPE | {"sliding_window": 60, "query_pre_attn_scalar": 10, "tie_word_embeddings": False},
+    ),
+    "smollm3, tied": ("SmolLM3", SHAPE | {"no_rope_layers": [0, 1, 1, 0, 1]}),
+}
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of the difference, relative to the norm."""
+    return float((one - other).detach().norm() / other.detach().norm())
+
+
+def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float]:
+    """The largest differences between a random model of theirs and ours, after asserting what has to be equal."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**values)
+    config._attn_implementation = "eager"
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(folder)
+    found = config_of(folder)
+    weights = hf.open_weights(folder, found)
+    mine = ours(found, weights)
+
+    logits = theirs(TOKENS).logits
+    figures = {"logits": difference(mine(TOKENS), logits)}
+    prompt = TOKENS[0, :9].tolist()
+    text = theirs.generate(TOKENS[:1, :9], max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    assert prompt + list(new_tokens(mine, prompt, 40, Sampler(temperature=0))) == text[0].tolist()
+
+    exported = names.to_hf_config(found, 97)
+    assert names.from_hf_config(exported) == names.from_hf_config(json.loads((folder / "config.json").read_text()))
+    (folder / "config.json").write_text(json.dumps(exported))
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert type(again) is type(theirs)
+    assert again(TOKENS).logits.equal(logits)
+    parts = names.hf_names(weights, found.family)
+    out = {name: names.to_hf(part, weights.__getitem__, found.family) for name, part in parts.items()}
+    assert out.keys() == dict(theirs.named_parameters()).keys()
+    assert all(out[name].equal(parameter) for name, parameter in theirs.named_parameters())
+
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6) for model in (mine, theirs)]
+    targets = TOKENS.roll(-1, 1)
+    losses = []
+    for _ in range(3):
+        mean = torch.nn.functional.cross_entropy(theirs(TOKENS).logits.flatten(0, 1), targets.flatten())
+        both = mine(TOKENS, targets) / targets.numel(), mean
+        for loss, optimizer in zip(both, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append([loss.item() for loss in both])
+    figures["losses"] = max(abs(one - other) / other for one, other in losses)
+    expected = names.drop_tied(names.from_hf(dict(theirs.named_parameters()), found.family), found)
+    trained = dict(mine.named_parameters())
+    assert trained.keys() == expected.keys()
+    figures["weights"] = max(difference(trained[name], parameter) for name, parameter in expected.items())
+    return figures
+
+
+# what test_hf.py compares as well, and combinations
+EXTENDED = {"llama", "qwen2", "qwen3", "gpt2", "mistral, no window", "olmo3, window beyond the text, tied"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.extended] * (c in EXTENDED)) for c in CASES])
+def test_a_family_computes_what_transformers_computes(case: str, tmp_path: Path) -> None:
+    found = compared(*CASES[case], tmp_path)
+    assert max(found["logits"], found["losses"]) < 1e-6, found
+    assert found["weights"] < 5e-5, found  # Adam enlarges differences of gradients around 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for name, values in CASES.items():
+        with tempfile.TemporaryDirectory() as made:
+            print(f"{name:40}", *(f"{key} {value:.1e} " for key, value in compared(*values, Path(made)).items()))

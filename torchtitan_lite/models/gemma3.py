@@ -1,0 +1,92 @@
+"""Gemma 3, its text model: norms before and after each sublayer, two rotary bases, scaled embeddings, a gated GELU.
+
+Shapes as in llama.py. The weights of norms are stored minus 1, as Gemma publishes them: they start at 0.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.models import llama
+from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.transformer import Fill
+
+
+class RMSNorm(nn.RMSNorm):
+    """Multiplies by 1 + weight, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)"""
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
+class Attention(llama.Attention):
+    """Each head of the queries and of the keys is normalised."""
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__(config, layer)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
+
+
+class FeedForward(llama.FeedForward):
+    """Gated by a GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)"""
+        return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward on a normalised copy of the residual stream; what they add to it is normalised too."""
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.table = int(config.layer_kinds[layer] == "window")  # of the rotary tables
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.post_attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.post_ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); cos and sin are (2, T, E) or (2, B, T, E), float32"""
+        attention = self.attention(self.attention_norm(x), cos[self.table], sin[self.table], cache, mask)
+        x = x + self.post_attention_norm(attention)
+        return x + self.post_ffn_norm(self.feed_forward(self.ffn_norm(x)))
+
+
+class Gemma3(llama.Llama):
+    """Scaled embeddings, and rotary tables for layers of both kinds: full, then windowed."""
+
+    block = TransformerBlock
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__(config, vocab_size)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        for name in ("rope_cos", "rope_sin"):
+            self.register_buffer(name, getattr(self, name).new_empty(2, *self.rope_cos.shape[-2:]), persistent=False)
+
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Embedded tokens (B, T, D), and cos and sin of their positions, (2, T, E) or (2, B, T, E)."""
+        x = self.tok_embeddings(tokens)
+        return x * self.config.dim**0.5, self.rope_cos[:, positions], self.rope_sin[:, positions]
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        for table, theta in enumerate((self.config.rope_theta, self.config.window_rope_theta)):
+            cos, sin = llama.rotary_tables(self.config.model_copy(update={"rope_theta": theta}))
+            self.rope_cos[table].copy_(cos)
+            self.rope_sin[table].copy_(sin)
+
+    @torch.no_grad()
+    def reset_parameters(self, normal_: Fill) -> None:
+        """As in every family, but the weights of norms are 0."""
+        super().reset_parameters(normal_)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.zero_()
