@@ -199,6 +199,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
 
         float8.convert(model, mesh)
     model.output.z_loss = config.train.z_loss
+    model.router_aux_loss, model.router_z_loss = config.train.router_aux_loss, config.train.router_z_loss
     model.output.chunked = config.speed.chunked_loss
     if mesh.device_type == "cpu":
         cpu.apply(model, config.speed, widen=widen)
@@ -282,6 +283,8 @@ def train_step(s: Session, step: int) -> StepResult:
     with s.meter.timing("optimizer_s"):
         suspect = None if s.spikes is None else s.spikes.suspect(s, step, loss, grad_norm)
         s.guard.update(step, sums.rank_losses, grad_norm, suspect)
+        s.model.balance(sums.loads, config.train.router_bias_rate, s.optimizer.found_inf)
+    s.loads = sums.loads
     s.preemption.share(sums.stop_requests)
 
     s.state = s.state.after_step(first, size, batch.global_tokens)
@@ -292,6 +295,7 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Sums:
     """Accumulate the gradients of a batch. Returns the sums over all ranks."""
     device, world = s.world.device, s.world
     loss_sum = torch.zeros((), device=device)
+    s.model.loads = None
     for i, micro in enumerate(batch.micro_batches):
         # Seeds dropout from the step, so no random state has to be saved. (torch.manual_seed is slower.)
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
@@ -306,7 +310,7 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Sums:
         loss_sum += loss.detach()
     # A rank holds the gradients of its own shards, so their norm is a sum over ranks. With HSDP, each shard has copies.
     squared_norm = optim.squared_norm(s.model, s.dp_replicate)
-    return Sums.over_ranks(loss_sum, squared_norm, stop=s.preemption.requested(), world=world)
+    return Sums.over_ranks(loss_sum, squared_norm, s.model.loads, stop=s.preemption.requested(), world=world)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         ),
         (
             ["--model.family=mamba"],
-            "should be 'gpt', 'llama', 'mistral', 'smollm3', 'olmo2', 'olmo3', 'gemma3' or 't5'; docs/own_model",
+            "should be 'gpt', 'llama', 'mistral', 'smollm3', 'olmo2', 'olmo3', 'gemma3', 'qwen3_moe', 'olmoe' or 't5'; "
+            "docs/own_model",
         ),
         (["--optim.name=3"], "should be 'adamw', 'sgd' or 'muon'; docs/extending.md"),
         (["--optim.groups=[{lr_factor = 2.0}]"], "optim.groups[0].match is missing; e.g. "),

@@ -74,6 +74,11 @@ SPLIT = {"fsdp.shard_columns": ["tok_embeddings.*", "*.w[kq].weight"]}
 WINDOWS = {"model.window": 5, "model.layer_pattern": "window,nope,full"}  # in rows of each kind of attention
 GEMMA3 = {"model.family": "gemma3", "model.window": 5, "model.layer_pattern": "window,window,full"}
 OLMO3 = GEMMA3 | {"model.family": "olmo3"}
+EXPERTS = {
+    **{"model.family": "qwen3_moe", "model.n_experts": 5, "model.experts_per_token": 2},
+    **{"train.router_aux_loss": 0.1, "train.router_z_loss": 0.01},
+}
+FEW_EXPERTS = EXPERTS | {"model.n_experts": 3, "model.hidden_dim": 48}  # split within each expert, on 4 ranks
 REDUCES = {"fsdp.separate_reduce_scatter_group": True, "fsdp.reduce_scatter_buffers": 2, "speed.shared_memory": False}
 MUON = {"optim.name": "muon", "optim.muon_embedding_lr_factor": 1.0}
 
@@ -127,9 +132,9 @@ CASES = {
     ),
     "compile": Case(2, {"compile.enabled": True} | WINDOWS),
     "compile, checkpointing full": Case(
-        2, {"compile.enabled": True, "compile.backend": "aot_eager", "activation_checkpointing.mode": "full"}
+        2, {"compile.enabled": True, "compile.backend": "aot_eager", "activation_checkpointing.mode": "full"} | EXPERTS
     ),
-    "tied": Case(2, {"model.tie_embeddings": True}),
+    "tied": Case(2, {"model.tie_embeddings": True} | EXPERTS),
     # fast paths
     "plain": Case(2, PLAIN | WINDOWS),
     "plain, bf16": Case(2, BF16 | PLAIN, dtype="bfloat16"),
@@ -169,9 +174,9 @@ CASES = {
     "muon, reshard true, 2 blocks in a group": Case(
         2, MUON | {"fsdp.reshard_after_forward": True, "fsdp.blocks_per_group": 2}, same_as="muon"
     ),
-    "muon, columns": Case(4, MUON | WINDOWS | {"fsdp.shard_columns": ["*.attention.*"]}),
+    "muon, columns": Case(4, MUON | FEW_EXPERTS | {"fsdp.shard_columns": ["*.attention.*"]}),
     "muon, bf16": Case(2, MUON | BF16 | {"optim.muon_dtype": "bfloat16"}, dtype="bfloat16"),
-    "muon, HSDP, all-reduce last": Case(4, MUON | HSDP | {"fsdp.grad_sync": "all_reduce_last"}),
+    "muon, HSDP, all-reduce last": Case(4, MUON | HSDP | EXPERTS | {"fsdp.grad_sync": "all_reduce_last"}),
     "muon, sync last, tied, frozen": Case(
         4,
         MUON | {"fsdp.grad_sync": "last", "model.tie_embeddings": True}

@@ -50,7 +50,7 @@ if lacking := fsdp.lacking():
 
 @functools.cache
 def _reference(
-    base: str, shape: tuple[tuple[str, bool], ...], patterns: tuple[str, ...], optimizer_name: str
+    base: str, shape: tuple[tuple[str, Any], ...], patterns: tuple[str, ...], optimizer_name: str
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step of one whole model in float32, on the whole batch at once."""
     config = Case(2, dict(shape) | {"optim.name": optimizer_name}, base=base).config()
@@ -61,6 +61,7 @@ def _reference(
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     by_muon = {n: p for n, p in trained.items() if optimizer_name == "muon" and p.ndim > 1 and n.startswith("layers.")}
+    model.router_aux_loss, model.router_z_loss = config.train.router_aux_loss, config.train.router_z_loss
     momenta = {name: torch.zeros_like(p).double() for name, p in by_muon.items()}
     decayed = [p for name, p in trained.items() if p.ndim > 1 and name not in by_muon]
     others = [p for p in trained.values() if p.ndim == 1]
@@ -70,7 +71,9 @@ def _reference(
     curve = []
     for step in range(1, STEPS + 1):
         rows = torch.stack([samples[i] for i in range((step - 1) * 6, step * 6)])
-        loss = model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
+        # with experts one by one, as they balance the loads of a micro-batch, which is one sequence
+        parts = rows.split(1 if config.model.has_experts else len(rows))
+        loss = sum(model(part[:, :-1], part[:, 1:]) for part in parts) / rows[:, 1:].numel()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         rate = optim.learning_rate(config.optim, step, config.train.steps)
@@ -81,7 +84,7 @@ def _reference(
             for name, p in by_muon.items():
                 assert p.grad is not None
                 update = muon_update(momenta[name], p.grad.double(), config.optim.muon_momentum)
-                size = 0.2 * max(p.shape) ** 0.5  # that of AdamW's updates
+                size = 0.2 * max(p.shape[-2:]) ** 0.5  # that of AdamW's updates
                 p.sub_((rate * (size * update + config.optim.weight_decay * p)).float())
         model.zero_grad()
         curve.append((loss.item(), norm.item()))
@@ -90,7 +93,7 @@ def _reference(
 
 def reference(case: Case) -> list[tuple[float, float]]:
     """Of the row's model and frozen parameters."""
-    shape = tuple((key, value) for key, value in case.set.items() if key.startswith("model."))
+    shape = tuple((key, value) for key, value in case.set.items() if key.startswith(("model.", "train.router")))
     return _reference(case.base, shape, tuple(case.set.get("optim.freeze", ())), case.set.get("optim.name", "adamw"))
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.huggingface.test_hf import TOKENS, config_of, ours
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.huggingface import names
+from torchtitan_lite.huggingface import names, stacks
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import Sampler, new_tokens
 
@@ -23,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 SHAPE = {"vocab_size": 97, "hidden_size": 42, "num_hidden_layers": 5, "num_attention_heads": 6, "pad_token_id": None}
 SHAPE |= {"num_key_value_heads": 2, "intermediate_size": 75, "max_position_embeddings": 64, "head_dim": 10}
 TIED = {"tie_word_embeddings": True}
+MOE = SHAPE | {"num_experts": 9, "num_experts_per_tok": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", SHAPE | {"sliding_window": 7}),
     "mistral, window beyond the text, tied": ("Mistral", SHAPE | TIED | {"sliding_window": 60}),
@@ -36,6 +38,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", SHAPE),
     "olmo3": ("Olmo3", SHAPE | {"sliding_window": 7}),
     "olmo3, window beyond the text, tied": ("Olmo3", SHAPE | TIED | {"sliding_window": 60}),
+    "qwen3_moe": ("Qwen3Moe", MOE | {"moe_intermediate_size": 27}),
+    "qwen3_moe, normalized": ("Qwen3Moe", MOE | TIED | {"moe_intermediate_size": 27, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {key: value for key, value in MOE.items() if key != "head_dim"} | {"hidden_size": 48}),
+    "olmoe, normalized": (
+        "Olmoe",
+        {key: value for key, value in MOE.items() if key != "head_dim"}
+        | {"hidden_size": 48, "norm_topk_prob": True, "num_experts": 3, "num_experts_per_tok": 3},
+    ),
     "gemma3": ("Gemma3Text", SHAPE | {"sliding_window": 7, "query_pre_attn_scalar": 10, "num_hidden_layers": 7}),
     "gemma3, window beyond the text, not tied": (
         "Gemma3Text",
@@ -54,7 +64,7 @@ def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float
     """The largest differences between a random model of theirs and ours, after asserting what has to be equal."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**values)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -73,13 +83,17 @@ def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float
     exported = names.to_hf_config(found, 97)
     assert names.from_hf_config(exported) == names.from_hf_config(json.loads((folder / "config.json").read_text()))
     (folder / "config.json").write_text(json.dumps(exported))
-    again = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager"
+    )
     assert type(again) is type(theirs)
     assert again(TOKENS).logits.equal(logits)
-    parts = names.hf_names(weights, found.family)
-    out = {name: names.to_hf(part, weights.__getitem__, found.family) for name, part in parts.items()}
-    assert out.keys() == dict(theirs.named_parameters()).keys()
-    assert all(out[name].equal(parameter) for name, parameter in theirs.named_parameters())
+    each = stacks.unstacked(weights)  # experts are one tensor in memory, and a file has one for each of them
+    parts = names.hf_names(each, found.family)
+    out = {name: names.to_hf(part, each.__getitem__, found.family) for name, part in parts.items()}
+    saved = load_file(folder / "model.safetensors")
+    assert out.keys() == saved.keys()
+    assert all(out[name].equal(tensor) for name, tensor in saved.items())
 
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6) for model in (mine, theirs)]
     targets = TOKENS.roll(-1, 1)
@@ -93,7 +107,8 @@ def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float
             optimizer.zero_grad()
         losses.append([loss.item() for loss in both])
     figures["losses"] = max(abs(one - other) / other for one, other in losses)
-    expected = names.drop_tied(names.from_hf(dict(theirs.named_parameters()), found.family), found)
+    theirs.save_pretrained(folder)
+    expected = hf.open_weights(folder, found)
     trained = dict(mine.named_parameters())
     assert trained.keys() == expected.keys()
     figures["weights"] = max(difference(trained[name], parameter) for name, parameter in expected.items())

@@ -13,11 +13,13 @@ from torchtitan_lite.distributed import initialize, normal_values
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.llama import rotary_tables, rotate
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
+from torchtitan_lite.monitoring.mfu import active_parameters
 
 SMALL = ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=2, max_seq_len=16)
 LLAMA = ModelConfig(family="llama", dim=32, n_heads=4, n_kv_heads=2, hidden_dim=48, n_layers=2, max_seq_len=16)
 GEMMA3 = LLAMA.model_copy(update={"family": "gemma3", "window": 3, "layer_pattern": ["window", "full"]})
-EACH = pytest.mark.parametrize("config", [SMALL, LLAMA, GEMMA3], ids=["gpt", "llama", "gemma3"])
+EXPERTS = LLAMA.model_copy(update={"family": "qwen3_moe", "n_experts": 5})
+EACH = pytest.mark.parametrize("config", [SMALL, LLAMA, GEMMA3, EXPERTS], ids=["gpt", "llama", "gemma3", "experts"])
 
 
 def make(config: ModelConfig = SMALL, seed: int = 0) -> Transformer:
@@ -110,8 +112,16 @@ def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None
         if "-" not in name:  # the publisher's own names of T5 are rough
             assert count / scale == pytest.approx(float(name[:-1]), rel=0.5 if name == "1B" else 0.08)
     else:  # named after the matrices of the layers
-        matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
+        idle = sum(p.numel() for p in model.parameters()) - active_parameters(model)
+        matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim > 1) - idle
         assert matrices / scale == pytest.approx(float(name[:-1]), rel=0.25)
+
+
+def test_published_experts_have_their_number_of_active_parameters() -> None:
+    for family, size, expected in (("qwen3_moe", "30B-A3B", 3_353_032_704), ("olmoe", "1B-7B", 1_282_017_280)):
+        with torch.device("meta"):
+            model = build(ModelConfig(family=family, size=size), PARAMETERS[family, size][0])
+        assert active_parameters(model) == expected
 
 
 def test_rotary_positions_are_relative() -> None:

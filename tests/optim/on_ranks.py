@@ -101,14 +101,14 @@ def counted(collective: str) -> list[int]:
 
 
 def muon_update(momentum: Tensor, gradient: Tensor, share: float) -> Tensor:
-    """Jordan's algorithm by singular values, in float64. Changes the momentum."""
+    """Jordan's algorithm by singular values, in float64, of a matrix or of each in a stack. Changes the momentum."""
     momentum.mul_(share).add_((1 - share) * gradient)
     nesterov = share * momentum + (1 - share) * gradient
     u, s, v = torch.linalg.svd(nesterov, full_matrices=False)
-    s = s / nesterov.norm()
+    s = s / nesterov.norm(dim=(-2, -1))[..., None]
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return (u * s) @ v
+    return (u * s[..., None, :]) @ v
 
 
 def muon(world: World, mesh: str, withheld: int) -> dict[str, Tensor]:

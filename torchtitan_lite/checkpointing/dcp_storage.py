@@ -7,6 +7,7 @@ code from a checkpoint. Here it is JSON:
     index.json                           name -> dtype, shape, and for each part: offsets, shape, file, key
 """
 
+import abc
 import copy
 import json
 import math
@@ -257,7 +258,15 @@ def read_checked_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-class WholeTensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that are made on access, of known dtypes and shapes."""
+
+    @abc.abstractmethod
+    def specs(self) -> TensorSpecs:
+        """Dtypes and shapes."""
+
+
+class WholeTensors(LazyTensors):
     """The tensors of a sharded checkpoint whose names start with a prefix, read lazily and whole."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
@@ -294,4 +303,4 @@ class WholeTensors(Mapping[str, Tensor]):
 
 def specs(tensors: Mapping[str, Tensor]) -> TensorSpecs:
     """Dtypes and shapes, without reading lazy tensors."""
-    return tensors.specs() if isinstance(tensors, WholeTensors) else specs_of(tensors)
+    return tensors.specs() if isinstance(tensors, LazyTensors) else specs_of(tensors)

@@ -101,6 +101,22 @@ GEMMA3: dict[str, dict[str, Any]] = {
 }
 
 
+def _experts(n: int, per_token: int, *, normalized: bool = False) -> dict[str, Any]:
+    return {"n_experts": n, "experts_per_token": per_token, "norm_topk_prob": normalized}
+
+
+_QWEN3_MOE = _experts(128, 8, normalized=True) | {"head_dim": 128, "norm_eps": 1e-6}
+QWEN3_MOE: dict[str, dict[str, Any]] = {
+    "1M": _llama(128, 4, 4, 2, 192) | _experts(8, 2, normalized=True),  # active; 3M in all
+    "30B-A3B": _llama(2048, 48, 32, 4, 768, theta=1e6) | _QWEN3_MOE,
+    "235B-A22B": _llama(4096, 94, 64, 4, 1536, theta=1e6) | _QWEN3_MOE,
+}
+OLMOE: dict[str, dict[str, Any]] = {
+    "1M": _llama(128, 4, 4, 4, 192) | _experts(8, 2),
+    "1B-7B": _llama(2048, 16, 16, 16, 1024) | _experts(64, 8),  # OLMoE-1B-7B-0924
+}
+
+
 def _t5(dim: int, n_layers: int, n_heads: int, hidden_dim: int, head_dim: int = 64) -> dict[str, Any]:
     names = "dim", "n_layers", "n_heads", "hidden_dim", "head_dim"
     return dict(zip(names, (dim, n_layers, n_heads, hidden_dim, head_dim), strict=True)) | {"norm_eps": 1e-6}
@@ -125,6 +141,7 @@ T5: dict[str, dict[str, Any]] = {
 }
 
 _ROTARY = ("n_kv_heads", "head_dim", "hidden_dim", "rope_theta")
+_EXPERTS = ("n_experts", "experts_per_token", "norm_topk_prob", "router_bias")
 FAMILIES: dict[str, Family] = {
     "gpt": Family("torchtitan_lite.models.gpt:GPT", GPT, keys=("dropout", "mup_base_dim")),
     "llama": Family(
@@ -167,6 +184,20 @@ FAMILIES: dict[str, Family] = {
         keys=(*_ROTARY, "window", "layer_pattern", "window_rope_theta"),
         fused_functions=True,
     ),
+    "qwen3_moe": Family(
+        "torchtitan_lite.models.experts:Qwen3Moe",
+        QWEN3_MOE,
+        keys=(*_ROTARY, *_EXPERTS),
+        hidden_dim=(8, 3, 64),
+        fused_functions=True,
+    ),
+    "olmoe": Family(
+        "torchtitan_lite.models.experts:Olmoe",
+        OLMOE,
+        keys=("n_kv_heads", "hidden_dim", "rope_theta", *_EXPERTS),
+        hidden_dim=(8, 3, 64),
+        fused_functions=True,
+    ),
     "t5": Family(
         "torchtitan_lite.models.t5:T5",
         T5,
@@ -184,6 +215,8 @@ BLOCKS = {
     "Olmo2DecoderLayer": "olmo2",
     "Olmo3DecoderLayer": "olmo3",
     "Gemma3DecoderLayer": "gemma3",
+    "Qwen3MoeDecoderLayer": "qwen3_moe",
+    "OlmoeDecoderLayer": "olmoe",
     "GPT2Block": "gpt",
     "T5Block": "t5",
 }

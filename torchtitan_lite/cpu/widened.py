@@ -62,7 +62,7 @@ def widens(config: Config, world: World) -> bool:
 
 
 def widen(model: Transformer) -> None:
-    """Compute the products of nn.Linear, of attention and of the output matrix in float32.
+    """Compute the products of nn.Linear, of experts, of attention and of the output matrix in float32.
 
     Whatever computes attention by then goes on doing so, on float32 copies.
     """
@@ -72,6 +72,9 @@ def widen(model: Transformer) -> None:
         elif hasattr(module, "attend"):
             attention: Any = module
             attention.attend = functools.partial(in_float32, attention.attend)
+        elif hasattr(module, "multiply"):
+            experts: Any = module
+            experts.multiply = functools.partial(multiplied_in_float32, experts.multiply)
     model.output.linear = linear  # type: ignore[assignment]  # its first argument has another name
     model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, product_dtype=torch.float32)
 
@@ -79,6 +82,11 @@ def widen(model: Transformer) -> None:
 def in_float32(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     """Attention on float32 copies, rounded to the dtype of the queries."""
     return attend(q.float(), k.float(), v.float(), *options).to(q.dtype)
+
+
+def multiplied_in_float32(multiply: Attend, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The products of experts on float32 copies, rounded to the dtype of the inputs."""
+    return multiply(x.float(), weight.float(), ends).to(x.dtype)
 
 
 class Linear(nn.Linear):

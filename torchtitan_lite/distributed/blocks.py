@@ -26,6 +26,7 @@ ATTENTION = {
     if hasattr(_aten, f"_scaled_dot_product_{name}")  # private: may go away
 }
 FLEX_ATTENTION = ("flex_attention", "inductor_compiled_code")  # within a compiled block, and compiled by itself
+EXPERTS = "grouped_product.default"
 
 
 def apply_activation_checkpointing(model: Transformer, config: ActivationCheckpointingConfig) -> None:
@@ -50,7 +51,7 @@ def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Ca
 
 
 def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    keep = operator in kept or operator.__name__ in FLEX_ATTENTION
+    keep = operator in kept or operator.__name__ in (*FLEX_ATTENTION, EXPERTS)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -34,7 +34,10 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
 def column_placement(
     model: nn.Module, patterns: Sequence[str], ranks: int
 ) -> Callable[[nn.Parameter], Shard | None] | None:
-    """For `fully_shard`: split the matrices that match a pattern at dim 1. None without patterns: all at dim 0.
+    """For `fully_shard`: split the matrices that match a pattern at dim 1. None: all at dim 0.
+
+    A stack of experts (E, M, N) with fewer experts than ranks is split at dim 1 too, if that divides: otherwise some
+    ranks would hold nothing of it.
 
     Raises:
         ConfigError: a pattern matches no matrix, or one whose dim 1 `ranks` does not divide.
@@ -50,5 +53,6 @@ def column_placement(
             )
     if wrong:
         raise ConfigError("\n  ".join(wrong))
-    by_columns = {id(parameter) for parameter in chosen.values()}
-    return (lambda parameter: Shard(1) if id(parameter) in by_columns else None) if patterns else None
+    few = [p for p in matrices.values() if p.ndim == 3 and len(p) < ranks and p.shape[1] % ranks == 0]
+    by_columns = {id(parameter) for parameter in (*chosen.values(), *few)}
+    return (lambda parameter: Shard(1) if id(parameter) in by_columns else None) if by_columns else None

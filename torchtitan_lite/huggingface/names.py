@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError, shortened
 
-# ours -> theirs; {} is the layer
+# ours -> theirs; {} is a number: the layer
 _LLAMA = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
@@ -41,8 +41,16 @@ _GEMMA3 = _LLAMA | {
     "layers.{}.ffn_norm.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
     "layers.{}.post_ffn_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
 }
+# the matrices of experts have two numbers, layer and expert: see stacks.py
+_MOE = {name: theirs for name, theirs in _LLAMA.items() if "feed_forward" not in name} | {
+    "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate",
+    "layers.{}.feed_forward.w1.{}": "model.layers.{}.mlp.experts.{}.gate_proj",
+    "layers.{}.feed_forward.w2.{}": "model.layers.{}.mlp.experts.{}.down_proj",
+    "layers.{}.feed_forward.w3.{}": "model.layers.{}.mlp.experts.{}.up_proj",
+}
 # families that have one tensor for each of theirs
 _TABLES = {"llama": _LLAMA, "mistral": _LLAMA, "smollm3": _LLAMA, "olmo2": _OLMO, "olmo3": _OLMO, "gemma3": _GEMMA3}
+_TABLES |= {"qwen3_moe": _MOE, "olmoe": _MOE}
 _GPT2 = {
     "tok_embeddings.weight": "transformer.wte.weight",
     "pos_embeddings.weight": "transformer.wpe.weight",
@@ -93,12 +101,11 @@ def _number(names: Iterable[str], pattern: str) -> int:
 
 def rename(name: str, table: Mapping[str, str]) -> str:
     """Translate a tensor's name by a table, whose entries may omit the last part (weight or bias)."""
-    parts = name.split(".")
-    layer = next((part for part in parts if part.isdigit()), "")
-    general = ".".join("{}" if part == layer else part for part in parts) if layer else name
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    general = ".".join("{}" if part.isdigit() else part for part in name.split("."))
     for known in (general, general.rpartition(".")[0]):
         if known in table:
-            return (table[known] + general[len(known) :]).replace("{}", layer)
+            return table[known].format(*numbers) + general[len(known) :]
     raise CheckpointError(f"the model has no tensor that corresponds to {shortened(name)}")
 
 
@@ -182,6 +189,7 @@ _LLAMA_KEYS = {
     "max_seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
 }
+_MOE_KEYS = {"n_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 _GPT2_KEYS = {
     "dim": "n_embd",
     "n_layers": "n_layer",
@@ -215,6 +223,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "qwen3_moe": {
+        **{"num_key_value_heads": 4, "max_position_embeddings": 2**15, "moe_intermediate_size": 768},
+        **{"num_experts": 128, "num_experts_per_tok": 8},
+    },
+    "olmoe": {
+        **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "intermediate_size": 2048},
+        **{"num_experts": 64, "num_experts_per_tok": 8},
+    },
     "gemma3_text": {
         **{"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 2**17, "tie_word_embeddings": True},
         **{"rope_theta": 1e6, "sliding_window": 4096, "sliding_window_pattern": 6},
@@ -224,6 +240,7 @@ _WINDOWED = "sliding_attention"
 _FULL = "full_attention"
 _LAYER_TYPES = {_WINDOWED: "window", _FULL: "full"}
 _TWO_ROPES = ("olmo3", "gemma3_text")  # whose rope_parameters have a table for each kind of layer
+_WITH_EXPERTS = ("qwen3_moe", "olmoe")
 _GELU = "gelu_pytorch_tanh"
 # model_type: architecture, the names of its keys, and the values that it implies for ours
 _KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
@@ -235,6 +252,16 @@ _KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", _LLAMA_KEYS, {"family": "olmo2"}),
     "olmo3": ("Olmo3ForCausalLM", _LLAMA_KEYS, {"family": "olmo3"}),
     "gemma3_text": ("Gemma3ForCausalLM", _LLAMA_KEYS, {"family": "gemma3"}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        _LLAMA_KEYS | _MOE_KEYS | {"hidden_dim": "moe_intermediate_size"},
+        {"family": "qwen3_moe"},
+    ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "head_dim"} | _MOE_KEYS,
+        {"family": "olmoe"},
+    ),
     "gpt2": ("GPT2LMHeadModel", _GPT2_KEYS, {"family": "gpt"}),
     "t5": ("T5ForConditionalGeneration", _T5_KEYS, {"family": "t5"}),
 }
@@ -283,6 +310,8 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in _KINDS:
         raise CheckpointError(f'model_type "{shortened(model_type)}" is not among {", ".join(_KINDS)}')
     _, names, fixed = _KINDS[model_type]
+    if content.get("num_local_experts") is not None:  # as transformers 5 writes it
+        content = dict(content) | {"num_experts": content["num_local_experts"]}
     content = _DEFAULTS.get(model_type, {}) | dict(content)
 
     def named(**defaults: Any) -> dict[str, Any]:
@@ -322,6 +351,9 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     if model_type == "gemma3_text":
         _require_known_gemma3(content, keys["head_dim"])
     keys |= {"tie_embeddings": _value(content, "tie_word_embeddings", bool, False)}
+    if model_type in _WITH_EXPERTS:
+        _require_known_experts(content, dim // heads)
+        keys |= {"norm_topk_prob": _value(content, "norm_topk_prob", bool, False)}
     return keys | _rope_keys(content, model_type) | _layer_keys(content, model_type, keys["n_layers"])
 
 
@@ -343,7 +375,7 @@ def _layer_keys(content: Mapping[str, Any], model_type: str, n_layers: int) -> d
         return {"layer_pattern": _pattern("no_rope_layers", rotates, {0: "nope", 1: "full"}, n_layers)}
     if model_type in ("llama", "olmo2") and content.get("use_sliding_window"):
         raise CheckpointError(f"config.json: use_sliding_window = true is not supported for {model_type}; mistral does")
-    if model_type == "olmo2":
+    if model_type in ("olmo2", *_WITH_EXPERTS):
         return {}
     if model_type in _TWO_ROPES:
         every = _count(content, "sliding_window_pattern")
@@ -365,6 +397,18 @@ def _require_known_gemma3(content: Mapping[str, Any], head_dim: int) -> None:
     if (scalar := _count(content, "query_pre_attn_scalar", 256)) != head_dim:
         raise CheckpointError(
             f"config.json: query_pre_attn_scalar = {scalar} is not supported; head_dim = {head_dim} is"
+        )
+
+
+def _require_known_experts(content: Mapping[str, Any], head_dim: int) -> None:
+    for key in ("mlp_only_layers", "use_sliding_window", "clip_qkv"):
+        if value := content.get(key):
+            raise CheckpointError(f"config.json: {key} = {shortened(value)} is not supported")
+    if (step := _count(content, "decoder_sparse_step", 1)) != 1:
+        raise CheckpointError(f"config.json: decoder_sparse_step = {step} is not supported; 1 is")
+    if content["model_type"] == "olmoe" and content.get("head_dim") not in (None, head_dim):
+        raise CheckpointError(
+            f"config.json: head_dim = {shortened(content['head_dim'])} is not {head_dim}, as for olmoe"
         )
 
 
@@ -439,6 +483,8 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     if config.qk_norm and config.qkv_bias:
         raise CheckpointError("no architecture of Hugging Face has both model.qk_norm and model.qkv_bias")
     model_type = {"gpt": "gpt2", "gemma3": "gemma3_text"}.get(config.family, config.family)
+    if config.router_bias:
+        raise CheckpointError(f"no {config.family} of Hugging Face has a bias of its routers (model.router_bias)")
     if "nope" in config.layer_pattern and model_type != "smollm3":
         raise CheckpointError('model.layer_pattern has "nope", which only model.family = "smollm3" can export')
     if model_type == "llama":
@@ -476,6 +522,8 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         }
     more = {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_parameters": rope}
     more |= _layers_of(config, model_type)
+    if model_type in _WITH_EXPERTS:
+        more |= {"norm_topk_prob": config.norm_topk_prob}
     if model_type not in ("llama", "qwen2", "qwen3"):  # their default may not be in the vocabulary
         more |= {"pad_token_id": None}
     return common | named | more | ({"rope_scaling": rope} if config.rope_factor > 1 else {})
@@ -488,6 +536,8 @@ def _layers_of(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if model_type == "smollm3":
         rotates = [int(kind != "nope") for kind in config.layer_kinds]
         return {"no_rope_layers": rotates, "layer_types": [_FULL] * config.n_layers, "sliding_window": None}
+    if model_type in _WITH_EXPERTS:
+        return {}
     types = [_WINDOWED if kind == "window" else _FULL for kind in config.layer_kinds]
     layers: dict[str, Any] = {"sliding_window": config.window or None, "layer_types": types}
     if model_type in _TWO_ROPES:

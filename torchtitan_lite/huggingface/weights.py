@@ -27,6 +27,7 @@ from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
+from torchtitan_lite.huggingface.stacks import stacked, unstacked
 from torchtitan_lite.optim.average import KEY
 
 INDEX = "model.safetensors.index.json"
@@ -46,7 +47,7 @@ def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mappin
     """
     folder = find_weights(path, config)
     if (folder / "config.json").is_file():
-        return drop_tied(from_hf(_read_shards(folder), config.family), config)
+        return stacked(drop_tied(from_hf(_read_shards(folder), config.family), config))
     return whole_weights(folder) if verify else read_weights(folder)
 
 
@@ -266,6 +267,9 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, e
             content |= {"eos_token_id": end} | ({} if config.family == "t5" else {"bos_token_id": end})
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         weights, specs = with_head(weights, specs, config)
+        if config.has_experts:
+            weights = unstacked(weights)
+            specs = dcp_storage.specs(weights)
         _write_shards(temporary, weights, specs, config.family, max_shard_bytes)
         if out.is_dir():
             out.rmdir()

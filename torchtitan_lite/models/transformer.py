@@ -23,6 +23,9 @@ class Transformer(nn.Module):
     Shapes: B sequences, T tokens, D dim, V vocabulary.
     """
 
+    router_aux_loss = router_z_loss = 0.0  # of [train], for families with experts
+    loads: Tensor | None = None  # with experts: (L, E) tokens that chose each expert in the micro-batches so far
+
     def __init__(self, config: ModelConfig, vocab_size: int, blocks: list[nn.Module], norm: nn.Module) -> None:
         super().__init__()
         self.config = config
@@ -84,9 +87,25 @@ class Transformer(nn.Module):
                 mask = within_documents(positions.expand_as(tokens), dense=dense, window=window)
                 masks[window] = [None, mask]
         x, *unchanged = self.inputs(tokens, positions)
+        routed: list[Any] = []  # what blocks with experts return in training
         for i, layer in enumerate(self.layers):
             x = layer(x, *unchanged, *([cache[i]] if cache else masks.get(windows[i], [])))
-        return self.output.logits_or_loss(self.norm(x), targets, per_sequence=per_sequence)
+            if isinstance(x, tuple):
+                x, *more = x
+                routed.append(more)
+        loss = self.output.logits_or_loss(self.norm(x), targets, per_sequence=per_sequence)
+        return self.with_router_losses(loss, routed, targets) if routed and targets is not None else loss
+
+    def with_router_losses(self, loss: Tensor, routed: list[Any], targets: Tensor) -> Tensor:
+        """The summed loss, with the gradients of the losses of routers. For families with experts."""
+        raise NotImplementedError
+
+    def balance(self, loads: Tensor | None, rate: float, withheld: Tensor | None) -> None:
+        """Change the biases of routers by `rate`, from the loads (L, E) of a step. For families with experts.
+
+        Args:
+            withheld: () on the device, 1 if the step's update was withheld: then nothing changes.
+        """
 
     def reset_buffers(self) -> None:
         """Compute the buffers, which are neither learned nor saved. For families that have some."""

@@ -215,17 +215,18 @@ def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: flo
     loss = "not finite" if record["loss"] is None else f"{record['mean_loss']:.4f}"
     norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
     scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
+    loads = f"  loads {record['load_min']:.2f}-{record['load_max']:.2f}" if "load_max" in record else ""
     mfu = f"  mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
     return (
         f"step    {record['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
-        f"grad_norm {norm}{scale}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}{mfu}  "
+        f"grad_norm {norm}{scale}{loads}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}{mfu}  "
         f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
     )
 
 
 def fitted(line: str, columns: int) -> str:
     """A step line shortened to the terminal's width: the least important fields are dropped first."""
-    for name in ("mem", "lr", "data", "scale", "mfu", "grad_norm", "eta"):
+    for name in ("mem", "lr", "data", "scale", "loads", "mfu", "grad_norm", "eta"):
         if len(line) <= columns:
             break
         line = re.sub(rf"  {name} .*?(?=  |$)", "", line)

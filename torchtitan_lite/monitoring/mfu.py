@@ -17,9 +17,19 @@ from torchtitan_lite.models import Transformer
 
 
 def multiplied_parameters(model: Transformer) -> int:
-    """Parameters that each token is multiplied with: all but embedding tables that are not also the output."""
+    """Parameters that each token is multiplied with: all but embedding tables that are not also the output.
+
+    Of experts (E, M, N), only those that compute the token.
+    """
     looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - {model.output.weight}
-    return sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in looked_up)
+    return active_parameters(model) - sum(p.numel() for p in looked_up)
+
+
+def active_parameters(model: Transformer) -> int:
+    """Parameters without those of experts that do not compute a token."""
+    of_experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
+    idle = of_experts - of_experts * model.config.experts_per_token // model.config.n_experts
+    return sum(p.numel() for p in model.parameters()) - idle
 
 
 def flops_per_token(model: Transformer, seq_len: int, target_len: int = 0) -> int:
@@ -29,7 +39,8 @@ def flops_per_token(model: Transformer, seq_len: int, target_len: int = 0) -> in
 
     6 (N - N_embedding) + 12 L H Q T: 2 per matrix entry, and twice that in backward; then attention with L layers,
     H heads of width Q and T = seq_len, as if not causal. (PaLM, appendix B, arXiv 2204.02311; as in torchtitan. Tied
-    embeddings count, because they are multiplied with.) In a layer with a window, T is at most the window.
+    embeddings count, because they are multiplied with, and of experts those that compute the token.) In a layer with a
+    window, T is at most the window.
     """
     config = model.config
     if len(config.stacks) > 1:

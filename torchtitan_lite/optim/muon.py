@@ -6,6 +6,9 @@ many matrices to their owners, each owner orthogonalises its own, and a second a
 rank does 1 / world size of the products, if there are that many matrices, and sends about 2 N / R elements for N
 parameters on R ranks of a copy, and with copies about N / R more.
 
+Of a stack of matrices (E, M, N), such as a layer's experts, a rank holds whole ones, unless it is split at another dim:
+then it orthogonalises its own, without an exchange. (Each copy does so with all of them.)
+
 On a CPU an owner computes one matrix at a time, from contiguous copies of the same rows. So an update does not depend
 on the number of ranks, bit for bit. On a GPU it computes its matrices of one shape as a batch, which takes fewer
 kernels. Their products may then round otherwise with another number of ranks. All else is the same bits there, too.
@@ -65,11 +68,12 @@ class Muon(AdamW):
         """Update matrices of one shape; `first`: see `orthogonalised`."""
         withheld = None if self.found_inf is None else self.found_inf != 0
         directions = self._directions(matrices, withheld)
-        rows, columns = matrices[0].shape
+        rows, columns = matrices[0].shape[-2:]
         # an orthogonal update times 0.2 sqrt(max) has AdamW's size (Moonlight, 2025), or as in Jordan's own code
         scale = 0.2 * max(rows, columns) ** 0.5 if self.matches_adamw else max(1.0, rows / columns) ** 0.5
         weights = [local_rows(matrix)[0] for matrix in matrices]
-        updates = _cast(orthogonalised(matrices, directions, first), weights[0].dtype)
+        of = orthogonalised if matrices[0].ndim == 2 else orthogonalised_stacks
+        updates = _cast(of(matrices, directions, first), weights[0].dtype)
         torch._foreach_mul_(updates, scale)
         decays = torch._foreach_mul(weights, weight_decay)
         if self.cautious:  # only where the update also shrinks the weight (Chen et al., 2025)
@@ -156,6 +160,16 @@ def ranks_of(matrix: Tensor, *, copies: bool = False) -> tuple[Any, int, int]:
     return None, 1, 0
 
 
+def orthogonalised_stacks(stacks: list[nn.Parameter], parts: list[Tensor], first: int) -> list[Tensor]:
+    """`orthogonalised` of each matrix of stacks (E, M, N): this rank's part of each stack."""
+    each = [matrix for part in parts for matrix in part.unbind(0)]
+    if shard_dim(stacks[0]) > 0:  # of each matrix it holds some rows or columns
+        each = orthogonalised([stack for stack in stacks for _ in range(len(stack))], each, first)
+    elif each:
+        each = _each(torch.cat(parts)) if parts[0].is_cuda else _each(each)
+    return list(torch.stack(each).split([len(part) for part in parts])) if each else parts
+
+
 def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
     """This rank's rows of each orthogonalised matrix.
 
@@ -193,8 +207,8 @@ def _within_copy(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -
     group, n_ranks, rank = ranks_of(matrices[0])
     if group is None:
         return _each(torch.stack(rows)) if rows[0].is_cuda else _each(rows)
-    m, n = matrices[0].shape
-    if by_columns := shard_dim(matrices[0]) == 1:  # the rows of the transposed matrix
+    m, n = matrices[0].shape[-2:]
+    if by_columns := shard_dim(matrices[0]) == matrices[0].ndim - 1:  # the rows of the transposed matrix
         m, n, rows = n, m, [part.T for part in rows]
     per_rank = -(-m // n_ranks)  # as torch.chunk splits dim 0: the first ranks hold all rows
     counts = [min(per_rank, m - first_row) for first_row in range(0, m, per_rank)]

@@ -82,7 +82,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             group = config.groups[i]
             decay = decay if group.weight_decay is None else group.weight_decay
             factor *= group.lr_factor
-        by_muon = config.name == "muon" and parameter.ndim == 2 and name.startswith("layers.")
+        by_muon = config.name == "muon" and parameter.ndim > 1 and name.startswith("layers.")
         if parameter.ndim == 2 and name.startswith(("layers.", "output.")):
             scale = scale_of(getattr(model, "width", 1.0), by_muon, config)
             decay, factor = decay / scale, factor * scale  # rate times decay stays

@@ -118,6 +118,9 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
         record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
     if len(s.samples.sources) > 1:
         record["sources"] = seen_of_sources(s.samples, state.samples_consumed, state.jumps)
+    if s.loads is not None:  # of the step's experts: the fullest and the emptiest of a layer, as shares of its mean
+        shares = s.loads / s.loads.mean(1, keepdim=True)
+        record |= {"load_max": _finite(shares.max().item()), "load_min": _finite(shares.min().item())}
     if peak:
         record["mfu"] = record["tokens_per_second"] / peak
     s.log.record(record)

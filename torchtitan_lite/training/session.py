@@ -46,16 +46,26 @@ class Sums:
     squared_norm: Tensor  # (), of the gradients, which still have the loss scale
     stop_requests: Tensor  # (), the number of ranks that were asked to stop
     rank_losses: Tensor  # (world_size,), each rank's part of the loss
+    loads: Tensor | None  # (L, E), the tokens of each layer's experts, in a model that has some
 
     @classmethod
-    def over_ranks(cls, loss: Tensor, squared_norm: Tensor, stop: bool, world: World) -> "Sums":
+    def over_ranks(cls, loss: Tensor, squared_norm: Tensor, loads: Tensor | None, stop: bool, world: World) -> "Sums":
         """Sum the parts of all ranks, with one small all-reduce."""
-        parts = torch.zeros(3 + world.world_size, dtype=torch.float64, device=loss.device)
+        n, n_loads = 3 + world.world_size, 0 if loads is None else loads.numel()
+        parts = torch.zeros(n + n_loads, dtype=torch.float64, device=loss.device)
         parts[0], parts[1] = loss, squared_norm
         parts[2:3].fill_(float(stop))  # parts[2] = 1.0 would make the host wait for the device
         parts[3 + world.rank] = loss  # the other ranks add 0 here
+        if loads is not None:
+            parts[n:] = loads.flatten()
         sum_over_ranks(parts)
-        return cls(loss=parts[0], squared_norm=parts[1], stop_requests=parts[2], rank_losses=parts[3:])
+        return cls(
+            loss=parts[0],
+            squared_norm=parts[1],
+            stop_requests=parts[2],
+            rank_losses=parts[3:n],
+            loads=None if loads is None else parts[n:].view_as(loads),
+        )
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ class Session:
     resumed: TrainState | None = None  # the state as it was saved, if the run is resumed
     spikes: "Spikes | None" = None  # loaded only if [spike] asks for it
     callbacks: list[Callback] = field(default_factory=list)
+    loads: Tensor | None = None  # of the last step: see Sums
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class ModelConfig(Section):
     family: FamilyName = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
 mistral: llama with windows; smollm3: llama with layers that have no positions; olmo2, olmo3: norms after the \
-sublayers; gemma3: norms before and after them; t5: encoder and decoder"""
+sublayers; gemma3: norms before and after them; qwen3_moe, olmoe: experts; t5: encoder and decoder"""
     size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False, keeps=True)] = "1M"
     """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
@@ -71,7 +71,17 @@ sublayers; gemma3: norms before and after them; t5: encoder and decoder"""
     head_dim: WidthOrZero = 0
     """llama, t5: width of a head; 0: dim / n_heads"""
     hidden_dim: int = Field(default=0, ge=0, le=2**24)
-    """llama, t5: width of the feed-forward; 0: 8/3 dim, rounded up to a multiple of 64 (t5: 4 dim)"""
+    """llama, t5: width of the feed-forward, or of each expert's; 0: 8/3 dim, rounded up to a multiple of 64 (t5: \
+4 dim)"""
+    n_experts: Size = 8
+    """qwen3_moe, olmoe: experts of each layer"""
+    experts_per_token: Size = 2
+    """qwen3_moe, olmoe: experts that compute each token"""
+    norm_topk_prob: bool = False
+    """qwen3_moe, olmoe: divide the weights of a token's experts by their sum"""
+    router_bias: bool = False
+    """qwen3_moe, olmoe: balance the experts' loads by a bias that their choice adds to the scores (DeepSeek-V3); see \
+train.router_bias_rate"""
     gated: bool = True
     """t5: gated GELU in the feed-forward (v1.1); false: ReLU (v1.0)"""
     scale_output: bool = False
@@ -138,6 +148,11 @@ full: to all tokens; nope: to all tokens, without positions"""
         return [self.window if kind == "window" else 0 for kind in self.layer_kinds]
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the family's feed-forward is a mixture of experts."""
+        return "n_experts" in FAMILIES[self.family].keys
+
+    @property
     def kv_heads(self) -> int:
         """Key and value heads."""
         return self.n_kv_heads or self.n_heads
@@ -175,6 +190,12 @@ def shape_rules(model: ModelConfig) -> Rules:
             "model.head_dim model.dim",
             f"rotary positions need an even head_dim, not {model.dim_of_heads}; "
             f"head_dim = {model.dim_of_heads + 1} works",
+        )
+    if model.has_experts and model.experts_per_token > model.n_experts:
+        yield (
+            "model.experts_per_token model.n_experts",
+            f"model.experts_per_token = {model.experts_per_token} is more than model.n_experts = {model.n_experts}; "
+            f"experts_per_token = {model.n_experts} works",
         )
     if model.window and not any(model.windows):
         yield (

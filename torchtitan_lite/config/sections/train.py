@@ -55,6 +55,7 @@ _SAVING = UsedIf(  # a run that has resumed can go back to that checkpoint
 _RESTORED = Resume("allowed", "the window of losses and the number of rewinds are restored")
 _WATCHING = used_with("spike.action", "log", "skip", "rewind")
 _REWINDING = used_with("spike.action", "rewind")
+_ROUTING = UsedIf("model.family", "a family with experts", lambda c: c.model.has_experts)
 
 
 class TrainConfig(Section):
@@ -79,6 +80,13 @@ up; 0: use steps"""
     """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
     z_loss: Annotated[NonNegativeFloat, ASKS] = 0.0
     """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
+    router_aux_loss: Annotated[NonNegativeFloat, ASKS, _ROUTING] = 0.01
+    """add this times the load-balancing loss of the experts (Switch Transformers), the mean of all layers; logged \
+losses exclude it"""
+    router_z_loss: Annotated[NonNegativeFloat, ASKS, _ROUTING] = 0.0
+    """add this times log(Z)^2 of each router, the mean of all layers, e.g. 1e-3; logged losses exclude it"""
+    router_bias_rate: Annotated[NonNegativeFloat, ASKS, used_with("model.router_bias", True)] = 0.001
+    """change the bias of each expert by this after a step: up if its load is below the mean, else down"""
     on_nonfinite: Annotated[Literal["stop", "skip"], ALLOWED_FOR_LATER_STEPS] = "stop"
     """on a non-finite loss or gradient norm: stop the run, or skip and record the step"""
     max_skipped: Annotated[PositiveInt, ALLOWED_FOR_LATER_STEPS, _SKIPPING] = 10

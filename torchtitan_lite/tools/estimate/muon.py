@@ -42,12 +42,22 @@ def muon_step(
     def split_dim(matrix: nn.Parameter) -> int:
         return 1 if placement and placement(matrix) else 0
 
+    stacks: list[tuple[int, int, int]] = []  # rows, columns, matrices of this rank
     exchanged: list[tuple[int, int, int, int]] = []  # rows, columns, the rank that owns the first matrix, matrices
     for group in parameter_groups(model, config):
         for matrices in exchanges(group["params"], owners, split_dim) if group["muon"] else ():
             # of the matrix or, if it is split by columns, of its transpose: the products have the same sizes
-            rows, columns = matrices[0].shape if split_dim(matrices[0]) == 0 else matrices[0].shape[::-1]
-            exchanged.append((rows, columns, first % owners, len(matrices)))
+            rows, columns = matrices[0].shape[-2:]
+            if matrices[0].ndim == 3:
+                n = len(matrices) * len(matrices[0])
+                if split_dim(matrices[0]) == 0:  # whole experts of each rank: none is exchanged
+                    stacks.append((rows, columns, len(matrices) * -(-len(matrices[0]) // ranks)))
+                else:
+                    exchanged.append((rows, columns, first % owners, n))
+            elif split_dim(matrices[0]) == 0:
+                exchanged.append((rows, columns, first % owners, len(matrices)))
+            else:
+                exchanged.append((columns, rows, first % owners, len(matrices)))
             first += len(matrices)
     elements: Counter[int] = Counter()  # by rank, of those that own a matrix: a world may have far more ranks
     for rows, columns, start, n_matrices in exchanged:
@@ -61,9 +71,15 @@ def muon_step(
         if copies > 1:
             gathered = -(-n_matrices // copies) * copies * -(-rows // ranks) * columns * width
             sent[Collective(GATHERED, gathered, copies)] += 1
-        short, long = sorted((rows, columns))
-        times = n * ITERATIONS
-        work[Product("optimizer", 1, short, short, long, width)] += times
-        work[Product("optimizer", 1, short, short, short, width)] += times
-        work[Product("optimizer", 1, short, long, short, width)] += times
+        _add_products(work, rows, columns, n, width)
+    for rows, columns, n in stacks:
+        _add_products(work, rows, columns, n, width)
     return work, sent
+
+
+def _add_products(work: Counter[Work], rows: int, columns: int, n_matrices: int, width: int) -> None:
+    short, long = sorted((rows, columns))
+    times = n_matrices * ITERATIONS
+    work[Product("optimizer", 1, short, short, long, width)] += times
+    work[Product("optimizer", 1, short, short, short, width)] += times
+    work[Product("optimizer", 1, short, long, short, width)] += times

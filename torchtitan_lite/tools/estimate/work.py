@@ -116,6 +116,12 @@ class Recorder:
             batch = a.shape[0] if a.ndim == 3 else 1
             self.end_of_kernel(phase)
             self.work[Product(phase, batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())] += 1
+        elif name in ("grouped_product", "grouped_gradient"):
+            # (rows, inputs) x (experts, outputs, inputs), and its gradient from (rows, outputs) x (rows, inputs)
+            experts = len(args[1]) if name == "grouped_product" else len(out)
+            rows, other = -(-len(args[0]) // experts), args[1].shape[1]
+            self.end_of_kernel(phase)
+            self.work[Product(phase, experts, rows, other, args[0].shape[1], args[0].element_size())] += 1
         elif "scaled_dot_product" in name:
             backward = "backward" in name
             q, k = args[1:3] if backward else args[:2]

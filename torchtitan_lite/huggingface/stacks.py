@@ -1,0 +1,82 @@
+"""Experts in Hugging Face's files have a matrix each; ours are one tensor (E, O, I) for each kind of matrix of a layer.
+
+    layers.0.feed_forward.w1.weight (E, O, I)  <->  layers.0.feed_forward.w1.{0, ..., E - 1}.weight (O, I)
+
+`names.py` translates the names on the right. Both directions are lazy: one stack is in memory at a time, or a few.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.checkpointing.dcp_storage import LazyTensors, specs
+from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs
+from torchtitan_lite.errors import CheckpointError
+
+_OF_ONE = re.compile(r"(.*\.feed_forward\.w[123])\.(\d+)(\.weight)")
+_OF_ALL = re.compile(r"(.*\.feed_forward\.w[123])(\.weight)")
+
+
+class _Lazy(LazyTensors):
+    """Tensors with known shapes, by functions that make them."""
+
+    def __init__(self, known: TensorSpecs, make: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._known, self._make = known, make
+
+    def specs(self) -> TensorSpecs:
+        return self._known
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._make[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make)
+
+    def __len__(self) -> int:
+        return len(self._make)
+
+
+def stacked(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The matrices of each layer's experts as stacks. Weights without experts are returned as they are.
+
+    Raises:
+        CheckpointError: the matrices of an expert are missing, or of another shape.
+    """
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in weights.items():
+        if match := _OF_ONE.fullmatch(name):
+            stacks.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
+    if not stacks:
+        return weights
+    make: dict[str, Callable[[], Tensor]] = {}
+    known = dict(specs({name: tensor for name, tensor in weights.items() if not _OF_ONE.fullmatch(name)}))
+    for name in known:
+        make[name] = functools.partial(weights.__getitem__, name)
+    for name, experts in stacks.items():
+        missing = next(i for i in range(len(experts) + 1) if i not in experts)
+        if missing < len(experts) or len({(t.dtype, t.shape) for t in experts.values()}) > 1:
+            raise CheckpointError(f"the experts of {name} should be 0 to {len(experts) - 1}, of one shape and dtype")
+        matrices = [experts[i] for i in range(len(experts))]
+        known[name] = matrices[0].dtype, (len(matrices), *matrices[0].shape)
+        make[name] = functools.partial(torch.stack, matrices)
+    return _Lazy(known, make)
+
+
+def unstacked(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The opposite of `stacked`."""
+    # experts are written one after the other, each with its three matrices
+    stack = functools.lru_cache(maxsize=3)(weights.__getitem__)
+    known: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    make: dict[str, Callable[[], Tensor]] = {}
+    for name, (dtype, shape) in specs(weights).items():
+        match = _OF_ALL.fullmatch(name) if len(shape) == 3 else None
+        if match is None:
+            known[name], make[name] = (dtype, shape), functools.partial(weights.__getitem__, name)
+            continue
+        for i in range(shape[0]):
+            one = f"{match[1]}.{i}{match[2]}"
+            known[one], make[one] = (dtype, shape[1:]), lambda name=name, i=i: stack(name)[i]  # type: ignore[misc]
+    return _Lazy(known, make)

@@ -1,0 +1,95 @@
+"""The product of each expert's tokens with its matrix, as one operator, which FakeTensors and compiled blocks see too.
+
+On a GPU `torch._grouped_mm` computes it in bfloat16, and the host does not wait for the loads. Otherwise it is a loop
+of products, for which the host reads the loads: on a CPU that costs nothing, and is exact in any dtype and shape.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNED = 16  # bytes that `torch._grouped_mm` wants the rows of its factors to be multiples of
+
+
+def loop_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of each group with a matrix of its own.
+
+    Args:
+        x: (N, I), the rows of group 0 first.
+        weight: (G, O, I).
+        ends: (G,) int32, the row after the last one of each group; the last is N.
+
+    Returns:
+        (N, O)
+    """
+    out = x.new_empty(len(x), weight.shape[1])
+    for g, (start, end) in enumerate(_bounds(ends)):
+        torch.mm(x[start:end], weight[g].T, out=out[start:end])
+    return out
+
+
+def loop_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of `weight`, (G, O, I), from that of the result, (N, O). It is 0 for a group without rows."""
+    out = x.new_empty(len(ends), grad.shape[1], x.shape[1])
+    for g, (start, end) in enumerate(_bounds(ends)):
+        torch.mm(grad[start:end].T, x[start:end], out=out[g])
+    return out
+
+
+def _bounds(ends: Tensor) -> list[tuple[int, int]]:
+    after = ends.tolist()
+    return list(zip([0, *after], after, strict=False))
+
+
+_NAME = "torchtitan_lite::grouped_"
+grouped_product = torch.library.custom_op(f"{_NAME}product", loop_product, mutates_args=(), device_types="cpu")
+grouped_gradient = torch.library.custom_op(f"{_NAME}gradient", loop_gradient, mutates_args=(), device_types="cpu")
+
+
+@grouped_product.register_kernel("cuda")
+def _product_on_cuda(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if _grouped_mm_takes(x, weight):
+        return torch._grouped_mm(x, weight.mT, offs=ends)
+    return loop_product(x, weight, ends)
+
+
+@grouped_gradient.register_kernel("cuda")
+def _gradient_on_cuda(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if not _grouped_mm_takes(grad, x):
+        return loop_gradient(grad, x, ends)
+    out = torch._grouped_mm(grad.T, x, offs=ends)
+    empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+    return out.masked_fill_(empty[:, None, None], 0)  # a B200 writes something else there (pytorch #172439)
+
+
+def _grouped_mm_takes(*factors: Tensor) -> bool:
+    aligned = all(stride * 2 % _ALIGNED == 0 for t in factors for stride in t.stride() if stride != 1)
+    return aligned and all(t.dtype == torch.bfloat16 for t in factors)
+
+
+@grouped_product.register_fake
+def _fake_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[1])
+
+
+@grouped_gradient.register_fake
+def _fake_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(ends), grad.shape[1], x.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    return (
+        grouped_product(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None,
+        grouped_gradient(grad, x, ends) if ctx.needs_input_grad[1] else None,
+        None,
+    )
+
+
+grouped_product.register_autograd(_backward, setup_context=_keep)
