@@ -10,6 +10,7 @@ from torchtitan_lite.huggingface import names
 
 LLAMA = {"model_type": "llama", "vocab_size": 9, "num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
 LLAMA |= {"intermediate_size": 8, "max_position_embeddings": 16}
+MOE = LLAMA | {"model_type": "qwen3_moe"}
 SCALED = {"rope_scaling": {"type": "linear"}, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}}
 
 
@@ -44,6 +45,11 @@ SCALED = {"rope_scaling": {"type": "linear"}, "rope_parameters": {"full_attentio
             LLAMA | {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"type": "linear"}}},
             "rope_type linear of sliding_attention is not supported",
         ),
+        (MOE | {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; 1 is"),
+        (MOE | {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        (MOE | {"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        (MOE | {"model_type": "olmoe", "head_dim": 7}, "head_dim = 7 is not 4, as for olmoe"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function relu is not gelu_new"),
         ({"model_type": "gpt2", "n_embd": 32, "n_inner": 96}, "n_inner = 96 is not 4 times n_embd = 32"),
     ],
@@ -58,6 +64,10 @@ def test_a_config_of_theirs_that_is_wrong_or_not_supported_is_refused(content: d
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
+        (
+            ModelConfig(family="olmoe", router_bias=True),
+            r"no olmoe .* has a bias of its routers \(model\.router_bias\)",
+        ),
         (ModelConfig(family="llama", window=8), r'no Llama .* \(model\.window\); model\.family = "mistral" has'),
         (ModelConfig(family="llama", layer_pattern=["nope"]), r'has "nope", which only model\.family = "smollm3"'),
         (ModelConfig(family="llama", qk_norm=True, qkv_bias=True), r"both model\.qk_norm and model\.qkv_bias"),

@@ -18,6 +18,13 @@ T5 = {
     "model__n_decoder_layers": 2,
     "data__objective": "span_corruption",
 }
+EXPERTS = {
+    "model__family": "olmoe",
+    "model__n_experts": 5,
+    "model__hidden_dim": 50,
+    "model__n_kv_heads": 2,
+    "model__router_bias": True,
+}
 ONE_AT_A_TIME = {"train__micro_batch_size": 1}
 BF16 = {"fsdp__param_dtype": "bfloat16"}
 RECOMPUTED = {"activation_checkpointing__mode": "selective", "fsdp__explicit_prefetching": True}
@@ -29,7 +36,8 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
         **ONE_AT_A_TIME, "model__dropout": 0.1, "fsdp__grad_sync": "last", "fsdp__param_dtype": "float16",
         "grad_scaler__init_scale": 2.0**24, "grad_scaler__growth_interval": 2,
     }),
-    "muon": ("", 2, {"optim__name": "muon", **SHARDED, **DCP}),
+    "muon, experts": ("", 2, {"optim__name": "muon", **SHARDED, **DCP, **EXPERTS}),
+    "experts": ("extended", 2, EXPERTS | ONE_AT_A_TIME),
     "rms_scaling": ("extended", 2, {"optim__rms_scaling": True, "optim__lr": 0.1}),
     "t5": ("extended", 2, T5 | SHARDED | DCP | BF16 | RECOMPUTED | {"model__dropout": 0.1}),
     "t5, v1.0": ("extended", 2, T5 | ONE_AT_A_TIME | {

@@ -73,7 +73,9 @@ def formula(model: ModelConfig) -> str:
     """What `flops_per_token` computes, for people."""
     if len(model.stacks) > 1:
         return "of the encoder's inputs and the decoder's targets, by target"
-    return "6 (N - N_embedding) + 12 L H Q T" + (", T at most the window" if any(model.windows) else "")
+    notes = [", T at most the window"] if any(model.windows) else []
+    notes += [", N active"] if model.has_experts else []
+    return "6 (N - N_embedding) + 12 L H Q T" + "".join(notes)
 
 
 @dataclass(frozen=True)

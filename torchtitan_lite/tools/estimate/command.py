@@ -129,9 +129,10 @@ def _model_lines(plan: "Plan") -> list[str]:
     from torchtitan_lite.tools.estimate.planned_run import vocabulary
 
     config, layout = plan.config, plan.layout
+    active = f", {plan.n_active:,} of them active" if config.model.has_experts else ""
     note = "" if config.model.vocab_size else vocabulary(config)[1]
     return [
-        model_line(config, f"{plan.n_parameters:,} parameters, vocabulary {plan.vocab_size:,}"),
+        model_line(config, f"{plan.n_parameters:,} parameters{active}, vocabulary {plan.vocab_size:,}"),
         *([f"        {note}"] if note else []),
         f"mesh    {plan.world_size} x {plan.device.name if plan.device else 'cpu'} "
         f"= dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}",

@@ -15,7 +15,7 @@ from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.monitoring.mfu import Device, flops_per_token
+from torchtitan_lite.monitoring.mfu import Device, active_parameters, flops_per_token
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Simulated, simulate
 from torchtitan_lite.tools.estimate.work import Collective, Traffic, Work
@@ -33,6 +33,7 @@ class Plan:
     layout: Layout
     vocab_size: int
     n_parameters: int
+    n_active: int  # without those of experts that do not compute a token
     flops_per_token: int
     simulated: Simulated
     checkpoint_bytes: int  # parameters, the optimizer's state and averages, of all ranks
@@ -93,6 +94,7 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
         layout=layout,
         vocab_size=vocab_size,
         n_parameters=n_parameters,
+        n_active=active_parameters(model),
         flops_per_token=flops,
         simulated=replace(simulated, optimizer=update + products, exchanges=exchanges),
         checkpoint_bytes=n_bytes + round(n_bytes * start[OPTIMIZER] / shards),

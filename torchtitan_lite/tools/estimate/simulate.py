@@ -278,6 +278,7 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
         model = models.build(config.model.model_copy(update=keys), vocab_size)
     freeze(model, config.optim.freeze)
     model.output.z_loss = config.train.z_loss
+    model.router_aux_loss, model.router_z_loss = config.train.router_aux_loss, config.train.router_z_loss
     model.output.chunked = config.speed.chunked_loss
     if on_gpu:
         fuse_norms(model)  # CUDA's kernel keeps as little as our CPU version
@@ -320,11 +321,12 @@ def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
     def before(i: int, *_: Any) -> None:
         timeline.part(f"{timeline.micro} forward {names[i]}")
 
-    def after(i: int, _module: nn.Module, _args: Any, output: Tensor) -> None:
+    def after(i: int, _module: nn.Module, _args: Any, output: Any) -> None:
         if i == len(names) - 1:
             timeline.part(f"{timeline.micro} head")
-        if output.requires_grad:
-            output.register_hook(lambda _: timeline.part(f"{timeline.micro} backward {names[i]}"))
+        x = output[0] if isinstance(output, tuple) else output  # with experts
+        if x.requires_grad:
+            x.register_hook(lambda _: timeline.part(f"{timeline.micro} backward {names[i]}"))
 
     for i, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(functools.partial(before, i))

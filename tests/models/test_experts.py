@@ -1,0 +1,97 @@
+"""Experts: the router, the balance of their loads, and the operators of their products."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.test_model import EXPERTS, make
+from torchtitan_lite.models import grouped_products
+from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.models.transformer import Transformer
+
+TOKENS = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
+LAYERS, N_EXPERTS = 2, 5
+
+
+def gradients(model: Transformer) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+def test_the_loss_of_routers_is_that_of_transformers_and_not_in_the_value() -> None:
+    balance = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe").load_balancing_loss_func
+    model, targets = make(EXPERTS), TOKENS.roll(-1, 1)
+    targets[1, 5:] = IGNORE
+    valid = (targets != IGNORE).float()
+    routed: list[Tensor] = []
+    hooks = [layer.register_forward_hook(lambda _m, _args, out: routed.append(out[1])) for layer in model.layers]
+    plain = model(TOKENS, targets)
+    more = 0.3 * sum(balance((logits,), N_EXPERTS, 2, valid) for logits in routed)
+    more += 0.1 * sum((logits.logsumexp(-1) ** 2 * valid.flatten()).sum() for logits in routed) / valid.sum()
+    (plain + valid.sum() * more / LAYERS).backward()
+    expected = gradients(model)
+    for hook in hooks:
+        hook.remove()
+    model.router_aux_loss, model.router_z_loss = 0.3, 0.1
+    loss = model(TOKENS, targets)
+    assert loss.equal(plain)
+    loss.backward()
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
+    model = make(EXPERTS.model_copy(update={"router_bias": True}))
+    for name, bias in model.named_buffers():
+        if name.endswith("router.bias"):
+            bias[3] = -100
+    model(TOKENS, TOKENS).backward()
+    assert model.loads is not None
+    assert model.loads[:, 3].tolist() == [0, 0]
+    assert model.loads.sum(1).tolist() == [2 * TOKENS.numel()] * LAYERS
+    for name, gradient in gradients(model).items():
+        if gradient.ndim == 3:
+            assert not gradient[3].any()
+            assert gradient[:3].any(), name
+
+
+def test_the_bias_moves_towards_equal_loads_and_changes_no_weight() -> None:
+    model = make(EXPERTS.model_copy(update={"router_bias": True}))
+    layer: Any = model.layers[0]
+    router = layer.feed_forward.router
+    loads = torch.tensor([[9.0, 1, 5, 5, 5], [0, 0, 0, 0, 25]])
+    model.balance(loads, 0.01, None)
+    torch.testing.assert_close(router.bias, torch.tensor([-0.01, 0.01, 0, 0, 0]))
+    model.balance(loads, 0.01, torch.ones(()))  # a step that was withheld
+    torch.testing.assert_close(router.bias, torch.tensor([-0.01, 0.01, 0, 0, 0]))
+    _, weights, chosen = router(torch.zeros(1, 32))  # equal scores: the bias decides
+    assert chosen[0, 0] == 1
+    assert weights.tolist() == [[pytest.approx(0.2), pytest.approx(0.2)]]
+
+
+@pytest.mark.parametrize("ends", [[7, 7, 30, 64], [0, 0, 0, 64], [16, 32, 48, 64]])
+def test_grouped_products_of_a_gpu_equal_the_loop(ends: list[int]) -> None:
+    """On a CPU, whose `torch._grouped_mm` has the same rules; one group has no rows."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((64, 16), (4, 24, 16), (64, 24))
+    )
+    at = torch.tensor(ends, dtype=torch.int32)
+    assert grouped_products._grouped_mm_takes(x, weight)
+    for gpu, loop, args in (
+        (grouped_products._product_on_cuda, grouped_products.loop_product, (x, weight, at)),
+        (grouped_products._product_on_cuda, grouped_products.loop_product, (grad, weight.mT, at)),
+        (grouped_products._gradient_on_cuda, grouped_products.loop_gradient, (grad, x, at)),
+    ):
+        torch.testing.assert_close(gpu(*args), loop(*args), rtol=2e-2, atol=2e-2)
+    narrow = x[:, :7].contiguous()  # of rows that are not a multiple of 16 bytes: the loop
+    of_each = weight[:, :, :7].contiguous()
+    start = [0, *ends]
+    expected = torch.cat([F.linear(narrow[a:b], of_each[g]) for g, (a, b) in enumerate(zip(start, ends, strict=False))])
+    torch.testing.assert_close(grouped_products._product_on_cuda(narrow, of_each, at), expected)
