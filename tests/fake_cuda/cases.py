@@ -46,6 +46,10 @@ TABLE: dict[str, dict[str, Any]] = {
         },
         "speed.chunked_loss": False,
     },
+    "experts, their bias, selective checkpointing": {
+        **{"model.family": "qwen3_moe", "model.n_experts": 4, "model.router_bias": True, "optim.name": "muon"},
+        "activation_checkpointing.mode": "selective",
+    },
     "gpt in float32, dropout, accumulation, kept gathered, gradients synchronised once": {
         **{"model.family": "gpt", "model.n_kv_heads": None, "model.dropout": 0.1, "fsdp.param_dtype": "float32"},
         **{"train.global_batch_size": 16, "fsdp.grad_sync": "last"},

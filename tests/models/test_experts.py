@@ -77,7 +77,7 @@ def test_the_bias_moves_towards_equal_loads_and_changes_no_weight() -> None:
 
 @pytest.mark.parametrize("ends", [[7, 7, 30, 64], [0, 0, 0, 64], [16, 32, 48, 64]])
 def test_grouped_products_of_a_gpu_equal_the_loop(ends: list[int]) -> None:
-    """On a CPU, whose `torch._grouped_mm` has the same rules; one group has no rows."""
+    """On a CPU, whose `torch.nn.functional.grouped_mm` has the same rules; one group has no rows."""
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (
         torch.randn(*shape, generator=generator).bfloat16() for shape in ((64, 16), (4, 24, 16), (64, 24))

@@ -28,7 +28,7 @@ from torchtitan_lite.tools.estimate import memory, simulate
 from torchtitan_lite.tools.estimate.communication import link_s
 from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, make_plan, vocabulary
 from torchtitan_lite.tools.estimate.step_time import time_lines
-from torchtitan_lite.tools.estimate.work import Collective
+from torchtitan_lite.tools.estimate.work import Collective, Product
 
 H100 = DEVICES["h100"]
 
@@ -145,6 +145,19 @@ def test_flops_match_those_counted_by_torch(family: str) -> None:
         attention = 12 * 3 * 64 * 32
         # vectors are parameters too: the formula counts them, and nothing multiplies with them
         assert flops_per_token(model, 32) - attention == pytest.approx(products / 64, rel=0.02)
+
+
+def test_experts_take_the_products_of_a_dense_model_as_wide_as_the_active_ones() -> None:
+    """And those of the routers, 8 outputs in 4 layers."""
+    work, flops = {}, {}
+    for family in ("llama", "qwen3_moe"):  # 384, and 2 of 8 experts with 192 each
+        plan = make_plan(config_with({"model.family": family, "tokenizer.vocab_size": VOCABULARY}, 1), 1, None)
+        products = [(p, n) for p, n in plan.simulated.work[0].items() if isinstance(p, Product)]
+        work[family] = sum(n * 2 * p.batch * p.m * p.n * p.k for p, n in products)
+        flops[family] = plan.flops_per_token
+    assert plan.n_parameters - plan.n_active == 4 * 6 * 3 * 192 * 128
+    assert flops["qwen3_moe"] - flops["llama"] == 6 * 4 * 8 * 128
+    assert work["qwen3_moe"] - work["llama"] == 4 * 256 * 6 * 4 * 8 * 128
 
 
 def test_flops_of_llama_8b() -> None:

@@ -1,15 +1,17 @@
 """The product of each expert's tokens with its matrix, as one operator, which FakeTensors and compiled blocks see too.
 
-On a GPU `torch._grouped_mm` computes it in bfloat16, and the host does not wait for the loads. Otherwise it is a loop
-of products, for which the host reads the loads: on a CPU that costs nothing, and is exact in any dtype and shape.
+On a GPU `torch.nn.functional.grouped_mm` computes it in bfloat16, and the host does not wait for the loads. Otherwise
+it is a loop of products, for which the host reads the loads: on a CPU that costs nothing, and works in any dtype and
+shape.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-_ALIGNED = 16  # bytes that `torch._grouped_mm` wants the rows of its factors to be multiples of
+_ALIGNED = 16  # bytes that `torch.nn.functional.grouped_mm` wants the rows of its factors to be multiples of
 
 
 def loop_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -50,7 +52,7 @@ grouped_gradient = torch.library.custom_op(f"{_NAME}gradient", loop_gradient, mu
 @grouped_product.register_kernel("cuda")
 def _product_on_cuda(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _grouped_mm_takes(x, weight):
-        return torch._grouped_mm(x, weight.mT, offs=ends)
+        return F.grouped_mm(x, weight.mT, offs=ends)
     return loop_product(x, weight, ends)
 
 
@@ -58,7 +60,7 @@ def _product_on_cuda(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _gradient_on_cuda(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if not _grouped_mm_takes(grad, x):
         return loop_gradient(grad, x, ends)
-    out = torch._grouped_mm(grad.T, x, offs=ends)
+    out = F.grouped_mm(grad.T, x, offs=ends)
     empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
     return out.masked_fill_(empty[:, None, None], 0)  # a B200 writes something else there (pytorch #172439)
 
