@@ -70,6 +70,7 @@ def test_old_runs_are_compared_by_the_same_keys_as_when_they_were_saved() -> Non
     data = {"packing", "document_mask", "objective", "noise_density", "mean_span_length", "target_len", "blind_source"}
     refused = model | {f"data.{key}" for key in data} | {"train.seq_len", "run.seed", "optim.name", "optim.freeze"}
     learned = optim | {"train.global_batch_size", "train.batch_schedule", "train.z_loss", "data.skip_samples"}
+    learned |= {"train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"}
     replayed = {"train.steps", "train.on_nonfinite", "train.max_skipped"}
     replayed |= {"spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"}
     assert keys(compatibility.is_refused) == refused
