@@ -101,6 +101,41 @@ def normuon() -> None:
     muon.orthogonalised = normalised
 
 
+def value_embeddings() -> None:
+    """The last block's values get an embedding of their token, gated for each head (ResFormer; nanochat's form)."""
+    build, inputs = llama.Llama.__init__, llama.Llama.inputs
+    attention, forward = llama.Attention.__init__, llama.Attention.forward
+    found: dict[str, Tensor] = {}
+
+    def with_table(self: Any, config: Any, vocab_size: int) -> None:
+        build(self, config, vocab_size)
+        self.value_embeddings = torch.nn.Embedding(vocab_size, config.kv_heads * config.dim_of_heads)
+
+    def looked_up(self: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        found["values"] = self.value_embeddings(tokens)
+        return inputs(self, tokens, positions)
+
+    def with_gate(self: Any, config: Any, layer: int = 0) -> None:
+        attention(self, config, layer)
+        self.gated = layer == config.n_layers - 1
+        if self.gated:
+            self.gate = torch.nn.Linear(config.dim, config.kv_heads, bias=False)
+            self.wv.register_forward_hook(lambda _, args, v: v + self.of_tokens(args[0]))
+
+    def of_tokens(self: Any, x: Tensor) -> Tensor:
+        gates = 3 * torch.sigmoid(self.gate(x)).unsqueeze(-1)
+        return (gates * found["values"].unflatten(-1, (-1, self.head_dim))).flatten(-2)
+
+    llama.Llama.__init__, llama.Llama.inputs = with_table, looked_up  # type: ignore[method-assign, assignment]
+    llama.Attention.__init__, llama.Attention.forward = with_gate, forward  # type: ignore[method-assign, assignment]
+    llama.Attention.of_tokens = of_tokens  # type: ignore[attr-defined]
+
+
+def zero_residual() -> None:
+    """What is added to the residual stream begins at a thousandth (nanochat: at zero)."""
+    _initial(("wo.weight", "w2.weight"), 0.001)
+
+
 def documents() -> None:
     """Add each document's bits and bytes to the figures of `evaluate`."""
     given = tables.figures
