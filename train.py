@@ -267,7 +267,7 @@ def train_step(s: Session, step: int) -> StepResult:
     with s.meter.timing("data_s"):
         size = config.train.batch_size(step)
         first = config.data.position(s.state.samples_consumed, size)  # further on where data.skip_samples says so
-        batch = s.loader.batch(first, size)
+        batch = s.loader.batch(first, size, parts=config.train.parts(step))
     s.watchdog.computing()
     sums = forward_backward(s, step, batch)
     loss, grad_norm = sums.loss.float() / batch.global_tokens, sums.squared_norm.sqrt().float() / s.scaler.scale

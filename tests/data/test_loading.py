@@ -285,7 +285,7 @@ class Asked:
     calls: list[tuple[int, int, str]]
     fails_at: int = -1
 
-    def batch(self, first: int, size: int) -> Batch:
+    def batch(self, first: int, size: int, parts: int = 1) -> Batch:
         self.calls.append((first, size, threading.current_thread().name))
         if first == self.fails_at:
             raise DataError(f"sample {first} can't be read")

@@ -11,10 +11,13 @@ micro_batch_size of 2:
 
 Every rank gets the same number of micro-batches, because each forward is collective. The surplus rows (-) are fully
 masked: they do not change the loss, which is divided by the number of valid targets of the global batch.
+
+While train.seq_len_schedule cuts sequences into P parts, sample i stands for the shorter sequences i P, ..., i P + P - 1,
+which have an order of their own, and a micro-batch has P times as many rows.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -60,6 +63,10 @@ class SampleSource(Protocol):
         """The number of their valid targets."""
         ...
 
+    def shorter(self, parts: int) -> "SampleSource":
+        """The same text in sequences that are shorter by this factor."""
+        ...
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -74,8 +81,12 @@ class Loader:
     document_mask: bool = False
     pin: bool = False  # a copy from pageable memory would block the host on the GPU's stream
 
-    def batch(self, first: int, size: int) -> Batch:
-        """This rank's share of the global batch of samples first, ..., first + size - 1."""
+    def batch(self, first: int, size: int, parts: int = 1) -> Batch:
+        """This rank's share of the global batch of samples first, ..., first + size - 1, each cut into `parts`."""
+        if parts > 1:
+            rows = self.micro_batch_size * parts
+            cut = replace(self, samples=self.samples.shorter(parts), micro_batch_size=rows)
+            return cut.batch(first * parts, size * parts)
         per_round = self.micro_batch_size * self.world_size  # sequences of all ranks in one forward
         n_rounds = -(-size // per_round)
         starts = np.arange(n_rounds) * per_round + self.rank * self.micro_batch_size
@@ -108,27 +119,27 @@ class PrefetchingLoader:
         # a new thread's current GPU is 0: without this, all ranks would register pinned memory there
         initializer = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
         self._thread = ThreadPoolExecutor(1, "batches", *initializer)
-        self._next: tuple[tuple[int, int], Future[Batch]] | None = None  # (first, size) and its batch
+        self._next: tuple[tuple[int, int, int], Future[Batch]] | None = None  # (first, size, parts) and its batch
 
-    def batch(self, first: int, size: int, end: int | None = None) -> Batch:
+    def batch(self, first: int, size: int, end: int | None = None, parts: int = 1) -> Batch:
         """See Loader. An error in the thread is raised by the call that requests its batch.
 
         Args:
             end: the sample before which batches end; the last one may be smaller.
         """
         prefetched, self._next = self._next, None
-        if prefetched is not None and prefetched[0] == (first, size):
+        if prefetched is not None and prefetched[0] == (first, size, parts):
             future = prefetched[1]
         else:
-            future = self._submit(first, size)
+            future = self._submit(first, size, parts)
         batch = future.result()
-        following = first + size, size if end is None else min(size, end - first - size)
+        following = first + size, size if end is None else min(size, end - first - size), parts
         if following[1] > 0:
             self._next = following, self._submit(*following)
         return batch
 
-    def _submit(self, first: int, size: int) -> Future[Batch]:
-        return self._thread.submit(self._loader.batch, first, size)
+    def _submit(self, first: int, size: int, parts: int) -> Future[Batch]:
+        return self._thread.submit(self._loader.batch, first, size, parts)
 
     def close(self) -> None:
         """End the thread after its current batch."""

@@ -6,6 +6,7 @@ follow each other, separated by the end token, and a sequence may begin or end w
 Packed documents, pairs and span corruption are subclasses: see objectives.py.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,13 +59,20 @@ class Samples:
         meta = read_meta(folder)
         self.seq_len = self.target_len = seq_len
         self._stream, self._end = TokenFiles(folder, meta, split), meta.end_token
-        n_tokens = meta.tokens(split)
+        self._n_tokens = n_tokens = meta.tokens(split)
         self.n_samples, self.mean_tokens = (n_tokens - 1) // seq_len, float(seq_len)
         if self.n_samples < 1:
             raise DataError(
                 f"the {split} text of {folder} has {n_tokens:,} tokens, less than one sequence of train.seq_len + 1 = "
                 f"{seq_len + 1}; use more text or train.seq_len = {max(n_tokens - 1, 1)}"
             )
+
+    def shorter(self, parts: int) -> "Samples":
+        """Sequences of T / parts tokens of the same text."""
+        cut = copy.copy(self)
+        cut.seq_len = cut.target_len = self.seq_len // parts
+        cut.n_samples, cut.mean_tokens = (self._n_tokens - 1) // cut.seq_len, float(cut.seq_len)
+        return cut
 
     def indices(self, run_samples: Indices, seed: int | None) -> Indices:
         """The sequence index of each sample of a run."""

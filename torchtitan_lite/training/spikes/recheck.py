@@ -31,8 +31,10 @@ def compute_again(
     s.optimizer.zero_grad()
     s.scaler.scale = scale
     try:
-        size = s.config.train.batch_size(s.state.step)
-        sums = forward_backward(s, s.state.step, s.loader.batch(s.state.samples_consumed - size, size))
+        step, train = s.state.step, s.config.train
+        size = train.batch_size(step)
+        batch = s.loader.batch(s.state.samples_consumed - size, size, parts=train.parts(step))
+        sums = forward_backward(s, step, batch)
     finally:
         s.optimizer.zero_grad()
         s.scaler.scale = scale_now
