@@ -126,8 +126,8 @@ def value_embeddings() -> None:
         gates = 3 * torch.sigmoid(self.gate(x)).unsqueeze(-1)
         return (gates * found["values"].unflatten(-1, (-1, self.head_dim))).flatten(-2)
 
-    llama.Llama.__init__, llama.Llama.inputs = with_table, looked_up  # type: ignore[method-assign, assignment]
-    llama.Attention.__init__, llama.Attention.forward = with_gate, forward  # type: ignore[method-assign, assignment]
+    llama.Llama.__init__, llama.Llama.inputs = with_table, looked_up  # type: ignore[method-assign]
+    llama.Attention.__init__, llama.Attention.forward = with_gate, forward  # type: ignore[method-assign]
     llama.Attention.of_tokens = of_tokens  # type: ignore[attr-defined]
 
 

@@ -12,12 +12,12 @@ from torchtitan_lite.data.loader import Batch, Loader
 _honest = Loader.batch
 
 
-def _recorded(self: Loader, first: int, size: int) -> Batch:
-    batch = _honest(self, first, size)
+def _recorded(self: Loader, first: int, size: int, parts: int = 1) -> Batch:
+    batch = _honest(self, first, size, parts)
     if self.seed == 0 and self.world_size > 1:
         tokens, targets = (
-            np.concatenate([part.numpy() for part in parts])
-            for parts in zip(*((m.tokens, m.targets) for m in batch.micro_batches), strict=True)
+            np.concatenate([part.numpy() for part in both])
+            for both in zip(*((m.tokens, m.targets) for m in batch.micro_batches), strict=True)
         )
         np.savez(Path(os.environ["BATCHES"]) / f"{os.environ['RANK']}-{first}", tokens=tokens, targets=targets)
     return batch

@@ -228,8 +228,10 @@ def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]
     size, rows = config.train.batch_size(step), {}
     for rank in range(world_size):
         loader = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed)
-        for i, micro in enumerate(loader.batch(first, size).micro_batches):
-            for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
+        for i, micro in enumerate(loader.batch(first, size, config.train.parts(step)).micro_batches):
+            # shorter sequences of one sample, one after the other
+            tokens, targets = (t.view(2, -1).tolist() for t in (micro.tokens, micro.targets))
+            for row, both in enumerate(zip(tokens, targets, strict=True)):
                 rows[i * 2 * world_size + rank * 2 + row] = both
     return [rows[i][0] for i in range(size)], [rows[i][1] for i in range(size)]
 
@@ -248,6 +250,14 @@ def check_concat(parts: list[list[int]], tokens: list[int], targets: list[int], 
     together = [token for part in parts for token in part]
     assert together in ([*tokens, targets[-1]], [*tokens[1:], targets[-1]])
     assert len(together) > len(tokens) or tokens[0] == end
+
+
+def check_quarters(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
+    expected, n = list[int](), len(tokens) // 4
+    for at in range(0, len(tokens), n):
+        read = [*tokens[at : at + n], targets[at + n - 1]]
+        expected += read[1:] if read[0] == end else read  # an end mark only precedes a document
+    assert [token for part in parts for token in part] == expected
 
 
 def check_best_fit(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
@@ -274,6 +284,7 @@ Check = Callable[[list[list[int]], list[int], list[int], int], None]
 CASES: dict[str, tuple[dict[str, Any], Check]] = {
     "concat": ({}, check_concat),
     "best_fit": ({"data__packing": "best_fit", "data__document_mask": True}, check_best_fit),
+    "quarters": ({"train__seq_len_schedule": [[0, 16], [500, 64]]}, check_quarters),
     "batch_schedule": ({"train__batch_schedule": [[3, 4], [20, 9]]}, check_concat),
     "span_corruption": ({"data__objective": "span_corruption", "model__family": "t5"}, check_spans),
     "pairs": ({"data__objective": "pairs", "data__target_len": 16, "model__family": "t5"}, check_pairs),
@@ -336,7 +347,7 @@ def test_a_mixture_names_the_source(texts: Path, tmp_path: Path) -> None:
 def test_a_text_is_found_at_the_steps_that_hold_its_documents(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for case in ("best_fit", "batch_schedule"):
+    for case in ("best_fit", "batch_schedule", "quarters"):
         config = config_of(texts, **(CASES[case][0] | {"train__steps": 150}))
         run = run_of(config, tmp_path, case)
         found = seen(run, "--find", MARKER)["documents"]

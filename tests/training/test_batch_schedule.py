@@ -1,5 +1,6 @@
-"""train.batch_schedule: other batch sizes from some steps on, in the order of the data, exact under a resume."""
+"""train.batch_schedule and train.seq_len_schedule: batches change from some steps on, exactly, also under a resume."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torchtitan_lite.config.schema import TrainConfig
 from torchtitan_lite.errors import ConfigError
 
 SCHEDULE = "--train.batch_schedule=[[3, 4], [5, 9]]"
+QUARTERS = "--train.seq_len=8", "--train.global_batch_size=12", "--train.micro_batch_size=4"
 PLAIN: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 4, "eval__every": 0, "optim__schedule": "constant"}
 
 
@@ -50,6 +52,28 @@ def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Pat
     assert "train.batch_schedule" in refused.stderr
 
 
+def test_shorter_sequences_are_those_of_a_run_of_that_length(text: Path, tmp_path: Path) -> None:
+    """With two quarters of each sequence, then halves, then all: as by hand, on one rank and on two, across a stop."""
+    plain = {**PLAIN, "train__global_batch_size": 3, "train__seq_len": 32, "train__micro_batch_size": 1}
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="quarters", **(plain | {"train__steps": 3})), *QUARTERS))
+    run = tmp_path / "run"
+    command = [*tiny(text, tmp_path, run__name="run", **plain), "--train.seq_len_schedule=[[0, 8], [3, 16], [6, 32]]"]
+    assert "shorter ones at first" in succeeded(ranks(2, *command))
+    by_hand = losses(tmp_path / "quarters")
+    assert {step: losses(run)[step][0] for step in by_hand} == pytest.approx(
+        {step: loss for step, (loss, _) in by_hand.items()}, rel=1e-5
+    )
+    tokens = [record["tokens"] for record in records(run) if "loss" in record]
+    assert tokens == [96 * step for step in range(1, 9)], "a step has as many tokens as ever"
+    shutil.copytree(run, tmp_path / "straight")
+    forget_after(run, 4)
+    assert "resumed after step 4" in succeeded(ranks(2, *command))
+    assert_same_end(run, tmp_path / "straight", 8)
+    refused = ranks(1, *command, "--train.steps=9", "--train.seq_len_schedule=[[3, 16]]")
+    assert refused.returncode == 2
+    assert "train.seq_len_schedule" in refused.stderr
+
+
 @pytest.mark.parametrize("value", ["[[0]]", "[[0, 0]]", "[[-1, 4]]", "[[5, 4], [5, 8]]", "[[9, 4], [5, 8]]", "[3, 4]"])
 def test_a_wrong_schedule_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.batch_schedule"):
@@ -70,6 +94,20 @@ def test_what_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--world-size=2", "--train.steps=100", "--train.batch_schedule=[[50, 64]]"]
     assert plan.main(options) == 0
     assert f"100 steps, {(50 * 8 + 50 * 64) * 256:,} tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "more", "says"),
+    [
+        ([[0, 48]], {}, "48 tokens do not divide train.seq_len = 256; 32 works"),
+        ([[0, 512]], {}, "512 tokens do not divide train.seq_len = 256; 256 works"),
+        ([[0, 64]], {"data.packing": "best_fit"}, 'data.packing = "best_fit" has sequences of one length'),
+        ([[5, 64], [5, 32]], {}, "by rising steps"),
+    ],
+)
+def test_lengths_that_do_not_fit(value: list[list[int]], more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        loaded("[]", **{"train.seq_len_schedule": value}, **more)
 
 
 def loaded(schedule: str, **more: Any) -> Any:

@@ -12,7 +12,7 @@ micro_batch_size of 2:
 Every rank gets the same number of micro-batches, because each forward is collective. The surplus rows (-) are fully
 masked: they do not change the loss, which is divided by the number of valid targets of the global batch.
 
-While train.seq_len_schedule cuts sequences into P parts, sample i stands for the shorter sequences i P, ..., i P + P - 1,
+While train.seq_len_schedule cuts sequences into P parts, sample i stands for the shorter sequences i P to i P + P - 1,
 which have an order of their own, and a micro-batch has P times as many rows.
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows
 
@@ -63,10 +64,6 @@ class SampleSource(Protocol):
         """The number of their valid targets."""
         ...
 
-    def shorter(self, parts: int) -> "SampleSource":
-        """The same text in sequences that are shorter by this factor."""
-        ...
-
 
 @dataclass(frozen=True)
 class Loader:
@@ -84,8 +81,8 @@ class Loader:
     def batch(self, first: int, size: int, parts: int = 1) -> Batch:
         """This rank's share of the global batch of samples first, ..., first + size - 1, each cut into `parts`."""
         if parts > 1:
-            rows = self.micro_batch_size * parts
-            cut = replace(self, samples=self.samples.shorter(parts), micro_batch_size=rows)
+            assert isinstance(self.samples, Mixture)
+            cut = replace(self, samples=self.samples.shorter(parts), micro_batch_size=self.micro_batch_size * parts)
             return cut.batch(first * parts, size * parts)
         per_round = self.micro_batch_size * self.world_size  # sequences of all ranks in one forward
         n_rounds = -(-size // per_round)
@@ -95,12 +92,12 @@ class Loader:
         n_surplus = len(places) - len(rows.tokens)
         if n_surplus:  # the last of this rank's rows
             rows = rows.followed_by(Rows.empty(n_surplus, rows.tokens.shape[1], rows.targets.shape[1]))
-        parts = [rows.tokens, rows.targets, *([positions(rows)] if self.document_mask else [])]
-        tensors = [torch.from_numpy(part) for part in parts]
+        arrays = [rows.tokens, rows.targets, *([positions(rows)] if self.document_mask else [])]
+        tensors = [torch.from_numpy(array) for array in arrays]
         if self.pin:
             tensors = [tensor.pin_memory() for tensor in tensors]
         splits = (tensor.split(self.micro_batch_size) for tensor in tensors)
-        micro_batches = [MicroBatch(*parts) for parts in zip(*splits, strict=True)]
+        micro_batches = [MicroBatch(*split) for split in zip(*splits, strict=True)]
         # every rank counts the targets of ALL ranks itself, so the loss can be scaled before any communication
         return Batch(micro_batches, global_tokens=self.samples.n_targets(np.arange(first, first + size), self.seed))
 

@@ -148,18 +148,17 @@ def rules(config: "Config", machine: Machine) -> Rules:
         )
     for _, length in train.seq_len_schedule:
         if length > train.seq_len or train.seq_len % length:
-            works = max(n for n in range(1, min(length, train.seq_len) + 1) if train.seq_len % n == 0)
+            fits = max(n for n in range(1, min(length, train.seq_len) + 1) if train.seq_len % n == 0)
             yield (
                 "train.seq_len_schedule train.seq_len",
-                f"train.seq_len_schedule: {length} tokens do not divide train.seq_len = {train.seq_len}; {works} works",
+                f"train.seq_len_schedule: {length} tokens do not divide train.seq_len = {train.seq_len}; {fits} works",
             )
-    if train.seq_len_schedule and (config.data.objective != "causal" or config.data.packing == "best_fit"):
-        key = "data.packing" if config.data.objective == "causal" else "data.objective"
-        value = config.data.packing if config.data.objective == "causal" else config.data.objective
-        yield (
-            f"train.seq_len_schedule {key}",
-            f'{key} = "{value}" has sequences of one length; train.seq_len_schedule = [] works',
-        )
+    for key, only in (("data.objective", "causal"), ("data.packing", "concat")):
+        if train.seq_len_schedule and (value := getattr(config.data, key.partition(".")[2])) != only:
+            yield (
+                f"train.seq_len_schedule {key}",
+                f'{key} = "{value}" has sequences of one length; train.seq_len_schedule = [] works',
+            )
     if any(size != train.batch_size(1) for _, size in train.batch_schedule):
         for key in config.in_epochs:
             works = "train.steps" if key == "train.epochs" else f"{key} = 100"

@@ -20,18 +20,19 @@ from torchtitan_lite.monitoring import records
 from torchtitan_lite.tools.load_model import require_same_data
 from torchtitan_lite.training.start import prepared
 
-_SIZES = "global_batch_size", "batch_schedule"
+_SIZES = "global_batch_size", "batch_schedule", "seq_len_schedule"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive steps of one batch size, whose samples follow each other."""
+    """Consecutive steps of one batch size and length of sequences, whose samples follow each other."""
 
     first: int
     last: int
     before: int  # the position in the data before the first step; the samples up to `start` are skipped
     start: int  # of the first step; -1: not known
     size: int
+    cuts: int  # each sample into so many shorter sequences
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class Record:
             )
         first = segment.start + (step - segment.first) * segment.size
         return range(first, first + segment.size)
+
+    def cuts(self, step: int) -> int:
+        """Into how many shorter sequences each sample of a step was cut (train.seq_len_schedule)."""
+        return self.within(range(step, step + 1))[0].cuts
 
     def skipped(self, step: int) -> range:
         """The samples between a step and the one before it: skipped by a rewind, or by data.skip_samples."""
@@ -186,21 +191,22 @@ def _segments(
         before = {name: changed[f"train.{name}"][0] for name in _SIZES if f"train.{name}" in changed}
         trains.insert(0, TrainConfig.model_validate(trains[0].model_dump() | before))
     afters = [0, *(after for after, _ in changes)]
-    schedules = (after for one in trains for after, _ in one.batch_schedule)
+    schedules = (after for one in trains for after, _ in (*one.batch_schedule, *one.seq_len_schedule))
     ends = {n_steps, *known, *(after for after, *_ in jumps), *afters, *schedules}
     made = max([*known, *(after for after, *_ in jumps)])
     segments: list[Segment] = []
     position = 0  # after the last step of `segments`
     since_known = 0  # the number of segments before the last known position
     for done, end in itertools.pairwise(sorted(after for after in ends if after <= n_steps)):
-        size = trains[bisect.bisect_right(afters, done) - 1].batch_size(done + 1)
+        then = trains[bisect.bisect_right(afters, done) - 1]
+        size, cuts = then.batch_size(done + 1), then.parts(done + 1)
         start = position + sum(stop - first for after, first, stop in jumps if after == done)
         while done < end:
             last = end
             if done >= made:
                 start = config.data.position(start, size)
                 last = done + _steps_to_a_skip(config.data.skip_samples, start, size, end - done)
-            segments.append(Segment(done + 1, last, position, start, size))
+            segments.append(Segment(done + 1, last, position, start, size, cuts))
             start = position = start + (last - done) * size
             done = last
         if end in known:

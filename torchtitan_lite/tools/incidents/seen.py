@@ -4,7 +4,7 @@ Nothing here knows how a sample is cut from the text. The token files are replac
 and the loader draws the sample as in training. So this holds for every objective and packing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchtitan_lite.data.dataset import DataSet, Source
 from torchtitan_lite.data.loader import Loader, MicroBatch
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare.writer import PLACE_BITS, origins_name, read_origins
+from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
 from torchtitan_lite.errors import DataError
 
@@ -37,10 +38,11 @@ class Reads:
         """
         self._stream, self._blank = stream, blank
         self.ranges: list[Range] = []
+        self.note: Callable[[Range], object] = self.ranges.append
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """See TokenFiles."""
-        self.ranges.append((first, end))
+        self.note((first, end))
         return np.zeros(end - first, np.uint16) if self._blank else self._stream.read(first, end)
 
 
@@ -162,42 +164,41 @@ class Seen:
         self._seed = config.run.seed
         self.causal = config.data.objective == "causal"
 
-    def draw(self, sample: int) -> tuple[MicroBatch, Documents, list[Range]]:
-        """A sample of the run as a batch of one row, the documents of its source, and what was read of them."""
-        for reads in self.reads:
-            reads.ranges.clear()
-        row = self._loader.batch(sample, 1).micro_batches[0]
-        source = int(self.mixture.interleave.locate(np.array([sample]))[0][0])
-        return row, self.documents[source], list(self.reads[source].ranges)
+    def draw(self, sample: int, cuts: int = 1) -> tuple[MicroBatch, list[tuple[Documents, Range]]]:
+        """A sample of the run as a batch of one row, or of `cuts` shorter ones, and what was read for it, in order."""
+        log: list[tuple[Documents, Range]] = []
+        for documents, reads in zip(self.documents, self.reads, strict=True):
+            reads.note = lambda read, documents=documents: log.append((documents, read))  # type: ignore[misc]
+        return self._loader.batch(sample, 1, cuts).micro_batches[0], log
 
-    def parts(self, sample: int) -> list[Part]:
+    def parts(self, sample: int, cuts: int = 1) -> list[Part]:
         """The parts of documents that a sample of the run holds, in its order."""
-        _, documents, ranges = self.draw(sample)
-        return [part for read in ranges for part in documents.parts(read)]
+        return [part for documents, read in self.draw(sample, cuts)[1] for part in documents.parts(read)]
 
-    def samples_with(self, documents: dict[int, NDArray[np.int64]], samples: range) -> NDArray[np.int64]:
+    def samples_with(self, documents: dict[int, NDArray[np.int64]], samples: range, cuts: int = 1) -> list[int]:
         """Those of these samples that hold one of these documents.
 
         Args:
             documents: by number of their source.
+            cuts: into how many shorter sequences each sample is cut.
         """
-        sequences = {source: self._sequences_with(source, numbers) for source, numbers in documents.items()}
-        samples_found = [np.empty(0, np.int64)]
-        for first in range(samples.start, samples.stop, _SEQUENCES):
-            chunk = np.arange(first, min(first + _SEQUENCES, samples.stop))
-            which, numbers = self.mixture.interleave.locate(chunk)
+        mixture, found = self.mixture if cuts == 1 else self.mixture.shorter(cuts), set[int]()
+        sequences = {k: self._sequences_with(mixture.sources[k], k, numbers) for k, numbers in documents.items()}
+        for first in range(samples.start * cuts, samples.stop * cuts, _SEQUENCES):
+            chunk = np.arange(first, min(first + _SEQUENCES, samples.stop * cuts))
+            which, numbers = mixture.interleave.locate(chunk)
             for source, holding in sequences.items():
                 mine = which == source
-                indices = self.mixture.sources[source].indices(numbers[mine], self._seed)
-                samples_found.append(chunk[mine][np.isin(indices, holding)])
-        return np.sort(np.concatenate(samples_found))
+                indices = mixture.sources[source].indices(numbers[mine], self._seed)
+                found.update((chunk[mine][np.isin(indices, holding)] // cuts).tolist())
+        return sorted(found)
 
-    def _sequences_with(self, source: int, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _sequences_with(self, samples: Samples, source: int, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sequences of a source, in the order of its files, that hold one of these documents."""
-        samples, own_documents, sequences = self.mixture.sources[source], self.documents[source], list[int]()
+        own_documents, sequences = self.documents[source], list[int]()
         if not len(documents):
             return documents
-        reads = Reads(None, blank=True)
+        stream, reads = samples._stream, Reads(None, blank=True)
         samples._stream = reads  # type: ignore[assignment]
         try:
             for sequence in range(samples.n_samples):
@@ -207,5 +208,5 @@ class Seen:
                 if any(np.searchsorted(documents, r.start) < np.searchsorted(documents, r.stop) for r in ranges):
                     sequences.append(sequence)
         finally:
-            samples._stream = self.reads[source]  # type: ignore[assignment]
+            samples._stream = stream
         return np.array(sequences, np.int64)

@@ -6,7 +6,6 @@ steps that see the documents that hold a text. The run's data must be where it w
 """
 
 import argparse
-import bisect
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -84,48 +83,53 @@ def _ranked(record: Record, seen: Seen, steps: range, device: torch.device, note
     notes += [*damaged, f"losses under {opened.source}"]
     rows = []
     for step in steps:
+        cuts = record.cuts(step)
         for sample in record.samples(step):
-            parts, losses = seen.parts(sample), _losses_of(opened.model, seen, sample, device)
+            parts, losses = seen.parts(sample, cuts), _losses_of(opened.model, seen, sample, cuts, device)
             rows += [Row(step, sample, part, loss) for part, loss in zip(parts, losses, strict=True)]
     return sorted(rows, key=lambda row: -math.inf if math.isnan(row.loss or 0.0) else row.loss or 0.0, reverse=True)
 
 
 @torch.no_grad()
-def _losses_of(model: Transformer, seen: Seen, sample: int, device: torch.device) -> list[float]:
+def _losses_of(model: Transformer, seen: Seen, sample: int, cuts: int, device: torch.device) -> list[float]:
     """The mean loss of each of `Seen.parts` of a sample; NaN where nothing of it is predicted.
 
     In a causal sample each part has its own loss, in the context that it had in training. A sample of span corruption
     or pairs has one loss, which all of its parts share.
     """
-    row, documents, ranges = seen.draw(sample)
-    parts = [part for read in ranges for part in documents.parts(read)]
-    targets = torch.cat([_targets_of(part, row, ranges) for part in parts]) if seen.causal else row.targets
+    rows, reads = seen.draw(sample, cuts)
+    at = [i for i, (documents, read) in enumerate(reads) for _ in documents.parts(read)]  # the read of each part
+    parts = [part for documents, read in reads for part in documents.parts(read)]
+    ranges = [read for _, read in reads]
+    each = [_targets_of(part, i, rows, ranges) for part, i in zip(parts, at, strict=True)]
+    targets = torch.cat(each) if seen.causal else rows.targets  # (parts rows, T)
     nats = []
-    for chunk in targets.split(_ROWS):
-        tokens, positions = (None if t is None else t.expand(len(chunk), -1) for t in (row.tokens, row.positions))
+    for i in range(0, len(targets), n := max(_ROWS // cuts, 1) * cuts):
+        chunk = targets[i : i + n]
+        tokens, positions = (
+            None if t is None else t.repeat(len(chunk) // cuts, 1) for t in (rows.tokens, rows.positions)
+        )
         assert tokens is not None
         nats += row_nats(model, MicroBatch(tokens, chunk, positions), device).tolist()
     counts = (targets != IGNORE).sum(dim=1).tolist()
-    losses = [total / n if n else math.nan for total, n in zip(nats, counts, strict=True)]
+    totals = [(sum(nats[i : i + cuts]), sum(counts[i : i + cuts])) for i in range(0, len(nats), cuts)]
+    losses = [total / n if n else math.nan for total, n in totals]
     return losses if seen.causal else losses * len(parts)
 
 
-def _targets_of(part: Part, row: MicroBatch, ranges: list[Range]) -> Tensor:
-    """The targets of a causal row, (1, T), with those that are not of this part masked."""
-    keep, column = np.zeros(row.targets.shape[1], np.bool_), 0
-    for first, end in ranges:  # a read of n tokens gives n - 1 inputs and their targets
-        low, high = max(part.begin, first + 1), min(part.stop, end)
-        if first <= part.begin < end and low < high:
-            keep[column + low - first - 1 : column + high - first - 1] = True
-        column += end - first - 1
-    return torch.where(torch.from_numpy(keep), row.targets, IGNORE)
+def _targets_of(part: Part, at: int, rows: MicroBatch, ranges: list[Range]) -> Tensor:
+    """The targets (rows, T) of a causal sample, with those that are not of this part, of read `at`, masked."""
+    keep = np.zeros(rows.targets.numel(), np.bool_)
+    column = sum(end - first - 1 for first, end in ranges[:at])  # a read of n tokens gives n - 1 inputs and targets
+    first, end = ranges[at]
+    low, high = max(part.begin, first + 1), min(part.stop, end)
+    if low < high:
+        keep[column + low - first - 1 : column + high - first - 1] = True
+    return torch.where(torch.from_numpy(keep).view_as(rows.targets), rows.targets, IGNORE)
 
 
 def _rows_with_text(record: Record, seen: Seen, steps: range, text: str, notes: list[str]) -> list[Row]:
     """The rows of documents that hold a text."""
-    segments = record.within(steps)
-    starts = [record.samples(max(segment.first, steps.start)).start for segment in segments]
-    samples = range(starts[0], record.samples(steps.stop - 1).stop)
     documents = {number: source.holding(text) for number, source in enumerate(seen.documents)}
     held_out = sum(len(Documents(source, "val").holding(text)) for source in record.data.sources)
     notes.append(
@@ -133,13 +137,18 @@ def _rows_with_text(record: Record, seen: Seen, steps: range, text: str, notes: 
         "no step sees, for validation"
     )
     rows = []
-    for sample in seen.samples_with(documents, samples).tolist():
-        segment = segments[bisect.bisect_right(starts, sample) - 1]
-        step = segment.first + (sample - segment.start) // segment.size
-        if step > segment.last:
-            continue  # skipped
-        source = int(seen.mixture.interleave.locate(np.array([sample]))[0][0])
-        rows += [Row(step, sample, part) for part in seen.parts(sample) if part.document in documents[source]]
+    held = {
+        (source.name, int(number))
+        for source, numbers in zip(seen.documents, documents.values(), strict=True)
+        for number in numbers
+    }
+    for segment in record.within(steps):
+        first, last = max(segment.first, steps.start), min(segment.last, steps.stop - 1)
+        samples = range(record.samples(first).start, record.samples(last).stop)
+        for sample in seen.samples_with(documents, samples, segment.cuts):
+            step = first + (sample - samples.start) // segment.size
+            parts = seen.parts(sample, segment.cuts)
+            rows += [Row(step, sample, part) for part in parts if (part.source, part.document) in held]
     return rows
 
 
@@ -180,6 +189,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.samples and (options.step is not None or options.find is not None or not 0 <= first < end):
         raise ConfigError("--samples needs the first sample and the one after the last, without --step and --find")
     record = read_record(options.run)
+    if options.samples and record.config.train.seq_len_schedule:
+        raise ConfigError(
+            "--samples: the sequences of a sample depend on its step, by train.seq_len_schedule; use --step"
+        )
     steps = range(0) if options.samples else _steps(options, record)
     _require_few(end - first if options.samples else record.n_samples(steps), options)
     seen = Seen(record.data, record.config)
@@ -197,7 +210,8 @@ def _run(options: argparse.Namespace) -> int:
         cuda = options.device != "cpu" and torch.cuda.is_available()
         rows = _ranked(record, seen, steps, torch.device("cuda" if cuda else "cpu"), notes)
     else:
-        rows = [Row(n, sample, part) for n in steps for sample in record.samples(n) for part in seen.parts(sample)]
+        of_steps = [(n, sample, record.cuts(n)) for n in steps for sample in record.samples(n)]
+        rows = [Row(n, sample, part) for n, sample, cuts in of_steps for part in seen.parts(sample, cuts)]
     _print(options, record, steps, rows, notes)
     if options.json:
         _write(options, record, steps, rows, notes)
