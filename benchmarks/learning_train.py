@@ -134,7 +134,7 @@ def per_layer_embeddings() -> None:
         return x + self.gate_norm(self.w2_gate(F.gelu(self.gate(x), approximate="tanh") * own))
 
     llama.Llama.__init__, llama.Llama.inputs = with_table, looked_up  # type: ignore[method-assign]
-    llama.TransformerBlock.__init__, llama.TransformerBlock.forward = with_gate, gated  # type: ignore[method-assign]
+    llama.TransformerBlock.__init__, llama.TransformerBlock.forward = with_gate, gated  # type: ignore[method-assign, assignment]
 
 
 def value_embeddings() -> None:

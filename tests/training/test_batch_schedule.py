@@ -57,7 +57,10 @@ def test_shorter_sequences_are_those_of_a_run_of_that_length(text: Path, tmp_pat
     plain = {**PLAIN, "train__global_batch_size": 3, "train__seq_len": 32, "train__micro_batch_size": 1}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="quarters", **(plain | {"train__steps": 3})), *QUARTERS))
     run = tmp_path / "run"
-    command = [*tiny(text, tmp_path, run__name="run", **plain), "--train.seq_len_schedule=[[0, 8], [3, 16], [6, 32]]"]
+    command = [
+        *tiny(text, tmp_path, run__name="run", **plain),
+        "--train.seq_len_schedule=[[0, 8], [0.375, 16], [0.75, 32]]",
+    ]
     assert "shorter ones at first" in succeeded(ranks(2, *command))
     by_hand = losses(tmp_path / "quarters")
     assert {step: losses(run)[step][0] for step in by_hand} == pytest.approx(
@@ -69,7 +72,7 @@ def test_shorter_sequences_are_those_of_a_run_of_that_length(text: Path, tmp_pat
     forget_after(run, 4)
     assert "resumed after step 4" in succeeded(ranks(2, *command))
     assert_same_end(run, tmp_path / "straight", 8)
-    refused = ranks(1, *command, "--train.steps=9", "--train.seq_len_schedule=[[3, 16]]")
+    refused = ranks(1, *command, "--train.steps=9", "--train.seq_len_schedule=[[0.3, 16]]")
     assert refused.returncode == 2
     assert "train.seq_len_schedule" in refused.stderr
 
@@ -102,7 +105,9 @@ def test_what_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
         ([[0, 48]], {}, "48 tokens do not divide train.seq_len = 256; 32 works"),
         ([[0, 512]], {}, "512 tokens do not divide train.seq_len = 256; 256 works"),
         ([[0, 64]], {"data.packing": "best_fit"}, 'data.packing = "best_fit" has sequences of one length'),
-        ([[5, 64], [5, 32]], {}, "by rising steps"),
+        ([[0.5, 64], [0.5, 32]], {}, "by rising shares"),
+        ([[0, 64], [300, 256]], {}, "pairs of a share of the steps, from 0 to 1"),
+        ([[0, 6.5]], {}, "and a length"),
     ],
 )
 def test_lengths_that_do_not_fit(value: list[list[int]], more: dict[str, Any], says: str) -> None:

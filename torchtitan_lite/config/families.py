@@ -58,6 +58,13 @@ LLAMA: dict[str, dict[str, Any]] = {
 }
 
 
+RESFORMER: dict[str, dict[str, Any]] = {
+    "1M": LLAMA["1M"],
+    "3M": LLAMA["3M"] | {"qk_norm": True},
+    "15M": LLAMA["15M"] | {"qk_norm": True},
+}
+
+
 MISTRAL: dict[str, dict[str, Any]] = {
     "1M": _llama(128, 4, 4, 2, 384) | {"window": 64},
     "7B": _llama(4096, 32, 32, 8, 14336) | {"window": 4096},  # v0.1
@@ -151,6 +158,13 @@ FAMILIES: dict[str, Family] = {
             *(*_ROTARY, "qk_norm", "qkv_bias", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"),
             *("rope_original_max_seq_len", "mup_base_dim", "window", "layer_pattern"),
         ),
+        hidden_dim=(8, 3, 64),
+        fused_functions=True,
+    ),
+    "resformer": Family(
+        "torchtitan_lite.models.resformer:ResFormer",
+        RESFORMER,
+        keys=(*_ROTARY, "qk_norm"),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
     ),

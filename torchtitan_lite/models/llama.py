@@ -34,13 +34,22 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); cos and sin are (T, E) or (B, T, E), float32"""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KeysValues | None = None,
+        mask: Any = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D); cos and sin are (T, E) or (B, T, E), float32; `added` to the values, (B, T, K, E)"""
         q = self.normed_heads(self.wq(x), self.q_norm)  # (B, T, H, E)
         q = self.rotate(q, cos, sin) if self.rotates else q
         k = self.normed_heads(self.wk(x), self.k_norm)  # (B, T, K, E)
         k = self.rotate(k, cos, sin) if self.rotates else k
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        v = v if added is None else v + added
         if cache is not None:
             k, v = cache.extend(k, v)
         return self.wo(self.attend(q, k, v, mask, 0.0, self.window).flatten(2))

@@ -75,7 +75,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     for name in names:
         parameter = model.get_parameter(name)
         decay, factor = config.weight_decay if parameter.ndim > 1 else 0.0, 1.0
-        if config.name == "muon" and name == "tok_embeddings.weight" and "output.weight" in untied:
+        embeds = name == "value_embeddings.weight" or (name == "tok_embeddings.weight" and "output.weight" in untied)
+        if config.name == "muon" and embeds:
             factor = config.muon_embedding_lr_factor
         i = first_match(name, patterns)
         if i is not None:

@@ -44,8 +44,9 @@ class ModelConfig(Section):
 
     family: FamilyName = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
-mistral: llama with windows; smollm3: llama with layers that have no positions; olmo2, olmo3: norms after the \
-sublayers; gemma3: norms before and after them; qwen3_moe, olmoe: experts; t5: encoder and decoder"""
+resformer: llama with value embeddings; mistral: llama with windows; smollm3: llama with layers that have no \
+positions; olmo2, olmo3: norms after the sublayers; gemma3: norms before and after them; qwen3_moe, olmoe: experts; \
+t5: encoder and decoder"""
     size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False, keeps=True)] = "1M"
     """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
@@ -91,7 +92,7 @@ train.router_bias_rate"""
     norm_eps: PositiveFloat = 1e-5
     """epsilon of the norms"""
     qk_norm: bool = False
-    """llama: normalize queries and keys (Qwen3)"""
+    """llama, resformer: normalize queries and keys (Qwen3)"""
     qkv_bias: bool = False
     """llama: biases of queries, keys and values (Qwen2)"""
     rope_theta: PositiveFloat = 1e4

@@ -24,15 +24,18 @@ if TYPE_CHECKING:
     from torchtitan_lite.config.schema import Config
 
 
-def _by_step(value: list[list[int]]) -> list[list[int]]:
+def _batch_schedule(value: list[list[int]]) -> list[list[int]]:
     steps = [pair[0] for pair in value if len(pair) == 2 and pair[0] >= 0 < pair[1] < 2**31]
     if len(steps) < len(value) or any(a >= b for a, b in itertools.pairwise(steps)):
-        raise ValueError("should be pairs of a step and a size, by rising steps")
+        raise ValueError("should be pairs of a step and a batch size, by rising steps")
     return value
 
 
-def _at(step: int, schedule: list[list[int]], otherwise: int) -> int:
-    return next((size for after, size in reversed(schedule) if after < step), otherwise)
+def _seq_len_schedule(value: list[list[float]]) -> list[list[float]]:
+    shares = [pair[0] for pair in value if len(pair) == 2 and 0 <= pair[0] < 1 <= pair[1] and pair[1] == int(pair[1])]
+    if len(shares) < len(value) or any(a >= b for a, b in itertools.pairwise(shares)):
+        raise ValueError("should be pairs of a share of the steps, from 0 to 1, and a length, by rising shares")
+    return value
 
 
 _BEFORE_THE_SCHEDULE = UsedIf(
@@ -78,15 +81,15 @@ up; 0: use steps"""
     """sequences per rank in one forward and backward"""
     global_batch_size: Annotated[Size, ASKS, _BEFORE_THE_SCHEDULE] = 8
     """sequences per optimizer step, over all ranks; determines gradient accumulation"""
-    batch_schedule: Annotated[list[list[int]], ASKS, AfterValidator(_by_step)] = Field(
+    batch_schedule: Annotated[list[list[int]], ASKS, AfterValidator(_batch_schedule)] = Field(
         default=[], examples=[[[0, 16], [1000, 64]]]
     )
     """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
-    seq_len_schedule: Annotated[list[list[int]], ASKS, AfterValidator(_by_step)] = Field(
-        default=[], examples=[[[0, 64], [400, 256]]]
+    seq_len_schedule: Annotated[list[list[float]], ASKS, AfterValidator(_seq_len_schedule)] = Field(
+        default=[], examples=[[[0, 64], [0.8, 256]]]
     )
-    """shorter sequences by step, drawn from all of the text, and as many tokens per step: with seq_len = 256, \
-[[0, 64], [400, 256]] cuts each sequence of a batch into four of 64 tokens until step 400"""
+    """shorter sequences at first, by share of the steps: with seq_len = 256, [[0, 64], [0.8, 256]] replaces each \
+sequence by four of 64 tokens, drawn from all of the text, in the first 80 % of the steps"""
     z_loss: Annotated[NonNegativeFloat, ASKS] = 0.0
     """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
     router_aux_loss: Annotated[NonNegativeFloat, ASKS, _ROUTING] = 0.01
@@ -103,11 +106,16 @@ losses exclude it"""
 
     def batch_size(self, step: int) -> int:
         """Sequences of a step (1-based), over all ranks."""
-        return _at(step, self.batch_schedule, self.global_batch_size)
+        return next((size for after, size in reversed(self.batch_schedule) if after < step), self.global_batch_size)
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """The changes of seq_len_schedule: a step after which sequences have a length."""
+        return [(int(share * self.steps), int(length)) for share, length in self.seq_len_schedule]
 
     def parts(self, step: int) -> int:
         """How many shorter sequences take the place of each sequence of a step (1-based)."""
-        return self.seq_len // _at(step, self.seq_len_schedule, self.seq_len)
+        return self.seq_len // next((n for after, n in reversed(self.lengths) if after < step), self.seq_len)
 
     @property
     def samples(self) -> int:
@@ -146,7 +154,7 @@ def rules(config: "Config", machine: Machine) -> Rules:
             f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
             f"model.max_seq_len = {train.seq_len} works",
         )
-    for _, length in train.seq_len_schedule:
+    for _, length in train.lengths:
         if length > train.seq_len or train.seq_len % length:
             fits = max(n for n in range(1, min(length, train.seq_len) + 1) if train.seq_len % n == 0)
             yield (

@@ -20,7 +20,7 @@ from torchtitan_lite.monitoring import records
 from torchtitan_lite.tools.load_model import require_same_data
 from torchtitan_lite.training.start import prepared
 
-_SIZES = "global_batch_size", "batch_schedule", "seq_len_schedule"
+_SIZES = "global_batch_size", "batch_schedule", "seq_len_schedule", "steps"
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _segments(
         before = {name: changed[f"train.{name}"][0] for name in _SIZES if f"train.{name}" in changed}
         trains.insert(0, TrainConfig.model_validate(trains[0].model_dump() | before))
     afters = [0, *(after for after, _ in changes)]
-    schedules = (after for one in trains for after, _ in (*one.batch_schedule, *one.seq_len_schedule))
+    schedules = (after for one in trains for after, _ in (*one.batch_schedule, *one.lengths))
     ends = {n_steps, *known, *(after for after, *_ in jumps), *afters, *schedules}
     made = max([*known, *(after for after, *_ in jumps)])
     segments: list[Segment] = []
