@@ -112,11 +112,10 @@ def per_layer_embeddings() -> None:
         build(self, config, vocab_size)
         self.value_embeddings = torch.nn.Embedding(vocab_size, config.n_layers * wide)
         self.from_tokens = torch.nn.Linear(config.dim, config.n_layers * wide, bias=False)
-        self.from_tokens_norm = torch.nn.RMSNorm(wide, config.norm_eps)
 
     def looked_up(self: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         x, *tables = inputs(self, tokens, positions)
-        context = self.from_tokens_norm(self.from_tokens(x).unflatten(-1, (-1, wide)))
+        context = F.rms_norm(self.from_tokens(x).unflatten(-1, (-1, wide)), (wide,))
         own = self.value_embeddings(tokens).unflatten(-1, (-1, wide)) * wide**0.5
         found["inputs"] = (context + own) * 2**-0.5
         return x, *tables

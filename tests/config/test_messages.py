@@ -56,7 +56,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--model.size=9M"], "no such size of llama; known: 1M"),
         (
             ["--model.family=gpt", "--model.rope_theta=5e5"],
-            'has no effect without model.family = "llama", "mistral", ',
+            'has no effect without model.family = "llama", "resformer", ',
         ),
         (["--model.dropout=0.1"], 'has no effect without model.family = "gpt"'),
         (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
