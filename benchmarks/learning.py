@@ -1,31 +1,25 @@
 """What a token teaches: `python -m benchmarks.learning STAGE [--out DIR]` searches for the best default recipe.
 
-    screen     every candidate at the default experiment (1.8 M parameters, 1,024,000 tokens), one seed
-    blocks     the best of the optimizer's settings with two blocks instead of four, and changes to that
-    survivors  the best candidates of the same length of sequences, three seeds
-    defaults   the former and the present default on the held-out text of the default split, three seeds, and the
-               present one with a part of its tokens
-    larger     Muon, and AdamW at five rates, with a model of 5 M parameters
-    widths     rates of models of three widths, with and without model.mup_base_dim
-    recipes    the present default against those of nanoGPT, litgpt and Hugging Face Trainer after 60, 120 and 300 s
-    peers      nanochat's and nanoGPT's own code (--nanochat, --nanogpt: clones) in the time of the present default
-    peers-larger  nanochat's models of 5 to 10 M parameters in ten minutes of two cores
-    table      print what is known, and plot it
+    search        changes to the default recipe, one at a time, on 819,200 tokens, one seed
+    defaults      the default recipe, and with model.family = "resformer": cost, and the held-out text, three seeds
+    peers         nanochat's and nanoGPT's own code (--nanochat, --nanogpt: clones), in the time of the former default
+    larger        the recipe with 7 M parameters, ten minutes of two cores, and nanochat in that time
+    widths        rates of models of three widths, with and without model.mup_base_dim
+    table         print what is known, and plot it
 
 Results are appended to benchmarks/learning.jsonl, and a stage runs only what is not there: a search can be stopped at
-any time, and `table` prints those of docs/lab without training. Each run is one process with one thread, and
-two run at a time.
+any time. `table` also prints the results of former stages, which this file can no longer run. Each run is one process
+with one thread, and two run at a time.
 
-Scores are bits per byte of the raw text, over whole documents. The search trains without the tenth of the documents
-with the lowest hashes, and is scored on the upper half of those. The lower half is the held-out text of the default
-split, which only `defaults` and the last part of `recipes` read. Seconds are processor time of one core, without the
-start of the process and without scoring; "60 s" is 120 of them, as on two cores.
+Scores are bits per byte of the raw text, over whole documents, in windows of 256 tokens. The search trains without the
+tenth of the documents with the lowest hashes, and is scored on the upper half of those. The lower half is the held-out
+text of the default split, which only stages with "final" in their name read. Seconds are processor time of one core,
+without the start of the process and without scoring.
 """
 
 import argparse
 import concurrent.futures
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -35,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,154 +39,115 @@ from benchmarks.machine import cpu
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "learning.jsonl"
-TOKENS = 250 * 16 * 256  # of the default experiment
+FORMER_TOKENS = 1_024_000  # of the default of 0.2
 WORKERS = 2
 _lock = threading.Lock()
 
+HELD_OUT, UNSCORED = "held out", "unscored"
+Job = tuple[str, dict[str, Any], int]  # name, options, seed
 
-def recipe(batch: int = 16, *, tokens: int = TOKENS, seq_len: int = 256, **keys: Any) -> dict[str, Any]:
+# every key of the recipe is named, so that a result keeps its meaning if a default changes
+STACK: dict[str, Any] = {
+    **{"model.dim": 128, "model.n_layers": 2, "model.n_heads": 2, "model.n_kv_heads": 2, "model.hidden_dim": 384},
+    **{"model.qk_norm": "true", "optim.name": "muon", "optim.lr": 8e-3, "optim.muon_momentum": 0.9},
+    **{"optim.betas": "[0.9, 0.99]", "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1, "optim.groups": "[]"},
+    **{"optim.muon_embedding_lr_factor": 3.0, "train.seq_len_schedule": "[[0, 64], [0.8, 256]]"},
+}
+FORMER: dict[str, Any] = {  # the default of 0.2
+    **{"model.qk_norm": "true", "optim.name": "muon", "optim.lr": 4e-3, "optim.schedule": "cosine"},
+    **{"optim.min_lr_ratio": 0.1, "optim.muon_embedding_lr_factor": 3.0, "model.n_layers": 4, "model.n_heads": 4},
+    **{"model.n_kv_heads": 2, "optim.muon_momentum": 0.95, "optim.betas": "[0.9, 0.95]"},
+}
+
+
+def run(tokens: int, keys: dict[str, Any], *, batch: int = 8, seq_len: int = 256) -> dict[str, Any]:
     """The options of a run of `tokens` tokens, `batch` sequences a step."""
-    found: dict[str, Any] = {
+    return {
         "train.steps": tokens // (batch * seq_len),
         "train.seq_len": seq_len,
         "train.global_batch_size": batch,
         "train.micro_batch_size": min(batch, 2048 // seq_len),
-    }
-    return found | {key.replace("__", "."): value for key, value in keys.items()}
+    } | keys
 
 
-# what the repository's defaults have changed since is named, so that a result keeps its meaning
-ADAMW: dict[str, Any] = {
-    "model__qk_norm": "false",
-    "optim__name": "adamw",
-    "optim__lr": 4e-3,
-    "optim__schedule": "cosine",
-    "optim__min_lr_ratio": 0.1,
-}
-MUON: dict[str, Any] = ADAMW | {"optim__name": "muon", "optim__muon_embedding_lr_factor": 1.0}
-TO_ZERO: dict[str, Any] = {"optim__schedule": "linear", "optim__min_lr_ratio": 0.0}
+def changed(tokens: int, batch: int = 8, **keys: Any) -> dict[str, Any]:
+    """The recipe with other values."""
+    return run(tokens, STACK | {key.replace("__", "."): value for key, value in keys.items()}, batch=batch)
 
+
+SEARCH_TOKENS = 400 * 2048
 HEAD = '[{match="output*", lr_factor=2.0}]'
-BLOCKS = '[{match="layers.*", lr_factor=2.0}]'
-BOTH: dict[str, Any] = {"optim__muon_embedding_lr_factor": 3.0, "model__qk_norm": "true"}
+WHOLE: dict[str, Any] = {"train__seq_len_schedule": "[]"}  # 256 tokens throughout
+DOUBLE: dict[str, Any] = {"optim__groups": HEAD}  # the head at twice the rate
+WITH_TABLE = '[{match="output*", lr_factor=2.0}, {match="value_embeddings*", lr_factor=3.0}]'
 
 
-def best(batch: int = 8, **keys: Any) -> dict[str, Any]:
-    """Muon with 8 sequences a step, and changes. The candidates below differ from it in what their name says."""
-    return recipe(batch, **(MUON | keys))
+def first(batch: int = 8, **keys: Any) -> dict[str, Any]:
+    """What the search began with: heads of 32, sequences of one length, the head at twice the rate."""
+    return changed(SEARCH_TOKENS, batch, **({"model__n_heads": 4} | WHOLE | DOUBLE | keys))
+
+
+def wide_heads(batch: int = 8, **keys: Any) -> dict[str, Any]:
+    """The same with two heads of 64."""
+    return changed(SEARCH_TOKENS, batch, **(WHOLE | DOUBLE | keys))
+
+
+def short_first(**keys: Any) -> dict[str, Any]:
+    """And sequences of 64 tokens in 80 % of the steps."""
+    return changed(SEARCH_TOKENS, **(DOUBLE | keys))
 
 
 CANDIDATES: dict[str, dict[str, Any]] = {
-    "adamw (default of 0.2)": recipe(**ADAMW),
-    "muon": recipe(**MUON),
-    "muon, batch 8": recipe(8, **MUON),
-    "muon, batch 8, linear to zero": best(**TO_ZERO),
-    "muon, batch 4, linear to zero": best(4, **TO_ZERO),
-    "adamw, batch 8, linear to zero": recipe(8, **(ADAMW | TO_ZERO)),
-    "muon, batch 4": best(4),
-    "rate 8e-3": best(optim__lr=8e-3),
-    "rate 1.6e-2": best(optim__lr=1.6e-2),
-    "blocks at twice the rate": best(optim__groups=BLOCKS),
-    "embeddings at three times the rate": best(optim__muon_embedding_lr_factor=3.0),
-    "queries and keys normalised": best(model__qk_norm="true"),
-    "both of these": best(**BOTH),
-    "both, blocks at twice the rate": best(optim__groups=BLOCKS, **BOTH),
-    "both, residual projections begin at 1/100": best(variant="small_residual", **BOTH),
-    "both, sequences of 128, batch 16": best(16, seq_len=128, **BOTH),
-    "both, embeddings at six times the rate": best(**(BOTH | {"optim__muon_embedding_lr_factor": 6.0})),
-    "both, head at twice the rate": best(optim__groups=HEAD, **BOTH),
-    "both, blocks at 0.7 of the rate": best(optim__groups=BLOCKS.replace("2.0", "0.7"), **BOTH),
-    "both, vocabulary of 2,048": best(tokenizer__vocab_size=2048, **BOTH),
-    "both, head begins 1/20 as large": best(variant="small_head", **BOTH),
-    "both, ReLU^2": best(variant="relu2", **BOTH),
-    "both, softcap of 15": best(variant="softcap", speed__chunked_loss="false", **BOTH),
-    "both, momentum 0.9": best(optim__muon_momentum=0.9, **BOTH),
-    "both, betas 0.9, 0.99": best(optim__betas="[0.9, 0.99]", **BOTH),
-    "both, momentum 0.9 and betas 0.9, 0.99": best(optim__muon_momentum=0.9, optim__betas="[0.9, 0.99]", **BOTH),
-    "both, no weight decay": best(optim__weight_decay=0.0, **BOTH),
-    "both, cautious weight decay": best(optim__muon_cautious_decay="true", **BOTH),
-    "both, NorMuon": best(variant="normuon", **BOTH),
-}
-
-# two blocks instead of four, with the best of the optimizer's settings above, at more tokens in less time
-TWO: dict[str, Any] = BOTH | {"model__n_layers": 2, "optim__muon_momentum": 0.9, "optim__betas": "[0.9, 0.99]"}
-THREE: dict[str, Any] = TWO | {
-    **{"optim__groups": HEAD, "optim__muon_embedding_lr_factor": 6.0, "variant": "small_residual"}
-}
-TWO_TOKENS = 600 * 8 * 256
-
-
-def two(batch: int = 8, tokens: int = TWO_TOKENS, **keys: Any) -> dict[str, Any]:
-    """A run with two blocks."""
-    return best(batch, tokens=tokens, **(TWO | keys))
-
-
-RATE_8: dict[str, Any] = {"optim__lr": 8e-3}
-TWO_BLOCKS: dict[str, dict[str, Any]] = {
-    "two blocks": two(),
-    "head at twice the rate": two(optim__groups=HEAD),
-    "embeddings at six times the rate": two(optim__muon_embedding_lr_factor=6.0),
-    "rate 6e-3": two(optim__lr=6e-3),
-    "rate 8e-3": two(**RATE_8),
-    "rate 6e-3, head at twice that": two(optim__lr=6e-3, optim__groups=HEAD),
-    "sequences of 128, batch 16": two(16, seq_len=128),
-    "sequences of 128, batch 16, rate 8e-3": two(16, seq_len=128, **RATE_8),
-    "the same, tied": two(16, seq_len=128, model__tie_embeddings="true", **RATE_8),
-    "the same, vocabulary of 2,048, 1.4 times the tokens": two(
-        16, tokens=840 * 2048, seq_len=128, tokenizer__vocab_size=2048, **RATE_8
+    "4 heads of 32": first(),
+    "4 heads of 32, bfloat16": first(fsdp__param_dtype="bfloat16"),
+    "4 heads of 32, constant, then linear to zero over 60 %": first(
+        optim__schedule="wsd", optim__decay_ratio=0.6, optim__min_lr_ratio=0.0
     ),
-    "sequences of 128, batch 8, rate 6e-3, head at twice that": two(8, seq_len=128, optim__lr=6e-3, optim__groups=HEAD),
-    "head twice, embeddings six times, residual projections begin at 1/100": two(**THREE),
-    "these three, rate 6e-3": two(optim__lr=6e-3, **THREE),
-    "these three, batch 4": two(4, **THREE),
-    "these three, sequences of 128, batch 16": two(16, seq_len=128, **THREE),
-    "these three, linear to zero": two(**TO_ZERO, **THREE),
-}
-
-_SURVIVORS = "both of these", "both, momentum 0.9", "both, momentum 0.9 and betas 0.9, 0.99"
-SURVIVORS = {name: [(name, CANDIDATES[name], seed) for seed in range(3)] for name in _SURVIVORS}
-
-LARGER: dict[str, Any] = {"model__size": "3M", "model__qk_norm": "true"}  # 5.0 M with this vocabulary
-LARGER_TOKENS = TOKENS // 2
-
-
-def larger(tokens: int = LARGER_TOKENS, **keys: Any) -> dict[str, Any]:
-    """A run of the larger model with 8 sequences a step."""
-    return recipe(8, tokens=tokens, **(ADAMW | keys | LARGER))
-
-
-_MUON: dict[str, Any] = {"optim__name": "muon", "optim__muon_embedding_lr_factor": 3.0}
-LARGER_JOBS: dict[str, dict[str, Any]] = {
-    "adamw, rate 4e-3": larger(),
-    "muon, 75 % of the steps": larger(LARGER_TOKENS * 3 // 4, **_MUON),
-    "adamw, rate 2e-3": larger(optim__lr=2e-3),
-    "adamw, rate 8e-3": larger(optim__lr=8e-3),
-    "muon": larger(**_MUON),
-    "adamw, rate 1e-3": larger(optim__lr=1e-3),
-    "adamw, rate 5e-4": larger(optim__lr=5e-4),
-    "muon, 50 % of the steps": larger(LARGER_TOKENS // 2, **_MUON),
+    "4 heads of 32, value embeddings": first(variant="value_embeddings", optim__groups=WITH_TABLE),
+    "4 heads of 32, each with keys of its own": first(model__n_kv_heads=4),
+    "4 heads of 32, feed-forward of 512": first(model__hidden_dim=512),
+    "4 heads of 32, rate 1.2e-2": first(optim__lr=1.2e-2),
+    "2 heads of 64": wide_heads(),
+    "2 heads of 64, value embeddings": wide_heads(variant="value_embeddings", optim__groups=WITH_TABLE),
+    "2 heads of 64, no clipping": wide_heads(optim__max_norm="inf"),
+    "2 heads of 64, momentum 0.85, betas 0.8, 0.99": wide_heads(optim__muon_momentum=0.85, optim__betas="[0.8, 0.99]"),
+    "2 heads of 64, 4 sequences a step": wide_heads(4),
+    "1 head of 128": wide_heads(model__n_heads=1, model__n_kv_heads=1),
+    "64, 128, then 256 tokens": wide_heads(train__seq_len_schedule="[[0, 64], [0.4, 128], [0.8, 256]]"),
+    "32, 64, 128, then 256 tokens": wide_heads(train__seq_len_schedule="[[0, 32], [0.25, 64], [0.5, 128], [0.8, 256]]"),
+    "64, then 256 tokens": short_first(),
+    "64, then 256 tokens, value embeddings": short_first(variant="value_embeddings", optim__groups=WITH_TABLE),
+    "64, then 256 tokens, per-layer embeddings": short_first(variant="per_layer_embeddings", optim__groups=WITH_TABLE),
+    "64, then 256 tokens, rate 6e-3": short_first(optim__lr=6e-3),
+    "64, then 256 tokens, embeddings at six times the rate": short_first(optim__muon_embedding_lr_factor=6.0),
+    "64, then 256 tokens, three blocks": short_first(model__n_layers=3),
+    "64, then 256 tokens, head at the common rate": short_first(optim__groups="[]"),
+    "64, then 256 tokens, head at the common rate, 6e-3": short_first(optim__groups="[]", optim__lr=6e-3),
+    "resformer, head at the common rate, 6e-3": short_first(
+        model__family="resformer", optim__groups="[]", optim__lr=6e-3
+    ),
 }
 
 
 def of_width(dim: int, rate: float, base: int) -> dict[str, Any]:
-    """A short run of the default experiment with a model of another width, scaled from `base` by muP (0: not)."""
-    keys = {"dim": dim, "n_layers": 4, "n_heads": dim // 32, "n_kv_heads": dim // 64, "hidden_dim": 3 * dim}
-    keys |= {"mup_base_dim": base, "max_seq_len": 256}
-    model = {f"model__{key}": value for key, value in keys.items()}
-    return best(tokens=153_600, optim__lr=rate, optim__warmup_steps=10, **model, **BOTH)
+    """A short run of the former default with a model of another width, scaled from `base` by muP (0: not)."""
+    keys: dict[str, Any] = {"dim": dim, "n_layers": 4, "n_heads": dim // 32, "n_kv_heads": dim // 64}
+    keys |= {"hidden_dim": 3 * dim, "mup_base_dim": base, "max_seq_len": 256}
+    model = {f"model.{key}": value for key, value in keys.items()}
+    return run(153_600, FORMER | {"optim.lr": rate, "optim.warmup_steps": 10} | model)
 
 
 RATES = 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2
 WIDTHS = [(dim, base) for dim in (64, 128, 256) for base in (128, 0) if (dim, base) != (128, 0)]
-WIDTH_JOBS = {
+WIDTH_JOBS: dict[tuple[int, int, float], Job] = {
     (dim, base, rate): (f"dim {dim}, {f'scaled from {base}' if base else 'not scaled'}", of_width(dim, rate, base), 0)
     for dim, base in WIDTHS
     for rate in RATES
 }
 
 
-HELD_OUT, UNSCORED = "held out", "unscored"
-Job = tuple[str, dict[str, Any], int]  # name, options, seed
+def _key(stage: str, name: str, options: dict[str, Any], seed: int) -> str:
+    return json.dumps([stage, name, options, seed], sort_keys=True)
 
 
 class Search:
@@ -216,12 +171,12 @@ class Search:
 
     def result(self, stage: str, name: str, options: dict[str, Any], seed: int) -> dict[str, Any] | None:
         """What is known of a job."""
-        return self.results.get(json.dumps([stage, name, options, seed]))
+        return self.results.get(_key(stage, name, options, seed))
 
     def _one(self, stage: str, name: str, options: dict[str, Any], seed: int) -> None:
         if self.result(stage, name, options, seed):
             return
-        key = json.dumps([stage, name, options, seed])
+        key = _key(stage, name, options, seed)
         digest = hashlib.sha256(key.encode()).hexdigest()[:8]  # a name stands for several rates and lengths
         folder = f"{stage}-{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{digest}"
         made = self._peer if "peer" in options else self._ours
@@ -316,97 +271,32 @@ def _cpu_seconds(command: list[str], log: Path) -> float:
     return used.ru_utime + used.ru_stime
 
 
-# --- against the recipes that people use --------------------------------------------------------------------------
-
-
-def nanogpt(rate: float, tokens: int) -> dict[str, Any]:
-    """nanoGPT's GPT with the batch of its CPU example and the AdamW of its small config, at this file's length."""
-    keys: dict[str, Any] = {"model__family": "gpt", "model__tie_embeddings": "true", "optim__betas": "[0.9, 0.99]"}
-    steps = tokens // (12 * 256)  # its 100 steps of warm-up are too many for the shortest runs
-    keys["optim__warmup_steps"] = min(100, steps // 10)
-    found = recipe(12, tokens=tokens, **(ADAMW | keys)) | {"optim.lr": rate, "train.micro_batch_size": 12}
-    del found["model.qk_norm"]  # of llama
-    return found
-
-
-def litgpt(rate: float, tokens: int) -> dict[str, Any]:
-    """litgpt's pretraining defaults. Its batch of 512 sequences would take five steps: it gets our former one."""
-    return recipe(16, tokens=tokens, **ADAMW) | {"optim.lr": rate}
-
-
-def hf_trainer(rate: float, tokens: int) -> dict[str, Any]:
-    """TrainingArguments' defaults with a Llama, whose initial values are all of deviation 0.02."""
-    keys: dict[str, Any] = {"optim__betas": "[0.9, 0.999]", "optim__weight_decay": 0.0, "optim__warmup_steps": 0}
-    return recipe(8, tokens=tokens, **(ADAMW | TO_ZERO | keys)) | {"optim.lr": rate, "variant": "plain_residual"}
-
-
-def default(rate: float, tokens: int) -> dict[str, Any]:
-    """The default of this repository."""
-    return best(tokens=tokens, **BOTH) | {"optim.lr": rate}
-
-
-SHORT = 122_880  # tokens of a run that measures what they cost
-RECIPES: dict[str, tuple[Callable[[float, int], dict[str, Any]], tuple[float, ...]]] = {
-    "torchtitan_lite": (default, (4e-3,)),
-    "nanoGPT": (nanogpt, (1e-3, 3e-3, 6e-3, 4e-4)),
-    "litgpt": (litgpt, (4e-4, 2e-3, 6e-3, 1.2e-2)),
-    "Hugging Face Trainer": (hf_trainer, (5e-5, 5e-4, 3e-3, 8e-3)),
-}
-SECONDS = 60, 120, 300  # of two cores
-DEFAULTS: list[Job] = [
-    *((f"default, {part} % of its steps", best(tokens=TOKENS * part // 100, **BOTH), 0) for part in (40, 50)),
-    *(job for seed in range(3) for job in (("default", best(**BOTH), seed), ("default of 0.2", recipe(**ADAMW), seed))),
-]
-
-
-def rate_jobs(search: Search) -> list[Job]:
-    """Every rate of every recipe, for the shortest time."""
-    return [
-        (name, make(rate, tokens_in(search, name, SECONDS[0])), 0)
-        for name, (make, rates) in RECIPES.items()
-        for rate in rates
-        if len(rates) > 1
-    ]
-
-
-def cost_jobs() -> list[Job]:
-    """Short runs in turn, which measure what a token costs."""
-    return [(name, make(rates[0], SHORT), seed) for seed in range(3) for name, (make, rates) in RECIPES.items()]
-
-
-def tokens_in(search: Search, name: str, seconds: int) -> int:
-    """How many tokens a recipe trains on in this time, rounded to three digits; 0 if it was not measured."""
-    costs = [one["seconds"] for job in cost_jobs() if job[0] == name and (one := search.result("cost", *job))]
-    return int(float(f"{WORKERS * seconds * SHORT / statistics.median(costs):.3g}")) if costs else 0
-
-
-def best_rate(search: Search, name: str) -> float:
-    """The rate of the lowest score on the search's text, or the first."""
-    make, rates = RECIPES[name]
-    found = {rate: search.result("rate", name, make(rate, tokens_in(search, name, SECONDS[0])), 0) for rate in rates}
-    scores = {rate: one["bits_per_byte"] for rate, one in found.items() if one}
-    return min(scores, key=scores.__getitem__, default=rates[0])
-
-
-def recipe_job(search: Search, name: str, seconds: int) -> Job:
-    """The run of a recipe that counts."""
-    return name, RECIPES[name][0](best_rate(search, name), tokens_in(search, name, seconds)), 0
-
-
-# --- against the programs themselves ------------------------------------------------------------------------------
+# --- our recipe, and the programs of others, in the same time ---------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A peer's model, and the rates to choose from."""
+class Program:
+    """A recipe or a peer's program, and the rates to choose from."""
 
     options: dict[str, Any]
     rates: tuple[float, ...]
     part: int = 4  # rates are chosen in 1/part of the time
 
+    @property
+    def ours(self) -> bool:
+        """Whether train.py runs it."""
+        return "peer" not in self.options
+
     def run(self, rate: float, tokens: int) -> dict[str, Any]:
-        """The options of a run. Compiled, a step costs less and computes the same, but compiling takes minutes."""
+        """The options of a run."""
+        if self.ours:
+            return run(tokens, self.options | {"optim.lr": rate})
         return self.options | {"rate": rate, "steps": tokens // (self.options["batch"] * 256), "compile": False}
+
+    def costs(self, tokens: int) -> list[dict[str, Any]]:
+        """Runs that measure what a token costs. Compiled, a peer's step costs less and computes the same."""
+        one = self.run(self.rates[min(1, len(self.rates) - 1)], tokens)
+        return [one] if self.ours else [one | {"compile": compiled} for compiled in (False, True)]
 
 
 def peer(name: str, depth: int, dim: int, heads: int, batch: int) -> dict[str, Any]:
@@ -416,136 +306,180 @@ def peer(name: str, depth: int, dim: int, heads: int, batch: int) -> dict[str, A
 
 
 NANOCHAT_RATES = 4.0, 8.0, 12.0, 16.0  # times those of base_train.py
-PEERS: dict[str, Peer] = {
-    "nanochat, 2 x 128, 8 sequences": Peer(peer("nanochat", 2, 128, 1, 8), NANOCHAT_RATES),
-    "nanochat, 2 x 128, 4 sequences": Peer(peer("nanochat", 2, 128, 1, 4), NANOCHAT_RATES),
-    "nanoGPT, 4 x 128, 12 sequences": Peer(peer("nanoGPT", 4, 128, 4, 12), (4e-4, 1e-3, 3e-3, 6e-3)),
+NANOCHAT = "nanochat, 2 x 128, 8 sequences"
+PEERS: dict[str, Program] = {
+    NANOCHAT: Program(peer("nanochat", 2, 128, 1, 8), NANOCHAT_RATES),
+    "nanochat, 2 x 128, 4 sequences": Program(peer("nanochat", 2, 128, 1, 4), NANOCHAT_RATES),
+    "nanoGPT, 4 x 128, 12 sequences": Program(peer("nanoGPT", 4, 128, 4, 12), (4e-4, 1e-3, 3e-3, 6e-3)),
 }
-LARGER_PEERS: dict[str, Peer] = {
-    "nanochat, 4 x 256, 8 sequences": Peer(peer("nanochat", 4, 256, 2, 8), NANOCHAT_RATES),
-    "nanochat, 2 x 384, 8 sequences": Peer(peer("nanochat", 2, 384, 3, 8), NANOCHAT_RATES),
+FORMER_DEFAULT = Program(FORMER, (4e-3,))
+RESFORMER: dict[str, Any] = {"model.family": "resformer"}
+OURS: dict[str, Program] = {"default": Program(STACK, (8e-3,)), "resformer": Program(STACK | RESFORMER, (8e-3,))}
+STEPS = 700  # of the default
+_WIDE: dict[str, Any] = {"model.dim": 384, "model.n_heads": 6, "model.n_kv_heads": 6, "model.hidden_dim": 1152}
+LARGER: dict[str, Program] = {
+    "default, 2 x 384": Program(STACK | _WIDE, (4e-3, 6e-3), 8),
+    "resformer, 2 x 384": Program(STACK | _WIDE | RESFORMER, (4e-3, 6e-3), 8),
+    "nanochat, 2 x 384": Program(peer("nanochat", 2, 384, 3, 8), (8.0, 12.0), 8),
 }
-PEER_SHORT = 61_440  # tokens of a run that measures what they cost
+SHORT = 61_440  # tokens of a run that measures what they cost
 LARGER_SECONDS = 1200.0  # ten minutes of two cores
 
 
-def peer_costs(peers: dict[str, Peer]) -> list[Job]:
-    """Short runs in turn, which measure what a token costs: the default, and each peer with and without compile."""
-    turn: list[tuple[str, dict[str, Any]]] = [("torchtitan_lite", default(4e-3, PEER_SHORT))]
-    for name, one in peers.items():
-        turn += [(name, one.run(one.rates[1], PEER_SHORT) | {"compile": compiled}) for compiled in (False, True)]
-    return [(name, options, seed) for seed in range(3) for name, options in turn]
+def cost_jobs(programs: dict[str, Program], tokens: int = SHORT, seeds: Iterable[int] = range(3)) -> list[Job]:
+    """Short runs of all programs in turn."""
+    return [(name, o, seed) for seed in seeds for name, one in programs.items() for o in one.costs(tokens)]
 
 
-def peer_seconds(search: Search, name: str, peers: dict[str, Peer]) -> float:
-    """The median processor time of a token, with or without compile: whichever costs less."""
+def cost(search: "Search", stage: str, jobs: Iterable[Job], name: str) -> float:
+    """The median processor time of a token, with or without compile: whichever costs less. NaN: not measured."""
     found: dict[bool, list[float]] = {}
-    for job in peer_costs(peers):
-        if job[0] == name and (one := search.result("peers cost", *job)):
-            found.setdefault(job[1].get("compile", False), []).append(one["seconds"] / PEER_SHORT)
+    for job in jobs:
+        if job[0] == name and (one := search.result(stage, *job)):
+            found.setdefault(job[1].get("compile", False), []).append(one["seconds"] / SHORT)
     return min(map(statistics.median, found.values()), default=math.nan)
 
 
-def peer_tokens(search: Search, name: str, peers: dict[str, Peer], budget: float, part: int = 1) -> int:
-    """How many tokens a peer trains on in this processor time (0: that of the present default), to three digits."""
-    whole = budget or peer_seconds(search, "torchtitan_lite", peers) * TOKENS
-    tokens = whole / part / peer_seconds(search, name, peers)
+def three_digits(tokens: float) -> int:
+    """Rounded, 0 if it is not known."""
     return 0 if math.isnan(tokens) else int(float(f"{tokens:.3g}"))
 
 
-def peer_rates(search: Search, peers: dict[str, Peer], budget: float) -> list[Job]:
-    """Every rate of every peer, in a part of the time."""
+def rate_jobs(programs: dict[str, Program], tokens: dict[str, int]) -> list[Job]:
+    """Every rate of every program, in a part of the time."""
     return [
-        (name, one.run(rate, peer_tokens(search, name, peers, budget, one.part)), 0)
-        for name, one in peers.items()
+        (name, one.run(rate, three_digits(tokens[name] / one.part)), 0)
+        for name, one in programs.items()
         for rate in one.rates
     ]
 
 
-def peer_finals(search: Search, peers: dict[str, Peer], budget: float) -> list[Job]:
-    """Three seeds of each peer at its best rate on the search's text."""
+def final_jobs(
+    search: "Search", stage: str, programs: dict[str, Program], tokens: dict[str, int], seeds: int = 3
+) -> list[Job]:
+    """Seeds of each program at its best rate on the search's text."""
     jobs: list[Job] = []
-    for name, one in peers.items():
-        found = {
-            options["rate"]: score["bits_per_byte"]
-            for job_name, options, seed in peer_rates(search, {name: one}, budget)
-            if (score := search.result("peers rate", job_name, options, seed))
-        }
+    for name, one in programs.items():
+        tried = dict(zip(one.rates, rate_jobs({name: one}, tokens), strict=True))
+        found = {r: score["bits_per_byte"] for r, job in tried.items() if (score := search.result(stage, *job))}
         if len(found) == len(one.rates):
             rate = min(found, key=found.__getitem__)
-            options = one.run(rate, peer_tokens(search, name, peers, budget))
-            jobs += [(name, options, seed) for seed in range(3)]
+            jobs += [(name, one.run(rate, tokens[name]), seed) for seed in range(seeds)]
     return jobs
 
 
-def peers_table(search: Search, peers: dict[str, Peer], budget: float) -> list[str]:
-    """The rates that were tried, and each peer at its best."""
-    lines = ["| program | rate | tokens | bits per byte of the search's text |", "|---|---:|---:|---:|"]
-    for name, options, seed in peer_rates(search, peers, budget):
-        if one := search.result("peers rate", name, options, seed):
-            tokens = options["steps"] * options["batch"] * 256
-            lines.append(f"| {name} | {options['rate']:g} | {tokens:,} | {one['bits_per_byte']:.4f} |")
-    lines += ["", "| program | parameters | tokens | core seconds | bits per byte, by seed | mean |"]
-    lines.append("|---|---:|---:|---:|---|---:|")
-    finals: dict[str, list[Job]] = {}
-    for job in peer_finals(search, peers, budget):
-        finals.setdefault(job[0], []).append(job)
-    for name, jobs in finals.items():
-        if found := [one for job in jobs if (one := search.result("peers final", *job))]:
-            bits, options = [one["bits_per_byte"] for one in found], jobs[0][1]
-            tokens = options["steps"] * options["batch"] * 256
-            seconds = tokens * peer_seconds(search, name, peers)
-            cells = f"{found[0]['parameters']:,}", f"{tokens:,}", f"{seconds:,.0f}", ", ".join(f"{b:.3f}" for b in bits)
-            lines.append(f"| {name} | {' | '.join(cells)} | {statistics.mean(bits):.3f} |")
-    return lines
+def former_seconds(search: "Search") -> float:
+    """The processor time of the former default, by the costs that were measured beside the peers."""
+    both = {"torchtitan_lite": FORMER_DEFAULT}
+    return cost(search, "peers cost", cost_jobs(both), "torchtitan_lite") * FORMER_TOKENS
+
+
+def peer_tokens(search: "Search") -> dict[str, int]:
+    """How many tokens each peer trains on in the former default's time."""
+    each = {name: cost(search, "peers cost", cost_jobs({name: one}), name) for name, one in PEERS.items()}
+    return {name: three_digits(former_seconds(search) / seconds) for name, seconds in each.items()}
+
+
+def larger_tokens(search: "Search") -> dict[str, int]:
+    """How many tokens each larger program trains on in its time."""
+    each = {name: cost(search, "larger cost", cost_jobs({name: one}), name) for name, one in LARGER.items()}
+    return {name: three_digits(LARGER_SECONDS / seconds) for name, seconds in each.items()}
+
+
+COST_SEEDS = range(3, 6)  # measured beside nanochat, whose seeds 0 to 2 were beside the former default
+BESIDE = {NANOCHAT: PEERS[NANOCHAT], **OURS}
+
+
+def default_jobs() -> list[Job]:
+    """The default and the resformer on the held-out text."""
+    return [(name, one.run(one.rates[0], STEPS * 2048), seed) for seed in range(3) for name, one in OURS.items()]
 
 
 # --- tables ---------------------------------------------------------------------------------------------------
 
 
-def screen_table(search: Search) -> list[str]:
-    """A row for each candidate with a result, best first."""
-    rows = [
-        (one["bits_per_byte"], name, one["seconds"])
-        for name, options in CANDIDATES.items()
-        if (one := search.result("screen", name, options, 0))
-    ]
-    lines = ["| candidate | bits per byte | seconds |", "|---|---:|---:|"]
-    return lines + [f"| {name} | {bits:.4f} | {seconds:,.0f} |" for bits, name, seconds in sorted(rows)]
-
-
-def two_blocks_table(search: Search) -> list[str]:
-    """The candidates with two blocks, best first, scored by windows of the length that they were trained with."""
-    rows = [
-        (one["bits_per_byte"], name, options["train.seq_len"], one["seconds"])
-        for name, options in TWO_BLOCKS.items()
-        if (one := search.result("two blocks", name, options, 0))
-    ]
-    lines = ["| with two blocks | window | bits per byte | seconds |", "|---|---:|---:|---:|"]
-    return lines + [f"| {name} | {n} | {bits:.4f} | {seconds:,.0f} |" for bits, name, n, seconds in sorted(rows)]
-
-
-def survivors_table(search: Search) -> list[str]:
-    """The mean over seeds, and each seed."""
-    lines = ["| candidate | bits per byte, by seed | mean |", "|---|---:|---:|"]
-    for name, jobs in SURVIVORS.items():
-        found = [one["bits_per_byte"] for job in jobs if (one := search.result("screen", *job))]
-        if found:
-            lines.append(f"| {name} | {', '.join(f'{bits:.4f}' for bits in found)} | {statistics.mean(found):.4f} |")
+def stored(search: "Search", stage: str) -> list[str]:
+    """All results of a stage, the best first: also of stages and jobs that are no longer here."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for key, one in search.results.items():
+        which, name, options, _ = json.loads(key)
+        if which == stage and "bits_per_byte" in one:
+            rows.setdefault((name, json.dumps(options)), []).append(one)
+    lines = [f"| {stage} | rate | tokens | bits per byte, by seed | mean | seconds |", "|---|---:|---:|---|---:|---:|"]
+    for (name, key), found in sorted(rows.items(), key=lambda row: statistics.mean(mean_of(row[1]))):
+        options, bits = json.loads(key), mean_of(found)
+        tokens = tokens_of(options)
+        rate = options.get("optim.lr", options.get("rate"))
+        seconds = statistics.mean(one["seconds"] for one in found)
+        cells = f"{rate:g}", f"{tokens:,}", ", ".join(f"{b:.4f}" for b in bits), f"{statistics.mean(bits):.4f}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {seconds:,.0f} |")
     return lines
 
 
-def larger_table(search: Search) -> list[str]:
-    """The runs of the larger model."""
-    lines = ["| 5 M parameters | steps | bits per byte | seconds |", "|---|---:|---:|---:|"]
-    for name, options in LARGER_JOBS.items():
-        if one := search.result("larger", name, options, 0):
-            row = name, f"{options['train.steps']:,}", f"{one['bits_per_byte']:.4f}", f"{one['seconds']:,.0f}"
-            lines.append(f"| {' | '.join(row)} |")
+def tokens_of(options: dict[str, Any]) -> int:
+    """The tokens that a run of ours or of a peer trains on."""
+    steps = options["steps"] if "peer" in options else options["train.steps"]
+    batch = options["batch"] if "peer" in options else options["train.global_batch_size"]
+    return int(steps * batch * options.get("train.seq_len", 256))
+
+
+def mean_of(rows: list[dict[str, Any]]) -> list[float]:
+    """Bits per byte of each seed."""
+    return [one["bits_per_byte"] for one in sorted(rows, key=lambda one: one["seed"])]
+
+
+def comparison(search: "Search") -> dict[str, tuple[int, float, list[dict[str, Any]]]]:
+    """Of each program in about the same time: tokens, core seconds, and results on the held-out text."""
+    found: dict[str, tuple[int, float, list[dict[str, Any]]]] = {}
+    tokens = peer_tokens(search)
+    here = {name: cost(search, "cost", cost_jobs(BESIDE, seeds=COST_SEEDS), name) for name in BESIDE}
+    then = {name: cost(search, "peers cost", cost_jobs({name: one}), name) for name, one in PEERS.items()}
+    scale = then[NANOCHAT] / here[NANOCHAT]  # to the seconds of the peers
+    for jobs, stage in ((final_jobs(search, "peers rate", PEERS, tokens), "peers final"), (default_jobs(), "final")):
+        for name, options, seed in jobs:
+            if one := search.result(stage, name, options, seed):
+                n = tokens_of(options)
+                seconds = n * (then[name] if name in then else here[name] * scale)
+                found.setdefault(name, (n, seconds, []))[2].append(one)
+    return found
+
+
+def paired(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[float, float]:
+    """Bits per byte of ours less those of theirs, means over seeds, and its standard error over documents."""
+    one, other = (
+        [statistics.mean(bits) for bits in zip(*(r["bits"] for r in rows), strict=True)] for rows in (ours, theirs)
+    )
+    sizes = ours[0]["bytes"]
+    total, n = sum(sizes), len(sizes)
+    difference = (sum(one) - sum(other)) / total
+    errors = sum((a - b - difference * size) ** 2 for a, b, size in zip(one, other, sizes, strict=True))
+    return difference, math.sqrt(errors * n / (n - 1)) / total
+
+
+def programs_table(found: dict[str, tuple[int, float, list[dict[str, Any]]]], against: str) -> list[str]:
+    """Each program, and its difference from `against` on the same documents."""
+    lines = ["| program | tokens | core seconds | bits per byte, by seed | mean | less nanochat, by document |"]
+    lines.append("|---|---:|---:|---|---:|---:|")
+    for name, (tokens, seconds, rows) in sorted(found.items(), key=lambda item: statistics.mean(mean_of(item[1][2]))):
+        bits, difference = mean_of(rows), ""
+        if name != against and against in found:
+            difference = "{:+.3f} +- {:.3f}".format(*paired(rows, found[against][2]))
+        cells = f"{tokens:,}", f"{seconds:,.0f}", ", ".join(f"{b:.3f}" for b in bits), f"{statistics.mean(bits):.3f}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {difference} |")
     return lines
 
 
-def widths_table(search: Search) -> list[str]:
+def larger_table(search: "Search") -> list[str]:
+    """The larger programs in ten minutes of two cores."""
+    found: dict[str, tuple[int, float, list[dict[str, Any]]]] = {}
+    tokens = larger_tokens(search)
+    for name, options, seed in final_jobs(search, "larger rate", LARGER, tokens, seeds=1):
+        if one := search.result("larger final", name, options, seed):
+            found.setdefault(name, (tokens[name], LARGER_SECONDS, []))[2].append(one)
+    return programs_table(found, "nanochat, 2 x 384")
+
+
+def widths_table(search: "Search") -> list[str]:
     """Bits per byte by rate for each width, and the best rate of a parabola through the best three."""
     lines = [f"| | {' | '.join(f'{rate:g}' for rate in RATES)} | best rate |", "|---|" + "---:|" * (len(RATES) + 1)]
     for dim, base in WIDTHS:
@@ -569,73 +503,32 @@ def lowest(found: dict[float, float]) -> str:
     return f"{math.exp(middle):.2g}"
 
 
-def defaults_table(search: Search) -> list[str]:
-    """Both defaults over seeds, and the present one on a part of its tokens."""
-    lines = ["| | tokens | bits per byte, by seed | mean | seconds |", "|---|---:|---:|---:|---:|"]
-    for name in dict.fromkeys(name for name, _, _ in DEFAULTS):
-        jobs = [job for job in DEFAULTS if job[0] == name]
-        found = [one for job in jobs if (one := search.result("final", *job))]
-        if found:
-            bits, cost = ([one[key] for one in found] for key in ("bits_per_byte", "seconds"))
-            options = jobs[0][1]
-            tokens = options["train.steps"] * options["train.global_batch_size"] * options["train.seq_len"]
-            each = ", ".join(f"{one:.3f}" for one in bits)
-            mean, seconds = statistics.mean(bits), statistics.mean(cost)
-            lines.append(f"| {name} | {tokens:,} | {each} | {mean:.3f} | {seconds:,.0f} |")
-    return lines
-
-
-def recipe_tables(search: Search) -> list[str]:
-    """The rates that were tried, and bits per byte after each time."""
-    lines = ["| recipe | rate | bits per byte of the search's text after 60 s |", "|---|---:|---:|"]
-    for name, options, seed in rate_jobs(search):
-        if one := search.result("rate", name, options, seed):
-            lines.append(f"| {name} | {options['optim.lr']:g} | {one['bits_per_byte']:.4f} |")
-    lines += ["", "| recipe | rate | tokens per second of a core | " + " | ".join(f"{n} s" for n in SECONDS) + " |"]
-    lines.append("|---|---:|---:|" + "---:|" * len(SECONDS))
-    for name in RECIPES:
-        found = [search.result("final", *recipe_job(search, name, n)) for n in SECONDS]
-        cells = [f"{one['bits_per_byte']:.3f} +- {one['stderr']:.3f}" if one else "" for one in found]
-        rate = tokens_in(search, name, 120) / (WORKERS * 120)
-        lines.append(f"| {name} | {best_rate(search, name):g} | {rate:,.0f} | {' | '.join(cells)} |")
-    return lines
-
-
-def curve(axis: Any, search: Search, stage: str, jobs: dict[float, Job], label: str) -> None:
-    """Bits per byte: the mean over seeds, with their standard deviation as an error bar if there are several."""
-    points = {}
-    for x, (name, options, _) in jobs.items():
-        scores = [one["bits_per_byte"] for seed in range(3) if (one := search.result(stage, name, options, seed))]
-        if scores:
-            points[x] = statistics.mean(scores), statistics.stdev(scores) if len(scores) > 1 else math.nan
-    if points:
-        y, error = zip(*points.values(), strict=True)
-        (line,) = axis.plot(list(points), y, marker="o", label=label)
-        if not all(map(math.isnan, error)):
-            axis.errorbar(list(points), y, yerr=error, fmt="none", ecolor=line.get_color(), capsize=3)
-
-
-def plot(search: Search, file: Path) -> None:
-    """Bits per byte of each recipe over seconds."""
+def plot(search: "Search", file: Path) -> None:
+    """Bits per byte of each program in about the same processor time."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(6.5, 4), layout="constrained")
-    for name in RECIPES:
-        curve(axis, search, "final", {seconds: recipe_job(search, name, seconds) for seconds in SECONDS}, name)
-    if not axis.lines:
-        return  # no recipe has been run
-    axis.set(xlabel="seconds of two cores", ylabel="bits per byte of held-out text", xscale="log")
-    axis.set_xticks(SECONDS, [str(n) for n in SECONDS])
-    axis.minorticks_off()
-    axis.legend()
-    note = f"Bits per byte of held-out text (lower is better) over seconds of two cores. {SEEDS}"
-    svg.save(figure, file, "What four recipes learn in the same time", note)
+    found = comparison(search)
+    if not found:
+        return
+    figure, axis = plt.subplots(figsize=(6.5, 2.6), layout="constrained")
+    names = sorted(found, key=lambda name: -statistics.mean(mean_of(found[name][2])))
+    for at, name in enumerate(names):
+        bits = mean_of(found[name][2])
+        error = statistics.stdev(bits) if len(bits) > 1 else 0.0
+        axis.errorbar(statistics.mean(bits), at, xerr=error, fmt="o", capsize=3)
+        axis.annotate(f"{statistics.mean(bits):.3f}", (statistics.mean(bits), at), (0, 6), textcoords="offset points")
+    labels = [f"{name} ({found[name][1]:,.0f} s)" for name in names]
+    axis.set_yticks(range(len(names)), labels)
+    axis.set_ylim(-0.6, len(names) - 0.3)
+    axis.set_title("Bits per byte of held-out text (lower is better), and core seconds", fontsize=10)
+    note = "Points are means over seeds, error bars their standard deviations."
+    svg.save(figure, file, "What programs learn in the same processor time", note)
 
 
-def plot_widths(search: Search, file: Path) -> None:
+def plot_widths(search: "Search", file: Path) -> None:
     """Bits per byte over rates, for each width with and without muP."""
     import matplotlib
 
@@ -646,85 +539,59 @@ def plot_widths(search: Search, file: Path) -> None:
     for axis, scaled in zip(axes, (False, True), strict=True):
         for dim in sorted({dim for dim, _ in WIDTHS}):
             base = 128 if scaled or dim == 128 else 0  # the base width is the same with both
-            jobs: dict[float, Job] = {rate: WIDTH_JOBS[dim, base, rate] for rate in RATES}
-            curve(axis, search, "widths", jobs, f"model.dim = {dim}")
+            jobs = {rate: WIDTH_JOBS[dim, base, rate] for rate in RATES}
+            known = {rate: one for rate, job in jobs.items() if (one := search.result("widths", *job))}
+            axis.plot(list(known), [one["bits_per_byte"] for one in known.values()], marker="o", label=f"dim {dim}")
         axis.set(title="model.mup_base_dim = 128" if scaled else "not scaled", xlabel="optim.lr", xscale="log")
         axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
         axis.minorticks_off()
-    if axes[0].lines:
-        axes[0].set_ylabel("bits per byte")
-        axes[1].legend()
-        note = f"Bits per byte of held-out text (lower is better) over the learning rate. {SEEDS}"
-        svg.save(figure, file, "The best learning rate of three widths, with and without muP", note)
-
-
-SEEDS = "Error bars, if any, are standard deviations over seeds; a point without one has one seed."
+    axes[0].set_ylabel("bits per byte")
+    axes[1].legend()
+    note = "Bits per byte of held-out text (lower is better) over the learning rate. One seed."
+    svg.save(figure, file, "The best learning rate of three widths, with and without muP", note)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = (
-        "screen",
-        "blocks",
-        "survivors",
-        "defaults",
-        "larger",
-        "widths",
-        "recipes",
-        "peers",
-        "peers-larger",
-        "table",
-    )
+    stages = "search", "defaults", "peers", "larger", "widths", "table"
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=WORKERS, help="runs at a time")
-    parser.add_argument("--nanochat", type=Path, help="peers: a clone of karpathy/nanochat")
-    parser.add_argument("--nanogpt", type=Path, help="peers: a clone of karpathy/nanoGPT")
-    parser.add_argument("--only", default="", help="peers: those whose name has this")
+    parser.add_argument("--nanochat", type=Path, help="a clone of karpathy/nanochat")
+    parser.add_argument("--nanogpt", type=Path, help="a clone of karpathy/nanoGPT")
+    parser.add_argument("--only", default="", help="of the jobs of a stage, those whose name has this")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "learning.svg")
     given = parser.parse_args()
     named = {"nanochat": given.nanochat, "nanoGPT": given.nanogpt}
     clones = {name: path.absolute() for name, path in named.items() if path}
     search = Search(given.out.absolute(), given.results, clones, given.workers)
-    if given.stage == "screen":
-        search.run(((name, options, 0) for name, options in CANDIDATES.items()), "screen")
-    if given.stage == "blocks":
-        search.run(((name, options, 0) for name, options in TWO_BLOCKS.items()), "two blocks")
-    if given.stage == "defaults":
-        search.run(DEFAULTS, "final")
-    if given.stage == "larger":
-        search.run(((name, options, 0) for name, options in LARGER_JOBS.items()), "larger")
-    if given.stage == "widths":
-        search.run(WIDTH_JOBS.values(), "widths")
-    if given.stage == "survivors":
-        search.run(itertools.chain(*zip(*SURVIVORS.values(), strict=True)), "screen")
-    if given.stage == "recipes":
-        search.run(cost_jobs(), "cost")
-        search.run(rate_jobs(search), "rate")
-        if missing := [job for job in rate_jobs(search) if not search.result("rate", *job)]:
-            sys.exit(f"{len(missing)} rates have no result, so the best ones are not known")
-        search.run([recipe_job(search, name, seconds) for seconds in SECONDS for name in RECIPES], "final")
-    if given.stage in ("peers", "peers-larger"):
-        peers, budget = (PEERS, 0.0) if given.stage == "peers" else (LARGER_PEERS, LARGER_SECONDS)
-        peers = {name: one for name, one in peers.items() if given.only in name}
-        if unnamed := {one.options["peer"] for one in peers.values()} - clones.keys():
+
+    def do(stage: str, jobs: Iterable[Job]) -> None:
+        chosen = [job for job in jobs if given.only in job[0] and not search.result(stage, *job)]
+        if unnamed := {job[1]["peer"] for job in chosen if "peer" in job[1]} - clones.keys():
             sys.exit(f"name the clones: {', '.join(f'--{name.lower()}=FOLDER' for name in sorted(unnamed))}")
-        search.run(peer_costs(peers), "peers cost")
-        search.run(peer_rates(search, peers, budget), "peers rate")
-        search.run(peer_finals(search, peers, budget), "peers final")
-    for lines in (
-        screen_table(search),
-        two_blocks_table(search),
-        survivors_table(search),
-        defaults_table(search),
-        larger_table(search),
-        recipe_tables(search),
-        widths_table(search),
-        peers_table(search, PEERS, 0.0),
-        peers_table(search, LARGER_PEERS, LARGER_SECONDS),
-    ):
+        search.run(chosen, stage)
+
+    if given.stage == "search":
+        do("search", ((name, options, 0) for name, options in CANDIDATES.items()))
+    if given.stage == "widths":
+        do("widths", WIDTH_JOBS.values())
+    if given.stage == "defaults":
+        do("cost", cost_jobs(BESIDE, seeds=COST_SEEDS))
+        do("final", default_jobs())
+    if given.stage == "peers":
+        do("peers cost", cost_jobs({"torchtitan_lite": FORMER_DEFAULT} | PEERS))
+        do("peers rate", rate_jobs(PEERS, peer_tokens(search)))
+        do("peers final", final_jobs(search, "peers rate", PEERS, peer_tokens(search)))
+    if given.stage == "larger":
+        do("larger cost", cost_jobs(LARGER))
+        do("larger rate", rate_jobs(LARGER, larger_tokens(search)))
+        do("larger final", final_jobs(search, "larger rate", LARGER, larger_tokens(search), seeds=1))
+    every = dict.fromkeys(json.loads(key)[0] for key in search.results)
+    tables = [stored(search, stage) for stage in every if stage != "widths" and "cost" not in stage]
+    for lines in (*tables, programs_table(comparison(search), NANOCHAT), larger_table(search), widths_table(search)):
         print("\n".join(["", *lines]))
     if given.stage == "table":
         plot(search, given.plot)

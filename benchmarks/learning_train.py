@@ -14,46 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lite.models import llama, transformer
+from torchtitan_lite.models import llama
 from torchtitan_lite.models.transformer import Head
-from torchtitan_lite.optim import muon
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Scores
 
 ROOT = Path(__file__).parent.parent
-
-
-def _initial(suffixes: tuple[str, ...], factor: float) -> None:
-    """Multiply the deviation of the initial values of these parameters."""
-    given = transformer.Transformer.reset_parameters
-
-    def reset_parameters(self: Any, normal_: transformer.Fill) -> None:
-        def fill(name: str, parameter: Tensor, deviation: float) -> None:
-            normal_(name, parameter, deviation * (factor if name.endswith(suffixes) else 1.0))
-
-        given(self, fill)
-
-    transformer.Transformer.reset_parameters = reset_parameters  # type: ignore[method-assign]
-
-
-def small_residual() -> None:
-    """What is added to the residual stream begins near zero (muP: as zero, which train.py refuses)."""
-    _initial(("wo.weight", "w2.weight"), 0.01)
-
-
-def plain_residual() -> None:
-    """What is added to the residual stream begins as large as everything else (Hugging Face's Llama)."""
-    given = transformer.Transformer.reset_parameters
-
-    def reset_parameters(self: Any, normal_: transformer.Fill) -> None:
-        given(self, lambda name, parameter, _: normal_(name, parameter, 0.02))
-
-    transformer.Transformer.reset_parameters = reset_parameters  # type: ignore[method-assign]
-
-
-def small_head() -> None:
-    """The output matrix begins 1/20 as large."""
-    _initial(("output.weight",), 0.05)
 
 
 def relu2() -> None:
@@ -81,24 +47,6 @@ def softcap() -> None:
         return 15 * torch.tanh(self.linear(x, self.weight) / 15)
 
     Head.forward = capped  # type: ignore[method-assign]
-
-
-def normuon() -> None:
-    """Rows of Muon's updates divided by their running size, whole updates as large as before (NorMuon; one process)."""
-    given = muon.orthogonalised
-    sizes: dict[int, Tensor] = {}
-
-    def normalised(matrices: list[torch.nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
-        found = []
-        for matrix, update in zip(matrices, given(matrices, rows, first), strict=True):
-            square = update.square().mean(dim=1, keepdim=True)
-            size = sizes.setdefault(id(matrix), torch.zeros_like(square)).lerp(square, 0.05)
-            sizes[id(matrix)] = size
-            even = update / (size.sqrt() + 1e-10)
-            found.append(even * (update.norm() / (even.norm() + 1e-10)))
-        return found
-
-    muon.orthogonalised = normalised
 
 
 def per_layer_embeddings() -> None:
@@ -164,11 +112,6 @@ def value_embeddings() -> None:
     llama.Llama.__init__, llama.Llama.inputs = with_table, looked_up  # type: ignore[method-assign]
     llama.Attention.__init__, llama.Attention.forward = with_gate, forward  # type: ignore[method-assign]
     llama.Attention.of_tokens = of_tokens  # type: ignore[attr-defined]
-
-
-def zero_residual() -> None:
-    """What is added to the residual stream begins at a thousandth (nanochat: at zero)."""
-    _initial(("wo.weight", "w2.weight"), 0.001)
 
 
 def documents() -> None:

@@ -1,7 +1,9 @@
 """The benchmarks run. Their results are not checked."""
 
 import json
+import math
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 
 from benchmarks import contenders, gpu_items, learning
 from tests.helpers import ROOT, start, succeeded, tiny
-from torchtitan_lite.config import cli
+from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring import mfu
@@ -51,38 +53,44 @@ def config_of(options: dict[str, object]) -> Config:
 
 
 def test_each_recipe_is_a_config() -> None:
-    recipes = [make(rate, 614_400) for make, rates in learning.RECIPES.values() for rate in rates]
-    for options in [
-        *learning.CANDIDATES.values(),
-        *learning.LARGER_JOBS.values(),
-        *(job[1] for job in learning.WIDTH_JOBS.values()),
-        *recipes,
-        *(job[1] for job in learning.DEFAULTS),
-    ]:
+    larger = [one.run(one.rates[0], 614_400) for one in learning.LARGER.values() if one.ours]
+    jobs = [*learning.WIDTH_JOBS.values(), *learning.default_jobs()]
+    for options in [*learning.CANDIDATES.values(), *larger, *(options for _, options, _ in jobs)]:
         assert config_of(options).train.steps == options["train.steps"]
 
 
 def test_the_searched_default_is_the_default() -> None:
-    found, default = config_of(learning.default(4e-3, learning.TOKENS)), config_of({})
+    """That of configs/default.toml, which `make train` runs."""
+    default = load.load(ROOT / "configs" / "default.toml", {}, world_size=1, n_gpus=0).config
+    found = config_of(learning.default_jobs()[0][1])
     assert (found.model, found.optim, found.tokenizer) == (default.model, default.optim, default.tokenizer)
     assert found.train.model_copy(update={"micro_batch_size": default.train.micro_batch_size}) == default.train
 
 
 def test_no_result_is_of_a_recipe_that_changed_since() -> None:
+    """Of the stages that can still be run."""
     lines = learning.RESULTS.read_text(encoding="utf-8").splitlines()
-    jobs = [("screen", name, options, 0) for name, options in learning.CANDIDATES.items()]
-    jobs += [("two blocks", name, options, 0) for name, options in learning.TWO_BLOCKS.items()]
-    jobs += [("screen", *job) for seeds in learning.SURVIVORS.values() for job in seeds]
+    jobs = [("search", name, options, 0) for name, options in learning.CANDIDATES.items()]
     jobs += [("widths", *job) for job in learning.WIDTH_JOBS.values()]
-    jobs += [("larger", name, options, 0) for name, options in learning.LARGER_JOBS.items()]
-    keys = {json.dumps(job) for job in [*jobs, *(("final", *job) for job in learning.DEFAULTS)]}
-    recipes = {*learning.RECIPES, *learning.PEERS}  # what they train on depends on what a token costs
-    assert lines
-    for one in map(json.loads, lines):
-        assert one["key"] in keys or one["name"] in recipes, one
+    jobs += [("final", *job) for job in learning.default_jobs()]
+    jobs += [("cost", *job) for job in learning.cost_jobs(learning.BESIDE, seeds=learning.COST_SEEDS)]
+    keys = {learning._key(*job) for job in jobs}
+    found = [one for one in map(json.loads, lines) if one["stage"] in ("search", "widths", "final", "cost")]
+    assert len(found) > 40
+    for one in found:
+        assert one["key"] in keys, one
 
 
-def test_figures_have_a_title_a_description_and_a_ground() -> None:
+def test_two_programs_are_compared_on_the_same_documents() -> None:
+    """Against the formula of a ratio, by hand: differences of 8 and 12 bits in documents of 10 and 30 bytes."""
+    ours = [{"bits": [20.0, 40.0], "bytes": [10, 30]}, {"bits": [24.0, 44.0], "bytes": [10, 30]}]
+    theirs = [{"bits": [14.0, 30.0], "bytes": [10, 30]}]
+    difference, error = learning.paired(ours, theirs)
+    assert difference == (8 + 12) / 40
+    assert error == pytest.approx(math.sqrt(((8 - 5) ** 2 + (12 - 15) ** 2) * 2) / 40)
+
+
+def test_figures_have_a_title_a_description_and_a_ground(tmp_path: Path) -> None:
     """Also on a dark page, and to a screen reader; they are small, because their text is text."""
     figures = sorted((ROOT / "docs").glob("*.svg"))
     assert len(figures) == 3
@@ -92,13 +100,11 @@ def test_figures_have_a_title_a_description_and_a_ground() -> None:
         assert re.search(r'<g id="patch_1">\s*<path d="M 0 [^"]*" style="fill: #ffffff"', svg), file
         assert "<text" in svg
         assert len(svg) < 64 << 10
-    rows = re.findall(
-        r"^\| [\w ]+ \| 0\.\d+ \| [\d,]+ \| \d.* \+- .*$", (ROOT / "docs/lab/learning.md").read_text(), re.M
-    )
-    scores = [score for row in rows for score in re.findall(r"([\d.]+) \+-", row)]
-    assert len(scores) == 12
     plotted = (ROOT / "docs/learning.svg").read_text()
-    assert all(f"{float(score):.4g} at" in plotted for score in scores)
+    found = learning.comparison(learning.Search(tmp_path, learning.RESULTS, {}))
+    assert len(found) >= 4
+    for _, _, rows in found.values():
+        assert f">{statistics.mean(learning.mean_of(rows)):.3f}<" in plotted
 
 
 @pytest.mark.extended

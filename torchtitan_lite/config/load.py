@@ -36,6 +36,7 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.config.section import Machine
 from torchtitan_lite.config.sections.fsdp import contradiction, strategy_keys
 from torchtitan_lite.config.sections.model import rate_note
+from torchtitan_lite.config.sections.optim import FORMER_DEFAULTS
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import counted
@@ -213,7 +214,7 @@ def _unused(
             continue
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
-        if value == default_of(key) or rule.holds(config):
+        if value in (default_of(key), FORMER_DEFAULTS.get(key)) or rule.holds(config):
             continue
         if values[key].origin == _KEPT:
             if resume_rule(key).rule == "allowed":

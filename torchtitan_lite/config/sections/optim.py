@@ -76,7 +76,7 @@ class OptimConfig(Section):
     """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards)"""
     lr: PositiveFloat = 4e-3
     """peak learning rate"""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.99)
     """adamw, and muon's AdamW part: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
     """adamw, and muon's AdamW part: added to the root of the second moment"""
@@ -84,7 +84,7 @@ class OptimConfig(Section):
     """adamw: multiply each parameter's rate by its root mean square (at least 0.001), as Adafactor does"""
     momentum: float = Field(default=0.9, gt=0, lt=1)
     """sgd: momentum"""
-    muon_momentum: float = Field(default=0.95, gt=0, lt=1)
+    muon_momentum: float = Field(default=0.9, gt=0, lt=1)
     """muon: momentum (Nesterov's)"""
     muon_scale: Literal["adamw", "original"] = "adamw"
     """muon: size of updates: adamw's, so that its rate and decay can be kept; original: that of Jordan's code"""
@@ -119,6 +119,11 @@ step: multiplied by step_gamma every step_every steps"""
     """also keep a moving average of the weights with this decay per step, e.g. 0.99; 0: off"""
     max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """clip gradients to this global norm; inf: no clipping"""
+
+
+# A run's config.toml names every key. Values that were defaults when it began are no choice of anybody's: where nothing
+# reads them, they are no mistake.
+FORMER_DEFAULTS = {"optim.betas": (0.9, 0.95), "optim.muon_momentum": 0.95}
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
