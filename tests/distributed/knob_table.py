@@ -171,9 +171,9 @@ CASES = {
         dtype="bfloat16",
     ),
     # Muon, which exchanges matrices in each step
-    "muon": Case(2, MUON | HYBRID),
+    "muon": Case(2, MUON),
     "muon, reshard true, 2 blocks in a group": Case(
-        2, MUON | HYBRID | {"fsdp.reshard_after_forward": True, "fsdp.blocks_per_group": 2}, same_as="muon"
+        2, MUON | {"fsdp.reshard_after_forward": True, "fsdp.blocks_per_group": 2}, same_as="muon"
     ),
     "muon, columns": Case(4, MUON | FEW_EXPERTS | {"fsdp.shard_columns": ["*.attention.*"]}),
     "muon, bf16": Case(2, MUON | BF16 | {"optim.muon_dtype": "bfloat16"}, dtype="bfloat16"),

@@ -60,8 +60,7 @@ def _reference(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    of_blocks = {n: p for n, p in trained.items() if p.ndim > 1 and n.startswith("layers.") and ".conv_" not in n}
-    by_muon = of_blocks if optimizer_name == "muon" else {}
+    by_muon = {n: p for n, p in trained.items() if optimizer_name == "muon" and p.ndim > 1 and n.startswith("layers.")}
     model.router_aux_loss, model.router_z_loss = config.train.router_aux_loss, config.train.router_z_loss
     momenta = {name: torch.zeros_like(p).double() for name, p in by_muon.items()}
     decayed = [p for name, p in trained.items() if p.ndim > 1 and name not in by_muon]
