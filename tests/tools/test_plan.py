@@ -167,7 +167,7 @@ def test_experts_take_the_products_of_a_dense_model_as_wide_as_the_active_ones()
 
 
 def test_flops_of_a_recurrence_are_those_of_its_chunks() -> None:
-    """The first chunk has no gradient of its initial memory, the last no use for its final one: the others are exact."""
+    """The first chunk needs no gradient of its initial memory, the last no final one. Of the others all are counted."""
     values = {"family": "olmo_hybrid", "dim": 48, "n_heads": 3, "n_layers": 3, "layer_pattern": ["delta", "full"]}
     products = []
     for length in (128, 256):
