@@ -70,7 +70,7 @@ FAMILIES = {
 }
 CPU = torch.device("cpu")
 # the mesh is what matters, so one family has all of them
-WHERE = {"gpt": ("3",), "gpt, tied": ("4",), "olmo_hybrid": ("3",), "llama, qk_norm, qkv_bias": ("2 x 2",)}
+WHERE = {"gpt": ("3",), "gpt, tied": ("4",), "olmo_hybrid": ("4",), "llama, qk_norm, qkv_bias": ("2 x 2",)}
 MESHES = {
     "1": torch.tensor([0]),
     "2": torch.tensor([0, 1]),

@@ -88,7 +88,7 @@ OLMO3: dict[str, dict[str, Any]] = {
 _DELTA = ["delta", "delta", "delta"]
 OLMO_HYBRID: dict[str, dict[str, Any]] = {
     "1M": _llama(128, 4, 4, 2, 384, theta=5e5) | {"layer_pattern": [*_DELTA, "full"]},
-    # as released: the last stage of its training dropped the rotary positions
+    # as released, without rotary positions
     "7B": _llama(3840, 32, 30, 30, 11008) | {"layer_pattern": [*_DELTA, "nope"], "norm_eps": 1e-6},
 }
 

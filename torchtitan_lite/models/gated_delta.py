@@ -26,7 +26,7 @@ Put into the definition of u, this is a triangular system for the rows u_i of U 
 to another (or from S_0, or to S_C), it is 0 if they belong to different documents. The convolution before the
 recurrence, over the last 4 tokens of each channel, does not reach into another document either.
 
-Everything after the projections is computed in float32, whatever fsdp.param_dtype is.
+Convolution and recurrence are computed in float32, whatever fsdp.param_dtype is.
 
 Shapes: B sequences, T tokens, D dim, H heads, K = 3/4 D / H, V = 2 K, N chunks of C tokens.
 """
