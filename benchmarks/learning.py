@@ -46,11 +46,12 @@ _lock = threading.Lock()
 HELD_OUT, UNSCORED = "held out", "unscored"
 Job = tuple[str, dict[str, Any], int]  # name, options, seed
 
+HEAD = '[{match="output*", lr_factor=2.0}]'  # the head at twice the rate
 # every key of the recipe is named, so that a result keeps its meaning if a default changes
 STACK: dict[str, Any] = {
     **{"model.dim": 128, "model.n_layers": 2, "model.n_heads": 2, "model.n_kv_heads": 2, "model.hidden_dim": 384},
     **{"model.qk_norm": "true", "optim.name": "muon", "optim.lr": 8e-3, "optim.muon_momentum": 0.9},
-    **{"optim.betas": "[0.9, 0.99]", "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1, "optim.groups": "[]"},
+    **{"optim.betas": "[0.9, 0.99]", "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1, "optim.groups": HEAD},
     **{"optim.muon_embedding_lr_factor": 3.0, "train.seq_len_schedule": "[[0, 64], [0.8, 256]]"},
 }
 FORMER: dict[str, Any] = {  # the default of 0.2
@@ -76,25 +77,23 @@ def changed(tokens: int, batch: int = 8, **keys: Any) -> dict[str, Any]:
 
 
 SEARCH_TOKENS = 400 * 2048
-HEAD = '[{match="output*", lr_factor=2.0}]'
 WHOLE: dict[str, Any] = {"train__seq_len_schedule": "[]"}  # 256 tokens throughout
-DOUBLE: dict[str, Any] = {"optim__groups": HEAD}  # the head at twice the rate
 WITH_TABLE = '[{match="output*", lr_factor=2.0}, {match="value_embeddings*", lr_factor=3.0}]'
 
 
 def first(batch: int = 8, **keys: Any) -> dict[str, Any]:
-    """What the search began with: heads of 32, sequences of one length, the head at twice the rate."""
-    return changed(SEARCH_TOKENS, batch, **({"model__n_heads": 4} | WHOLE | DOUBLE | keys))
+    """What the search began with: heads of 32, sequences of one length."""
+    return changed(SEARCH_TOKENS, batch, **({"model__n_heads": 4} | WHOLE | keys))
 
 
 def wide_heads(batch: int = 8, **keys: Any) -> dict[str, Any]:
     """The same with two heads of 64."""
-    return changed(SEARCH_TOKENS, batch, **(WHOLE | DOUBLE | keys))
+    return changed(SEARCH_TOKENS, batch, **(WHOLE | keys))
 
 
 def short_first(**keys: Any) -> dict[str, Any]:
     """And sequences of 64 tokens in 80 % of the steps."""
-    return changed(SEARCH_TOKENS, **(DOUBLE | keys))
+    return changed(SEARCH_TOKENS, **keys)
 
 
 CANDIDATES: dict[str, dict[str, Any]] = {
@@ -117,7 +116,6 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "32, 64, 128, then 256 tokens": wide_heads(train__seq_len_schedule="[[0, 32], [0.25, 64], [0.5, 128], [0.8, 256]]"),
     "64, then 256 tokens": short_first(),
     "64, then 256 tokens, value embeddings": short_first(variant="value_embeddings", optim__groups=WITH_TABLE),
-    "64, then 256 tokens, per-layer embeddings": short_first(variant="per_layer_embeddings", optim__groups=WITH_TABLE),
     "64, then 256 tokens, rate 6e-3": short_first(optim__lr=6e-3),
     "64, then 256 tokens, embeddings at six times the rate": short_first(optim__muon_embedding_lr_factor=6.0),
     "64, then 256 tokens, three blocks": short_first(model__n_layers=3),

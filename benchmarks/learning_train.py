@@ -49,41 +49,6 @@ def softcap() -> None:
     Head.forward = capped  # type: ignore[method-assign]
 
 
-def per_layer_embeddings() -> None:
-    """Each block ends with a gate of 64 that its own embedding of the token passes through (Gemma 3n and 4)."""
-    build, inputs = llama.Llama.__init__, llama.Llama.inputs
-    block, forward = llama.TransformerBlock.__init__, llama.TransformerBlock.forward
-    found: dict[str, Tensor] = {}
-    wide = 64
-
-    def with_table(self: Any, config: Any, vocab_size: int) -> None:
-        build(self, config, vocab_size)
-        self.value_embeddings = torch.nn.Embedding(vocab_size, config.n_layers * wide)
-        self.from_tokens = torch.nn.Linear(config.dim, config.n_layers * wide, bias=False)
-
-    def looked_up(self: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        x, *tables = inputs(self, tokens, positions)
-        context = F.rms_norm(self.from_tokens(x).unflatten(-1, (-1, wide)), (wide,))
-        own = self.value_embeddings(tokens).unflatten(-1, (-1, wide)) * wide**0.5
-        found["inputs"] = (context + own) * 2**-0.5
-        return x, *tables
-
-    def with_gate(self: Any, config: Any, layer: int = 0) -> None:
-        block(self, config, layer)
-        self.layer = layer
-        self.gate = torch.nn.Linear(config.dim, wide, bias=False)
-        self.w2_gate = torch.nn.Linear(wide, config.dim, bias=False)
-        self.gate_norm = torch.nn.RMSNorm(config.dim, config.norm_eps)
-
-    def gated(self: Any, x: Tensor, *args: Any) -> Tensor:
-        x = forward(self, x, *args)
-        own = found["inputs"][:, :, self.layer]
-        return x + self.gate_norm(self.w2_gate(F.gelu(self.gate(x), approximate="tanh") * own))
-
-    llama.Llama.__init__, llama.Llama.inputs = with_table, looked_up  # type: ignore[method-assign]
-    llama.TransformerBlock.__init__, llama.TransformerBlock.forward = with_gate, gated  # type: ignore[method-assign, assignment]
-
-
 def value_embeddings() -> None:
     """The last block's values get an embedding of their token, gated for each head (ResFormer; nanochat's form)."""
     build, inputs = llama.Llama.__init__, llama.Llama.inputs

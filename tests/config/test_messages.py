@@ -76,8 +76,12 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         ),
         (
             ["--model.family=mamba"],
-            "should be 'gpt', 'llama', 'mistral', 'smollm3', 'olmo2', 'olmo3', 'gemma3', 'qwen3_moe', 'olmoe' or 't5'; "
-            "docs/own_model",
+            "should be 'gpt', 'llama', 'mistral', 'smollm3', 'olmo2', 'olmo3', 'olmo_hybrid', 'gemma3', 'qwen3_moe', "
+            "'olmoe' or 't5'; docs/own_model",
+        ),
+        (
+            ["--model.layer_pattern=delta,full"],
+            'has "delta", which model.family = "llama" does not have; family = "olmo_hybrid" works',
         ),
         (["--optim.name=3"], "should be 'adamw', 'sgd' or 'muon'; docs/extending.md"),
         (["--optim.groups=[{lr_factor = 2.0}]"], "optim.groups[0].match is missing; e.g. "),

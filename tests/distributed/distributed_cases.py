@@ -63,11 +63,14 @@ FAMILIES = {
     "gpt": MODEL,
     "gpt, tied": MODEL.model_copy(update={"tie_embeddings": True}),
     "llama, tied": LLAMA,
+    "olmo_hybrid": LLAMA.model_copy(
+        update={"family": "olmo_hybrid", "layer_pattern": ["delta", "full"], "tie_embeddings": False}
+    ),
     "llama, qk_norm, qkv_bias": LLAMA.model_copy(update={"tie_embeddings": False, "qk_norm": True, "qkv_bias": True}),
 }
 CPU = torch.device("cpu")
 # the mesh is what matters, so one family has all of them
-WHERE = {"gpt": ("3",), "gpt, tied": ("4",), "llama, qk_norm, qkv_bias": ("2 x 2",)}
+WHERE = {"gpt": ("3",), "gpt, tied": ("4",), "olmo_hybrid": ("4",), "llama, qk_norm, qkv_bias": ("2 x 2",)}
 MESHES = {
     "1": torch.tensor([0]),
     "2": torch.tensor([0, 1]),

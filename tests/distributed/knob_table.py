@@ -74,6 +74,7 @@ SPLIT = {"fsdp.shard_columns": ["tok_embeddings.*", "*.w[kq].weight"]}
 WINDOWS = {"model.window": 5, "model.layer_pattern": "window,nope,full"}  # in rows of each kind of attention
 GEMMA3 = {"model.family": "gemma3", "model.window": 5, "model.layer_pattern": "window,window,full"}
 OLMO3 = GEMMA3 | {"model.family": "olmo3"}
+HYBRID = {"model.family": "olmo_hybrid", "model.layer_pattern": "delta,full"}
 EXPERTS = {
     **{"model.family": "qwen3_moe", "model.n_experts": 5, "model.experts_per_token": 2},
     **{"train.router_aux_loss": 0.1, "train.router_z_loss": 0.01},
@@ -113,7 +114,7 @@ CASES = {
     "fp32 between groups": Case(2, BF16 | {"fsdp.output_dtype": "float32"}, dtype="bfloat16", same_as="bf16"),
     "all inputs cast": Case(2, BF16 | {"fsdp.cast_forward_inputs": True}, dtype="bfloat16"),
     # accumulation
-    "sync last": Case(2, {"fsdp.grad_sync": "last"} | WINDOWS),
+    "sync last": Case(2, {"fsdp.grad_sync": "last"} | HYBRID),
     "sync last, kept, bf16": Case(
         2, BF16 | {"fsdp.grad_sync": "last", "fsdp.reshard_after_backward": False}, dtype="bfloat16"
     ),

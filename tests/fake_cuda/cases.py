@@ -27,7 +27,8 @@ _BASE = {
 }
 # Options of a step, by name. Together they hold every option.
 TABLE: dict[str, dict[str, Any]] = {
-    "HSDP, full checkpointing, explicit prefetching, RMS scaling": {
+    "hybrid, HSDP, full checkpointing, explicit prefetching, RMS scaling": {
+        **{"model.family": "olmo_hybrid", "model.layer_pattern": "delta,full"},
         **{"fsdp.dp_replicate": 2, "fsdp.explicit_prefetching": True, "optim.rms_scaling": True},
         "activation_checkpointing.mode": "full",
     },

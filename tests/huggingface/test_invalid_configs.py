@@ -11,6 +11,7 @@ from torchtitan_lite.huggingface import names
 LLAMA = {"model_type": "llama", "vocab_size": 9, "num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
 LLAMA |= {"intermediate_size": 8, "max_position_embeddings": 16}
 MOE = LLAMA | {"model_type": "qwen3_moe"}
+HYBRID = LLAMA | {"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta": None}}
 SCALED = {"rope_scaling": {"type": "linear"}, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}}
 
 
@@ -50,6 +51,16 @@ SCALED = {"rope_scaling": {"type": "linear"}, "rope_parameters": {"full_attentio
         (MOE | {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
         (MOE | {"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
         (MOE | {"model_type": "olmoe", "head_dim": 7}, "head_dim = 7 is not 4, as for olmoe"),
+        (HYBRID | {"linear_num_key_heads": 1}, "linear_num_key_heads = 1 is not supported; 2 is"),
+        (HYBRID | {"linear_num_value_heads": 4}, "linear_num_value_heads = 4 is not supported; 2 is"),
+        (HYBRID | {"linear_key_head_dim": 4}, "linear_key_head_dim = 4 is not supported; 3 is"),
+        (HYBRID | {"linear_value_head_dim": 3}, "linear_value_head_dim = 3 is not supported; 6 is"),
+        (HYBRID | {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim = 3 is not supported; 4 is"),
+        (HYBRID | {"linear_allow_neg_eigval": False}, "linear_allow_neg_eigval = False is not supported; True is"),
+        (HYBRID | {"head_dim": 8}, "head_dim = 8 is not supported; 4 is"),
+        (HYBRID | {"layer_types": ["sliding_attention"]}, "should be linear_attention or full_attention for each"),
+        (HYBRID | {"rope_parameters": None}, "rope_parameters = null does not say whether attention has rotary"),
+        (HYBRID | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type yarn is not supported; default is, for"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function relu is not gelu_new"),
         ({"model_type": "gpt2", "n_embd": 32, "n_inner": 96}, "n_inner = 96 is not 4 times n_embd = 32"),
     ],
@@ -68,6 +79,8 @@ def test_a_config_of_theirs_that_is_wrong_or_not_supported_is_refused(content: d
             ModelConfig(family="olmoe", router_bias=True),
             r"no olmoe .* has a bias of its routers \(model\.router_bias\)",
         ),
+        (ModelConfig(family="olmo_hybrid", layer_pattern=["delta"]), r'kind "delta", and either "full" or "nope"'),
+        (ModelConfig(family="olmo_hybrid", layer_pattern=["delta", "full", "nope"]), r'either "full" or "nope"'),
         (ModelConfig(family="llama", window=8), r'no Llama .* \(model\.window\); model\.family = "mistral" has'),
         (ModelConfig(family="llama", layer_pattern=["nope"]), r'has "nope", which only model\.family = "smollm3"'),
         (ModelConfig(family="llama", qk_norm=True, qkv_bias=True), r"both model\.qk_norm and model\.qkv_bias"),

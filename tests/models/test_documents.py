@@ -13,18 +13,25 @@ from tests.helpers import losses, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
-from torchtitan_lite.models import Transformer, build, cuda_attention
+from torchtitan_lite.models import Transformer, build, cuda_attention, gated_delta
 from torchtitan_lite.models.attention import attend, within_documents
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
     "llama": {"family": "llama", "n_kv_heads": 1, "qk_norm": True},
     "gemma3": {"family": "gemma3", "n_kv_heads": 1, "window": 3, "layer_pattern": ["window", "full"]},
+    "hybrid": {"family": "olmo_hybrid", "n_kv_heads": 1, "layer_pattern": ["delta", "full"]},
     "windows": {"family": "llama", "n_kv_heads": 1, "window": 4, "layer_pattern": ["window", "nope"]},
 }
 TOKENS = torch.arange(3, 35).reshape(2, 16) % 61
 # documents of 5, 3 and 8 tokens; one of 16
 POSITIONS = torch.tensor([[*range(5), *range(3), *range(8)], [*range(16)]])
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some with the ends of two documents, and documents of several."""
+    monkeypatch.setattr(gated_delta, "CHUNK", 6)
 
 
 def make(family: str) -> Transformer:
@@ -46,7 +53,7 @@ def test_each_document_is_as_if_it_were_alone(family: str) -> None:
     assert not torch.allclose(model(TOKENS)[0, 5:], together[0, 5:]), "without the mask the document before counts"
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "hybrid"])
 @pytest.mark.parametrize("mode", ["none", "full", "selective", pytest.param("compiled", marks=pytest.mark.extended)])
 def test_no_gradient_flows_between_documents(family: str, mode: str) -> None:
     model = make(family)

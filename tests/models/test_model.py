@@ -19,7 +19,9 @@ SMALL = ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=2, max_seq_len=16)
 LLAMA = ModelConfig(family="llama", dim=32, n_heads=4, n_kv_heads=2, hidden_dim=48, n_layers=2, max_seq_len=16)
 GEMMA3 = LLAMA.model_copy(update={"family": "gemma3", "window": 3, "layer_pattern": ["window", "full"]})
 EXPERTS = LLAMA.model_copy(update={"family": "qwen3_moe", "n_experts": 5})
-EACH = pytest.mark.parametrize("config", [SMALL, LLAMA, GEMMA3, EXPERTS], ids=["gpt", "llama", "gemma3", "experts"])
+HYBRID = LLAMA.model_copy(update={"family": "olmo_hybrid", "layer_pattern": ["delta", "full"]})
+ALL = {"gpt": SMALL, "llama": LLAMA, "gemma3": GEMMA3, "experts": EXPERTS, "hybrid": HYBRID}
+EACH = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
 
 
 def make(config: ModelConfig = SMALL, seed: int = 0) -> Transformer:

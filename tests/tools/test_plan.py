@@ -22,7 +22,7 @@ from torchtitan_lite.data.prepare import split
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, named
+from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, multiplied_parameters, named
 from torchtitan_lite.terminal import size
 from torchtitan_lite.tools.estimate import memory, simulate
 from torchtitan_lite.tools.estimate.communication import link_s
@@ -125,12 +125,18 @@ def test_extrapolation_matches_a_simulation_at_full_depth(name: str, more: dict[
     assert extrapolated.collectives == whole.collectives
 
 
+def triangular_flops(a: torch.Size, b: torch.Size, **_: Any) -> int:
+    """Torch counts none: half of those of the product with a whole matrix."""
+    return b.numel() * a[-1]
+
+
 def counted_flops(values: dict[str, Any], inputs: torch.Tensor, targets: torch.Tensor) -> tuple[Transformer, int]:
     """A model, and the FLOPs of the products of a step as torch counts them, without the kernels of attention."""
     with torch.device("meta"):
         model = build(ModelConfig.model_validate(values), 97)
     initialize.materialise(model, torch.device("cpu"), 0)
-    with FlopCounterMode(display=False) as counter:
+    triangular: Any = {torch.ops.aten.linalg_solve_triangular: triangular_flops}
+    with FlopCounterMode(display=False, custom_mapping=triangular) as counter:
         model(inputs, targets).backward()
     counts = counter.get_flop_counts()["Global"]
     return model, sum(n for operator, n in counts.items() if "attention" not in str(operator))
@@ -158,6 +164,31 @@ def test_experts_take_the_products_of_a_dense_model_as_wide_as_the_active_ones()
     assert plan.n_parameters - plan.n_active == 4 * 6 * 3 * 192 * 128
     assert flops["qwen3_moe"] - flops["llama"] == 6 * 4 * 8 * 128
     assert work["qwen3_moe"] - work["llama"] == 4 * 256 * 6 * 4 * 8 * 128
+
+
+def test_flops_of_a_recurrence_are_those_of_its_chunks() -> None:
+    """The first chunk needs no gradient of its initial memory, the last no final one. Of the others all are counted."""
+    values = {"family": "olmo_hybrid", "dim": 48, "n_heads": 3, "n_layers": 3, "layer_pattern": ["delta", "full"]}
+    products = []
+    for length in (128, 256):
+        tokens = torch.zeros(2, length, dtype=torch.int64)
+        model, n = counted_flops(values, tokens, tokens)
+        products.append(n)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and ".conv_" not in name)
+    matrices -= model.tok_embeddings.weight.numel()
+    of_all = flops_per_token(model, 256) - 12 * 48 * 256  # of the one layer with attention
+    vectors = multiplied_parameters(model) - matrices  # the formula counts them
+    assert products[1] - products[0] == 2 * 128 * (of_all - 6 * vectors)
+    assert of_all - 6 * multiplied_parameters(model) == 2 * 3 * (18 * 12 * 24 + 64 * (12 * 12 + 10 * 24))
+
+    same = {"model.family": "olmo_hybrid", "model.n_layers": 2, "model.layer_pattern": ["delta", "full"]}
+    ours = {"tokenizer.vocab_size": VOCABULARY, "speed.block_attention": False}  # whose products are no kernel
+    plan = make_plan(config_with(same | ours, 1), 1, None)
+    planned = [(p, n) for p, n in plan.simulated.work[0].items() if isinstance(p, Product)]
+    tokens = torch.zeros(4, 256, dtype=torch.int64)
+    size = {key.removeprefix("model."): value for key, value in same.items()} | {"size": "1M"}
+    _, counted = counted_flops(size | {"vocab_size": VOCABULARY}, tokens, tokens)
+    assert sum(n * 2 * p.batch * p.m * p.n * p.k for p, n in planned) == counted
 
 
 def test_flops_of_llama_8b() -> None:

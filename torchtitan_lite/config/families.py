@@ -19,6 +19,7 @@ class Family:
     keys: tuple[str, ...] = ()  # [model] keys that only this family, or some of them, read
     hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
     fused_functions: bool = False  # whether cpu/fused.py replaces a part of its blocks
+    delta: bool = False  # whether layers can be of the kind delta
     encoder_decoder: bool = False  # whether tokens are an encoder's inputs, and targets of another length a decoder's
 
     def load(self) -> Any:
@@ -90,6 +91,12 @@ OLMO3: dict[str, dict[str, Any]] = {
     "1M": OLMO2["1M"] | _THREE_OF_FOUR | {"window": 64},
     "7B": OLMO2["7B"] | _THREE_OF_FOUR,
     "32B": OLMO2["32B"] | _THREE_OF_FOUR,
+}
+_DELTA = ["delta", "delta", "delta"]
+OLMO_HYBRID: dict[str, dict[str, Any]] = {
+    "1M": _llama(128, 4, 4, 2, 384, theta=5e5) | {"layer_pattern": [*_DELTA, "full"]},
+    # as released, without rotary positions
+    "7B": _llama(3840, 32, 30, 30, 11008) | {"layer_pattern": [*_DELTA, "nope"], "norm_eps": 1e-6},
 }
 
 
@@ -192,6 +199,14 @@ FAMILIES: dict[str, Family] = {
         hidden_dim=(8, 3, 64),
         fused_functions=True,
     ),
+    "olmo_hybrid": Family(
+        "torchtitan_lite.models.gated_delta:OlmoHybrid",
+        OLMO_HYBRID,
+        keys=("n_kv_heads", "hidden_dim", "rope_theta", "layer_pattern"),
+        hidden_dim=(8, 3, 64),
+        fused_functions=True,
+        delta=True,
+    ),
     "gemma3": Family(
         "torchtitan_lite.models.gemma3:Gemma3",
         GEMMA3,
@@ -228,6 +243,7 @@ BLOCKS = {
     "SmolLM3DecoderLayer": "smollm3",
     "Olmo2DecoderLayer": "olmo2",
     "Olmo3DecoderLayer": "olmo3",
+    **dict.fromkeys(("OlmoHybridAttentionDecoderLayer", "OlmoHybridLinearAttentionDecoderLayer"), "olmo_hybrid"),
     "Gemma3DecoderLayer": "gemma3",
     "Qwen3MoeDecoderLayer": "qwen3_moe",
     "OlmoeDecoderLayer": "olmoe",

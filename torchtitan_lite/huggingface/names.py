@@ -48,9 +48,26 @@ _MOE = {name: theirs for name, theirs in _LLAMA.items() if "feed_forward" not in
     "layers.{}.feed_forward.w2.{}": "model.layers.{}.mlp.experts.{}.down_proj",
     "layers.{}.feed_forward.w3.{}": "model.layers.{}.mlp.experts.{}.up_proj",
 }
+_HYBRID = _OLMO | {
+    "layers.{}.delta_norm": "model.layers.{}.attention_layer_norm",
+    "layers.{}.delta.wq": "model.layers.{}.linear_attn.q_proj",
+    "layers.{}.delta.wk": "model.layers.{}.linear_attn.k_proj",
+    "layers.{}.delta.wv": "model.layers.{}.linear_attn.v_proj",
+    "layers.{}.delta.wa": "model.layers.{}.linear_attn.a_proj",
+    "layers.{}.delta.wb": "model.layers.{}.linear_attn.b_proj",
+    "layers.{}.delta.wg": "model.layers.{}.linear_attn.g_proj",
+    "layers.{}.delta.wo": "model.layers.{}.linear_attn.o_proj",
+    "layers.{}.delta.conv_q": "model.layers.{}.linear_attn.q_conv1d",  # (channels, taps), theirs (channels, 1, taps)
+    "layers.{}.delta.conv_k": "model.layers.{}.linear_attn.k_conv1d",
+    "layers.{}.delta.conv_v": "model.layers.{}.linear_attn.v_conv1d",
+    "layers.{}.delta.A_log": "model.layers.{}.linear_attn.A_log",
+    "layers.{}.delta.dt_bias": "model.layers.{}.linear_attn.dt_bias",
+    "layers.{}.delta.o_norm": "model.layers.{}.linear_attn.o_norm",
+    "layers.{}.feed_forward_norm": "model.layers.{}.feedforward_layer_norm",
+}
 # families that have one tensor for each of theirs
 _TABLES = {"llama": _LLAMA, "mistral": _LLAMA, "smollm3": _LLAMA, "olmo2": _OLMO, "olmo3": _OLMO, "gemma3": _GEMMA3}
-_TABLES |= {"qwen3_moe": _MOE, "olmoe": _MOE}
+_TABLES |= {"qwen3_moe": _MOE, "olmoe": _MOE, "olmo_hybrid": _HYBRID}
 _GPT2 = {
     "tok_embeddings.weight": "transformer.wte.weight",
     "pos_embeddings.weight": "transformer.wpe.weight",
@@ -133,6 +150,8 @@ def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
 def to_hf(names: Sequence[str], weight: Callable[[str], Tensor], family: str) -> Tensor:
     """Build one Hugging Face tensor from ours."""
     whole = torch.cat([weight(name) for name in names]) if len(names) > 1 else weight(names[0])
+    if ".delta.conv_" in names[0]:
+        whole = whole.unsqueeze(1)
     transposed = family == "gpt" and names[0].endswith((".wq.weight", *_TRANSPOSED))
     return (whole.T if transposed else whole).contiguous()
 
@@ -142,6 +161,8 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
     if family in _TABLES:
         table = {theirs: ours for ours, theirs in _TABLES[family].items()}
         skipped = ("rotary_emb.inv_freq",)  # in old checkpoints
+        if family == "olmo_hybrid":
+            weights = _as_released(weights)
         return {rename(name, table): tensor for name, tensor in weights.items() if not name.endswith(skipped)}
     if family == "t5":
         stacks = (rf"{stack}\.block\.\d+\.layer\.0\.layer_norm\.weight" for stack in ("encoder", "decoder"))
@@ -168,6 +189,27 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
         else:
             ours[renamed] = whole
     return ours
+
+
+def _as_released(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of an OLMo Hybrid as in the released files, with convolutions of the shape (channels, taps).
+
+    transformers 5.23 reads those and others: it saves attention layers with a name of the recurrent layers' norms, and
+    cuts the convolutions of a layer into equal thirds, though those of the values are as long as the others together.
+    """
+    weights = dict(weights)
+    for name in [name for name in weights if name.endswith(".feedforward_layer_norm.weight")]:
+        if name.replace("feedforward_layer_norm", "self_attn.q_proj") in weights:
+            weights[name.replace("feedforward_layer_norm", "post_attention_layernorm")] = weights.pop(name)
+    for name in [name for name in weights if name.endswith(".linear_attn.q_conv1d.weight")]:
+        names = [name.replace("q_conv1d", conv) for conv in ("q_conv1d", "k_conv1d", "v_conv1d")]
+        parts = [weights[one].flatten(1) for one in names if one in weights]
+        if len(parts) < 3 or len({(part.dtype, part.shape[1]) for part in parts}) > 1:
+            raise CheckpointError(f"{name} should have the width of the other two convolutions of its layer")
+        whole = torch.cat(parts)
+        quarter = len(whole) // 4
+        weights |= dict(zip(names, whole.split([quarter, quarter, len(whole) - 2 * quarter]), strict=True))
+    return weights
 
 
 def drop_tied(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -231,11 +273,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "intermediate_size": 2048},
         **{"num_experts": 64, "num_experts_per_tok": 8},
     },
+    "olmo_hybrid": {"max_position_embeddings": 65536},
     "gemma3_text": {
         **{"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 2**17, "tie_word_embeddings": True},
         **{"rope_theta": 1e6, "sliding_window": 4096, "sliding_window_pattern": 6},
     },
 }
+_LINEAR = "linear_attention"
 _WINDOWED = "sliding_attention"
 _FULL = "full_attention"
 _LAYER_TYPES = {_WINDOWED: "window", _FULL: "full"}
@@ -251,6 +295,11 @@ _KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", _LLAMA_KEYS, {"family": "smollm3"}),
     "olmo2": ("Olmo2ForCausalLM", _LLAMA_KEYS, {"family": "olmo2"}),
     "olmo3": ("Olmo3ForCausalLM", _LLAMA_KEYS, {"family": "olmo3"}),
+    "olmo_hybrid": (
+        "OlmoHybridForCausalLM",
+        {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "head_dim"},
+        {"family": "olmo_hybrid"},
+    ),
     "gemma3_text": ("Gemma3ForCausalLM", _LLAMA_KEYS, {"family": "gemma3"}),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
@@ -350,6 +399,8 @@ def _model_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     keys = named(n_kv_heads=heads, head_dim=head_dim, norm_eps=1e-6)
     if model_type == "gemma3_text":
         _require_known_gemma3(content, keys["head_dim"])
+    if model_type == "olmo_hybrid":
+        _require_known_hybrid(content, head_dim)
     keys |= {"tie_embeddings": _value(content, "tie_word_embeddings", bool, False)}
     if model_type in _WITH_EXPERTS:
         _require_known_experts(content, dim // heads)
@@ -377,6 +428,11 @@ def _layer_keys(content: Mapping[str, Any], model_type: str, n_layers: int) -> d
         raise CheckpointError(f"config.json: use_sliding_window = true is not supported for {model_type}; mistral does")
     if model_type in ("olmo2", *_WITH_EXPERTS):
         return {}
+    if model_type == "olmo_hybrid":
+        default = [_FULL if i % 4 == 3 or i + 1 == n_layers < 4 else _LINEAR for i in range(n_layers)]
+        types = default if content.get("layer_types") is None else content["layer_types"]
+        kinds = {_LINEAR: "delta", _FULL: "full" if _rotates(content) else "nope"}
+        return {"layer_pattern": _pattern("layer_types", types, kinds, n_layers)}
     if model_type in _TWO_ROPES:
         every = _count(content, "sliding_window_pattern")
         default = [_FULL if (i + 1) % every == 0 else _WINDOWED for i in range(n_layers)]
@@ -410,6 +466,31 @@ def _require_known_experts(content: Mapping[str, Any], head_dim: int) -> None:
         raise CheckpointError(
             f"config.json: head_dim = {shortened(content['head_dim'])} is not {head_dim}, as for olmoe"
         )
+
+
+def _require_known_hybrid(content: Mapping[str, Any], head_dim: int) -> None:
+    config = ModelConfig(dim=_count(content, "hidden_size"), n_heads=_count(content, "num_attention_heads"))
+    for key, known in (_hybrid_keys(config) | {"head_dim": head_dim}).items():
+        if (found := content.get(key)) is not None and (type(found), found) != (type(known), known):
+            raise CheckpointError(f"config.json: {key} = {shortened(found)} is not supported; {known} is")
+
+
+def _hybrid_keys(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of layers of the kind delta."""
+    heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), config.n_heads)
+    dims = dict(zip(("linear_key_head_dim", "linear_value_head_dim"), config.delta_dims, strict=True))
+    return heads | dims | {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True}
+
+
+def _rotates(content: Mapping[str, Any]) -> bool:
+    """Whether a hybrid's attention has rotary positions: not if rope_theta is null, as in the released model."""
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if "rope_theta" not in {**content, **rope} and "rope_parameters" in content:
+        raise CheckpointError(
+            "config.json: rope_parameters = null does not say whether attention has rotary positions, as versions of "
+            "transformers differ; rope_theta = null says that it has none"
+        )
+    return {"rope_theta": 1e4, **content, **rope}["rope_theta"] is not None
 
 
 def _pattern(key: str, values: Any, kinds: Mapping[Any, str], n_layers: int) -> list[str]:
@@ -485,7 +566,12 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     model_type = {"gpt": "gpt2", "gemma3": "gemma3_text"}.get(config.family, config.family)
     if config.router_bias:
         raise CheckpointError(f"no {config.family} of Hugging Face has a bias of its routers (model.router_bias)")
-    if "nope" in config.layer_pattern and model_type != "smollm3":
+    if model_type == "olmo_hybrid" and {*config.layer_kinds} not in ({"delta", "full"}, {"delta", "nope"}):
+        raise CheckpointError(
+            f"model.layer_pattern = {config.layer_pattern} can't be exported: an olmo_hybrid of Hugging Face has "
+            'layers of the kind "delta", and either "full" or "nope"'
+        )
+    if "nope" in config.layer_pattern and model_type not in ("smollm3", "olmo_hybrid"):
         raise CheckpointError('model.layer_pattern has "nope", which only model.family = "smollm3" can export')
     if model_type == "llama":
         model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
@@ -520,7 +606,9 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "high_freq_factor": config.rope_high_freq_factor,
             "original_max_position_embeddings": config.rope_original_max_seq_len,
         }
-    more = {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_parameters": rope}
+    if model_type == "olmo_hybrid" and "nope" in config.layer_kinds:
+        rope["rope_theta"] = None
+    more = {"hidden_act": "silu", "rope_theta": rope["rope_theta"], "rope_parameters": rope}
     more |= _layers_of(config, model_type)
     if model_type in _WITH_EXPERTS:
         more |= {"norm_topk_prob": config.norm_topk_prob}
@@ -538,6 +626,9 @@ def _layers_of(config: ModelConfig, model_type: str) -> dict[str, Any]:
         return {"no_rope_layers": rotates, "layer_types": [_FULL] * config.n_layers, "sliding_window": None}
     if model_type in _WITH_EXPERTS:
         return {}
+    if model_type == "olmo_hybrid":
+        types = [_LINEAR if kind == "delta" else _FULL for kind in config.layer_kinds]
+        return {"layer_types": types, **_hybrid_keys(config)}
     types = [_WINDOWED if kind == "window" else _FULL for kind in config.layer_kinds]
     layers: dict[str, Any] = {"sliding_window": config.window or None, "layer_types": types}
     if model_type in _TWO_ROPES:

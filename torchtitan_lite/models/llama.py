@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens, D dim, H heads, K key and value heads, E head_dim
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class TransformerBlock(nn.Module):
 class Llama(Transformer):
     """Token embeddings, and blocks that take the rotary tables."""
 
-    block: type[nn.Module] = TransformerBlock
+    block: Callable[[ModelConfig, int], nn.Module] = TransformerBlock
     rope_cos: Tensor
     rope_sin: Tensor
 

@@ -40,14 +40,16 @@ def flops_per_token(model: Transformer, seq_len: int, target_len: int = 0) -> in
     6 (N - N_embedding) + 12 L H Q T: 2 per matrix entry, and twice that in backward; then attention with L layers,
     H heads of width Q and T = seq_len, as if not causal. (PaLM, appendix B, arXiv 2204.02311; as in torchtitan. Tied
     embeddings count, because they are multiplied with, and of experts those that compute the token.) In a layer with a
-    window, T is at most the window.
+    window, T is at most the window. Layers of the kind delta add their products: see models/gated_delta.py.
     """
     config = model.config
     if len(config.stacks) > 1:
         return _of_encoder_decoder(model, seq_len, target_len or seq_len) // (target_len or seq_len)
-    seen = sum(min(window or seq_len, seq_len) for window in config.windows)
+    windows = [window for window, kind in zip(config.windows, config.layer_kinds, strict=True) if kind != "delta"]
+    seen = sum(min(window or seq_len, seq_len) for window in windows)
     attention = 12 * config.n_heads * config.dim_of_heads * seen
-    return 6 * multiplied_parameters(model) + attention
+    recurrences = sum(getattr(module, "flops_per_token", 0) for module in model.layers.modules())
+    return 6 * multiplied_parameters(model) + attention + recurrences
 
 
 def _of_encoder_decoder(model: Transformer, n: int, m: int) -> int:
@@ -75,6 +77,9 @@ def formula(model: ModelConfig) -> str:
         return "of the encoder's inputs and the decoder's targets, by target"
     notes = [", T at most the window"] if any(model.windows) else []
     notes += [", N active"] if model.has_experts else []
+    notes += [", L those with attention, + H (18 K V + 64 (12 K + 10 V)) for each other"] * (
+        "delta" in model.layer_kinds
+    )
     return "6 (N - N_embedding) + 12 L H Q T" + "".join(notes)
 
 

@@ -83,7 +83,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             group = config.groups[i]
             decay = decay if group.weight_decay is None else group.weight_decay
             factor *= group.lr_factor
-        by_muon = config.name == "muon" and parameter.ndim > 1 and name.startswith("layers.")
+        by_muon = config.name == "muon" and is_matrix_of_block(name, parameter)
         if parameter.ndim == 2 and name.startswith(("layers.", "output.")):
             scale = scale_of(getattr(model, "width", 1.0), by_muon, config)
             decay, factor = decay / scale, factor * scale  # rate times decay stays
@@ -96,6 +96,11 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         | ({"muon": by_muon} if config.name == "muon" else {})
         for (decay, factor, by_muon), parameters in chosen.items()
     ]
+
+
+def is_matrix_of_block(name: str, parameter: Tensor) -> bool:
+    """Whether Muon orthogonalises it. A convolution's weights are no matrix: each row filters one channel by itself."""
+    return parameter.ndim > 1 and name.startswith("layers.") and ".conv_" not in name
 
 
 def scale_of(width: float, by_muon: bool, config: OptimConfig) -> float:

@@ -45,8 +45,8 @@ class ModelConfig(Section):
     family: FamilyName = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
 resformer: llama with value embeddings; mistral: llama with windows; smollm3: llama with layers that have no \
-positions; olmo2, olmo3: norms after the sublayers; gemma3: norms before and after them; qwen3_moe, olmoe: experts; \
-t5: encoder and decoder"""
+positions; olmo2, olmo3: norms after the sublayers; olmo_hybrid: olmo2 with gated DeltaNet in three of four layers; \
+gemma3: norms before and after the sublayers; qwen3_moe, olmoe: experts; t5: encoder and decoder"""
     size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False, keeps=True)] = "1M"
     """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
@@ -107,11 +107,11 @@ train.router_bias_rate"""
     """llama: the context length before stretching"""
     window: SizeOrZero = 0
     """llama, mistral, olmo3, gemma3: tokens that a windowed layer attends to, the current one included; 0: all"""
-    layer_pattern: list[Literal["full", "window", "nope"]] = Field(
+    layer_pattern: list[Literal["full", "window", "nope", "delta"]] = Field(
         default=["window"], min_length=1, max_length=2048, examples=[["window", "window", "window", "full"]]
     )
-    """llama, smollm3, olmo3, gemma3: kinds of layers, repeated over the depth. window: attention within model.window; \
-full: to all tokens; nope: to all tokens, without positions"""
+    """llama, smollm3, olmo3, olmo_hybrid, gemma3: kinds of layers, repeated over the depth. window: attention within \
+model.window; full: to all tokens; nope: to all tokens, without positions; delta: gated DeltaNet (olmo_hybrid)"""
     window_rope_theta: PositiveFloat = 1e4
     """gemma3: base of the rotary wavelengths of windowed layers"""
 
@@ -147,6 +147,12 @@ full: to all tokens; nope: to all tokens, without positions"""
     def windows(self) -> list[int]:
         """The window of each block of a decoder, in tokens; 0: it attends to all."""
         return [self.window if kind == "window" else 0 for kind in self.layer_kinds]
+
+    @property
+    def delta_dims(self) -> tuple[int, int]:
+        """Width of the keys and of the values of each head of a delta layer."""
+        key = 3 * self.dim // (4 * self.n_heads)
+        return key, 2 * key
 
     @property
     def has_experts(self) -> bool:
@@ -197,6 +203,13 @@ def shape_rules(model: ModelConfig) -> Rules:
             "model.experts_per_token model.n_experts",
             f"model.experts_per_token = {model.experts_per_token} is more than model.n_experts = {model.n_experts}; "
             f"experts_per_token = {model.n_experts} works",
+        )
+    if "delta" in model.layer_pattern and not FAMILIES[model.family].delta:
+        known = " or ".join(f'"{name}"' for name, family in FAMILIES.items() if family.delta)
+        yield (
+            "model.layer_pattern model.family",
+            f'model.layer_pattern has "delta", which model.family = "{model.family}" does not have; '
+            f"family = {known} works",
         )
     if model.window and not any(model.windows):
         yield (

@@ -5,6 +5,7 @@ The bytes are counted twice: as the operators move them one by one, and as fused
 fused kernel reads what was computed before and writes what is needed afterwards. Only blocks are ever compiled.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,6 +117,11 @@ class Recorder:
             batch = a.shape[0] if a.ndim == 3 else 1
             self.end_of_kernel(phase)
             self.work[Product(phase, batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())] += 1
+        elif name == "linalg_solve_triangular":
+            # (..., C, C) and (..., C, V): a triangle has half the products of a matrix
+            self.end_of_kernel(phase)
+            *batch, size, columns = args[1].shape
+            self.work[Product(phase, math.prod(batch), size, columns, size // 2, args[1].element_size())] += 1
         elif name in ("grouped_product", "grouped_gradient"):
             # (rows, inputs) x (experts, outputs, inputs), and its gradient from (rows, outputs) x (rows, inputs)
             experts = len(args[1]) if name == "grouped_product" else len(out)
