@@ -151,7 +151,7 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     questions = {name: digest for callback in callbacks for name, digest in callback.questions.items()}
     fresh = fresh_state(config, data, world, validation.identity(), questions)
     try:
-        with watchdog.loading("loading a checkpoint"):
+        with watchdog.loading("loading a checkpoint"), log.clock.on("load"):
             resumed = load_newest(config, checkpointer, fresh, log)
     except BaseException:
         watchdog.close()
@@ -248,10 +248,10 @@ def train(s: Session) -> None:
             if s.spikes is not None and s.rewinding:
                 step = s.spikes.rewind(s)
                 continue
-            with s.meter.paused():
-                for callback in s.callbacks:  # training/callbacks.py: log, validate, score tasks, save, sample, profile
-                    last = step == steps or (s.preemption.agreed and callback.when_preempted)
-                    if last or due(step, callback.every):
+            for callback in s.callbacks:  # training/callbacks.py: log, validate, score tasks, save, sample, profile
+                last = step == steps or (s.preemption.agreed and callback.when_preempted)
+                if last or due(step, callback.every):
+                    with s.meter.paused(callback.kind):
                         callback.after(s, result)
             s.log.advance_bar()
             if s.preemption.agreed:  # after a step that counts: a rewind makes one more, so that it is saved

@@ -223,7 +223,7 @@ class Search:
         """What a stage is scored on: the default split's held-out text, the search's, or nothing."""
         if stage.endswith("final"):
             return HELD_OUT
-        return UNSCORED if stage == "peers cost" else str(self._dev())
+        return UNSCORED if stage.endswith("cost") else str(self._dev())
 
     def _start(self) -> float:
         """Processor time of a run of one step."""

@@ -87,6 +87,9 @@ def rewound(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert f"REWOUND from step 17 to {checkpoint(folder / 'run', 12)} (1 of at most 10)" in said
     assert "without the samples 72 to 101: as a run with --data.skip_samples=[[72,102]]" in said
     assert "done    24 steps" in said
+    seconds = json.loads((folder / "run" / "run.json").read_text())["goodput"]["seconds"]
+    assert seconds["repeated"] > 0
+    assert seconds["load"] > 0
     return folder / "run"
 
 

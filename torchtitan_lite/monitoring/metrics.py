@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
+from torchtitan_lite.monitoring.goodput import Clock
 from torchtitan_lite.terminal import encodable, print_error
 
 if TYPE_CHECKING:  # loaded only if the config asks for them
@@ -38,20 +39,28 @@ class Meter:
 
     Args:
         state: where the run starts, resumes, or has gone back to.
+        clock: of the log, which lasts longer than a meter.
     """
 
-    def __init__(self, state: TrainState, device: torch.device) -> None:
+    def __init__(self, state: TrainState, device: torch.device, clock: Clock) -> None:
+        self._clock = clock
         self.started = self._lap_started = time.perf_counter()
         self.first_step, self._tokens = state.step, state.tokens
         self._parts: dict[str, float] = {}
         # (2,) float64: the summed loss of all ranks and its tokens, since the last multiple of log.every
         self.loss_since = torch.tensor(state.loss_since or [0.0, 0.0], dtype=torch.float64, device=device)
 
+    def begin(self) -> None:
+        """The steps begin now."""
+        self._clock.enter("steps")
+        self._lap_started = time.perf_counter()
+
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The time in this context does not count as training."""
+    def paused(self, kind: str) -> Iterator[None]:
+        """The time in this context does not count as training, but as a kind of goodput.KINDS."""
         before = time.perf_counter()
-        yield
+        with self._clock.on(kind):
+            yield
         self._lap_started += time.perf_counter() - before
 
     @contextmanager
@@ -100,6 +109,7 @@ class Log:
 
     def __init__(self, folder: Path, speaks: bool) -> None:
         self._speaks = speaks
+        self.clock = Clock()  # where the time of the run goes
         self._folder = folder
         self._text = folder / "train.log"
         self._bar: tqdm[Any] | None = None

@@ -23,6 +23,7 @@ from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
+from torchtitan_lite.monitoring.goodput import of_run
 from torchtitan_lite.process import env_int
 
 
@@ -105,7 +106,7 @@ def begin(folder: Path, world: World, resume: str) -> str:
     restart, problem = False, ""
     if world.rank == 0:
         try:
-            before = _read(folder, strict=True)
+            before = read(folder, strict=True)
         except OSError as error:
             before, problem = {}, f"{folder / 'run.json'} can't be read: {error.strerror or error}"
         once = resume == "never" or resume.startswith("step-")
@@ -140,7 +141,7 @@ def _launch() -> dict[str, str]:
 
 def accepted(folder: Path, step: int, resume: str, facts: dict[str, Any]) -> bytes:
     """The run.json of an attempt before its first step. `resume` is what `begin` returned; `facts` are added."""
-    carried_out = {"carried_out": _read(folder).get("carried_out")}
+    carried_out = {"carried_out": read(folder).get("carried_out")}
     if resume == "never" or resume.startswith("step-"):
         carried_out = {"carried_out": {"resume": resume, **_launch()}}
     return _encoded(facts | carried_out | _now("running", step, ""))
@@ -173,21 +174,32 @@ def take_over(folder: Path, files: Mapping[str, bytes], set_aside: Callable[[], 
     return notes
 
 
-def write_status(folder: Path, world: World, status: str, step: int | None, reason: str = "") -> str:
+def write_status(
+    folder: Path,
+    world: World,
+    status: str,
+    step: int | None,
+    reason: str = "",
+    spent: Mapping[str, float] | None = None,
+) -> str:
     """Write "running", "complete", "preempted" or "failed" to run.json, on rank 0. Step None keeps the recorded one.
+
+    Args:
+        spent: of the run's clock; None keeps what is recorded.
 
     Returns:
         the status of the run, which is an earlier one if this attempt was refused.
     """
     if world.rank == 0:
         with contextlib.suppress(OSError):  # without its content, "carried_out" would be lost
-            return _end(folder, _read(folder, strict=True), status, step, reason)
+            before = read(folder, strict=True) | (of_run(spent) if spent else {})
+            return _end(folder, before, status, step, reason)
     return status
 
 
 def stand_in(folder: Path, step: int, reason: str) -> None:
     """Write "failed" for rank 0, which may be gone, unless it has written how it ended."""
-    before = _read(folder)
+    before = read(folder)
     if before.get("status") == "running" or "starting" in before:
         _end(folder, before, "failed", step, reason)
 
@@ -213,7 +225,7 @@ def _attempt() -> dict[str, Any]:
     return {"pid": os.getpid(), "attempt": attempt_id()}
 
 
-def _read(folder: Path, strict: bool = False) -> dict[str, Any]:
+def read(folder: Path, strict: bool = False) -> dict[str, Any]:
     """The content of run.json; empty if it is missing or damaged. An I/O error is raised only if `strict`."""
     try:
         content = json.loads((folder / "run.json").read_text(encoding="utf-8"))

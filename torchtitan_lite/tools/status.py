@@ -18,6 +18,7 @@ from typing import Any
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.errors import ConfigError, UserError, run_cli
+from torchtitan_lite.monitoring import goodput
 from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.records import Records, read_about, read_records
 
@@ -159,6 +160,8 @@ def _status(folder: Path, *, with_plan: bool) -> int:
         lines += _speed(folder, about, steps[-10:], n_steps if status.active else None, with_plan=with_plan)
     else:
         lines.append("step    none has been logged")
+    if sums := goodput.newest(about, records):
+        lines.append(f"time    {goodput.line(sums)}")
     lines.append(f"saved   {_newest_checkpoint(folder / 'checkpoints')}")
     lines += [f"event   {_ago(when)}: {event}" for when, event in _events(about, records)]
     print("\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines))

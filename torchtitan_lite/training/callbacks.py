@@ -35,20 +35,24 @@ def build_callbacks(
     callbacks = [Callback(functools.partial(log_step, peak=peak), config.log.every, when_preempted=True)]
     if config.eval.every:
         score = functools.partial(validate, validation)
-        callbacks.append(Callback(score, config.eval.every, resume=missing(score, config.eval.every, *_SCORED)))
+        again = missing(score, config.eval.every, *_SCORED)
+        callbacks.append(Callback(score, config.eval.every, "evaluation", resume=again))
     if config.tasks:
         from torchtitan_lite.training.tasks import Tasks
 
         if tasks := Tasks.of(config, data):
             resume = missing(tasks.score, config.eval.tasks_every, *_TASKS)
-            callbacks.append(Callback(tasks.score, config.eval.tasks_every, resume=resume, questions=tasks.digests))
-    callbacks.append(Callback(save, config.checkpoint.every, when_preempted=True))
+            callbacks.append(
+                Callback(tasks.score, config.eval.tasks_every, "evaluation", resume=resume, questions=tasks.digests)
+            )
+    callbacks.append(Callback(save, config.checkpoint.every, "save", when_preempted=True))
     if config.sample.every:
         from torchtitan_lite.training.sampling import Prompts, sample
 
         speak = functools.partial(sample, Prompts.of(config, data))
-        callbacks.append(Callback(speak, config.sample.every, resume=missing(speak, config.sample.every, *_SAMPLES)))
-    callbacks.append(Callback(lambda s, _: report_save(s, wait=False), every=1, reads_step=False))
+        again = missing(speak, config.sample.every, *_SAMPLES)
+        callbacks.append(Callback(speak, config.sample.every, "evaluation", resume=again))
+    callbacks.append(Callback(lambda s, _: report_save(s, wait=False), every=1, kind="save", reads_step=False))
     if config.profile.steps:
         from torchtitan_lite.monitoring.profiler import Profile
 
@@ -113,6 +117,7 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
         "peak_memory_gib": peak_memory_gib(s.world.device),
         "seconds": lap.seconds,
         **lap.parts,
+        "spent": s.log.clock.spent(),
     }
     if s.scaler.enabled:
         record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
@@ -171,6 +176,8 @@ def save(s: Session, _: StepResult) -> None:
     require_finite(s.model, s.state.step)
     require_equal_copies(s.model, s.optimizer, s.state.step)
     report_save(s, wait=True)
+    if not s.stopping and not due(s.state.step, s.config.log.every):  # else log_step has recorded it
+        s.log.record({"step": s.state.step, "spent": s.log.clock.spent()})
     loss_since = s.meter.loss_since.tolist()
     s.checkpointer.save(replace(s.state, grad_scaler=s.scaler.state_dict(), loss_since=loss_since))
     error = report_save(s, wait=s.stopping or not s.config.checkpoint.async_save)

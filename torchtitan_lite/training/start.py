@@ -21,7 +21,7 @@ from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.agreement import from_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, is_stall
-from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring import goodput, run_folder
 from torchtitan_lite.monitoring.console import source_lines, start_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import counted, duration, print_line
@@ -118,13 +118,17 @@ def take_over(attempt: Attempt, loaded_config: Loaded, data: DataSet, s: Session
     facts["setting"] = dict(s.state.bitwise_setting)  # for a replay
 
     def change_folder() -> list[str]:
+        if attempt.resume != "never":
+            log.clock.continue_run(config.folder, run_folder.read(config.folder), step)  # before later records go
         later, changes = _records(config, s)
         if finished and (s.checkpointer.aside or not later):
             return []  # finished; later records are those of a longer run that was killed before it saved
         files = {
             "config.toml": to_toml_with_origins(loaded_config).encode(),
             **{n: (data.folder / n).read_bytes() for n in ("tokenizer.json", PAIRS) if (data.folder / n).is_file()},
-            "run.json": run_folder.accepted(config.folder, step, attempt.resume, facts),
+            "run.json": run_folder.accepted(
+                config.folder, step, attempt.resume, facts | goodput.of_run(log.clock.spent())
+            ),
         }
         saves, files = s.checkpointer, files | later | changes
         return run_folder.take_over(config.folder, files, lambda: set_aside(saves.folder, saves.aside))
@@ -134,11 +138,13 @@ def take_over(attempt: Attempt, loaded_config: Loaded, data: DataSet, s: Session
             log.info(f"note    {note}")
     for callback in s.callbacks:
         if callback.resume:
-            callback.resume(s)
+            with log.clock.on(callback.kind):
+                callback.resume(s)
     if finished:
         log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
         # if later checkpoints would be set aside, the run has got further than this step
         run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
+    s.meter.begin()
     return not finished
 
 
@@ -160,15 +166,16 @@ def report_end(s: Session) -> None:
         why = s.preemption.reason or "another rank was asked to"
         then = f"the same command resumes from there{launcher_note(why)}"
         s.log.info(f"stopped after step {step} of {config.train.steps} ({why}); {then}")
-        run_folder.write_status(config.folder, s.world, "preempted", step, why)
+        run_folder.write_status(config.folder, s.world, "preempted", step, why, s.log.clock.spent())
         return
-    run_folder.write_status(config.folder, s.world, "complete", step)
+    spent = s.log.clock.spent()
+    run_folder.write_status(config.folder, s.world, "complete", step, spent=spent)
     s.log.notify("completion", step)
     for line in source_lines(s.samples, s.state):
         s.log.info(line)
     seconds = time.perf_counter() - s.meter.started
     n_steps = counted(step - s.meter.first_step, "step")
-    s.log.info(f"done    {n_steps} in {duration(seconds)}; {what_next(config, step)}")
+    s.log.info(f"done    {n_steps} in {duration(seconds)}, {goodput.line(spent)}; {what_next(config, step)}")
 
 
 def report_failure(config: Config, world: World, log: Log, error: Exception, s: Session | None) -> None:
@@ -176,5 +183,6 @@ def report_failure(config: Config, world: World, log: Log, error: Exception, s: 
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         report_save(s, wait=True)  # every rank has raised this error, so a background save can still complete
     step = None if s is None else s.state.step
-    status = run_folder.write_status(config.folder, world, "failed", step, str(error) or repr(error))
+    spent = None if s is None else log.clock.spent()
+    status = run_folder.write_status(config.folder, world, "failed", step, str(error) or repr(error), spent)
     log.notify("stall" if is_stall(error) else "failure", step, status)

@@ -16,6 +16,7 @@ from torchtitan_lite.config import cli
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device
+from torchtitan_lite.tools.estimate.failures import INPUTS, LLAMA3_HOURS, SIZES, Saves, failure_lines
 from torchtitan_lite.tools.estimate.schedule import schedule_lines
 from torchtitan_lite.training import epochs
 
@@ -47,11 +48,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--print-schedule", action="store_true", help="print only the learning rate and batch size by step"
     )
+    parser.add_argument(
+        "--mtbf", type=float, metavar="HOURS", help="GPU-hours for each failure: goodput, and when to save"
+    )
+    costs = parser.add_argument_group("what a save and a failure cost, with --mtbf")
+    for flag, (default, text, source) in INPUTS.items():
+        costs.add_argument(f"--{flag}", dest=flag, type=float, default=default, metavar="N", help=f"{text} ({source})")
     own = parser.add_argument_group("own figures, for another device")
     for flag, (field, _, text) in FIGURES.items():
         own.add_argument(f"--{flag}", dest=field, type=float, metavar="N", help=text)
     options, config_options = parser.parse_known_args(argv)
-    flags = ["help", "world-size", "device", "mfu", "power", "print-schedule", *FIGURES]
+    flags = ["help", "world-size", "device", "mfu", "power", "print-schedule", "mtbf", *INPUTS, *FIGURES]
     return run_cli("plan", lambda: _plan(options, config_options, flags))
 
 
@@ -60,7 +67,7 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
     from torchtitan_lite.tools.estimate.communication import communication_lines
     from torchtitan_lite.tools.estimate.memory import advice_lines, memory_lines
     from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, make_plan
-    from torchtitan_lite.tools.estimate.step_time import time_lines
+    from torchtitan_lite.tools.estimate.step_time import expected, time_lines
 
     world_size: int = options.world_size
     if not 1 <= world_size <= MOST_RANKS:
@@ -69,6 +76,15 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
         raise ConfigError(f"--mfu={options.mfu} should be above 0 and at most 1, e.g. 0.4")
     if not 0 < options.power <= 1:
         raise ConfigError(f"--power={options.power} should be above 0 and at most 1, e.g. 0.7 for 490 of 700 W")
+    values = {flag: getattr(options, flag) for flag in INPUTS}
+    if options.mtbf is not None and not 0 < options.mtbf < math.inf:
+        raise ConfigError(
+            f"--mtbf={options.mtbf:g} should be above 0 and finite, e.g. {LLAMA3_HOURS:.0f}, as for Llama 3"
+        )
+    if bad := [flag for flag, value in values.items() if not 0 <= value < math.inf or (not value and "gbs" in flag)]:
+        raise ConfigError("; ".join(f"--{flag} should be finite, and not negative or a speed of 0" for flag in bad))
+    if bad := [flag for flag in ("machine-share", "spare-share") if values[flag] > 1]:
+        raise ConfigError("; ".join(f"--{flag}={values[flag]:g} should be at most 1" for flag in bad))
     device = _device(options)
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
@@ -88,6 +104,17 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
     lines += time_lines(plan, options.mfu, options.power)
     print("\n".join(lines), flush=True)
     print("\n".join(advice_lines(plan)))
+    if options.mtbf is not None:
+        step_s = (world_size, expected(plan, plan.device, options.power).total) if plan.device else None
+        lines = failure_lines(
+            sorted({*SIZES, *([world_size] if world_size > 1 else [])}),
+            options.mtbf,
+            Saves(plan.checkpoint_bytes, config.checkpoint.state_dict == "sharded", config.checkpoint.async_save),
+            values,
+            per_machine=device.per_node if device else 1,
+            step_s=step_s,
+        )
+        print("\n".join(lines))
     return 0
 
 

@@ -9,6 +9,7 @@ from importlib import resources
 
 from plotly.offline import get_plotlyjs
 
+from torchtitan_lite.monitoring import goodput
 from torchtitan_lite.terminal import counted, duration
 from torchtitan_lite.tools.records import ROUGE, TASK, Records
 from torchtitan_lite.tools.report import figures, table
@@ -169,6 +170,10 @@ def _tiles(run: Run) -> str:
     times = [r["time"] for r in run.steps if r.get("time") is not None]
     if len(times) > 1:
         tiles.append(("first to last record", duration(times[-1] - times[0]), ""))
+    if run.goodput:
+        without = f", {goodput.share(run.goodput, idle=False):.1%} without idle time" if "idle" in run.goodput else ""
+        whole = duration(goodput.total(run.goodput))
+        tiles.append(("goodput", f"{goodput.share(run.goodput):.1%}", f"of {whole} since the first launch{without}"))
     cells = "".join(
         f"<div><span>{escape(label)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>"
         for label, value, more in tiles
@@ -259,6 +264,14 @@ def seconds_of(run: Run) -> dict[str, float]:
     }
 
 
+def since_launch(run: Run) -> str:
+    """The seconds since the first launch by kind, all attempts included."""
+    rows = [
+        _row(escape(text), _share(run.goodput, kind)) for kind, text in goodput.KINDS.items() if kind in run.goodput
+    ]
+    return _table([], rows)
+
+
 def cards(runs: list[Run]) -> str:
     return "".join(
         f"<section id=run{i}><h2>{_coloured(runs, run)} <small>{escape(str(run.folder))}</small></h2>"
@@ -320,6 +333,7 @@ PANELS: list[Panel] = [
     *(figures.learning_rate, figures.gradient_norm, figures.throughput, figures.memory, figures.loss_scale),
     *(time_spent, cards),
     *(
+        section("Goodput: the time since the first launch", lambda run: since_launch(run) if run.goodput else ""),
         section("Changed on a resume", changes),
         section("Samples, the latest first", samples),
         section("Config", config),

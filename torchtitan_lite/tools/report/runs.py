@@ -10,6 +10,7 @@ import tomli
 
 from torchtitan_lite.config import toml
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.monitoring import goodput
 from torchtitan_lite.tools.records import Records, read_about, read_records
 from torchtitan_lite.tools.status import UNKNOWN, Status, status_of
 
@@ -33,6 +34,7 @@ class Run:
     validations: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
     changes: list[tuple[int, str, str, str]] = field(default_factory=list)  # by resumes: step, key, old and new value
+    goodput: dict[str, float] = field(default_factory=dict)  # seconds by kind, see monitoring/goodput.py
     notes: list[str] = field(default_factory=list)  # files and lines that could not be read
 
     def having(self, key: str) -> Records:
@@ -108,6 +110,7 @@ def _read_run(folder: Path) -> Run:
         about = {}
         run.notes.append(f"run.json: can't be read: {error}")
     run.status = status_of(folder, about)
+    run.goodput = goodput.newest(about, run.records)
     run.about = {key: value for key, value in about.items() if isinstance(value, str)}
     n_steps = about.get("steps")
     run.n_steps = str(n_steps) if type(n_steps) is int else run.config.get("train.steps", ("", ""))[0]  # of older runs

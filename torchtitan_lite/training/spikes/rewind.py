@@ -66,7 +66,7 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
     """
     before, c = s.state, s.config
     s.watchdog.step(steps[-1])  # every rank is behind this step now
-    with s.watchdog.loading("going back to an earlier checkpoint"):
+    with s.watchdog.loading("going back to an earlier checkpoint"), s.log.clock.on("load"):
         loaded = _load(s, steps)
         number = before.spikes.get("rewinds", 0) + 1
         saved = loaded.continued_by(before)
@@ -76,9 +76,10 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
         record = {"rewind": number, "step": before.step, "back_to": saved.step, "spike": spike, "skipped": jump[1:]}
         for note in on_rank0(s.world, lambda: _change_files(s, loaded, number, record)):
             s.log.info(f"note    {note}")
+        s.log.clock.rewind(c.folder, run_folder.read(c.folder), saved.step)
     s.scaler = GradScaler(c.grad_scaler, c.fsdp.uses_float16, s.world.device, saved.grad_scaler)
     s.guard = FiniteGuard(s.optimizer, s.scaler, s.guard.max_skipped, saved.skipped)
-    before_meter, s.meter = s.meter, Meter(s.state, s.world.device)
+    before_meter, s.meter = s.meter, Meter(s.state, s.world.device, s.log.clock)
     s.meter.started, s.meter.first_step = before_meter.started, min(before_meter.first_step, saved.step)
     s.log.reopen_trackers(s.state)
     s.log.start_bar(saved.step, c.train.steps)
