@@ -313,7 +313,7 @@ PEERS: dict[str, Program] = {
 FORMER_DEFAULT = Program(FORMER, (4e-3,))
 RESFORMER: dict[str, Any] = {"model.family": "resformer"}
 OURS: dict[str, Program] = {"default": Program(STACK, (8e-3,)), "resformer": Program(STACK | RESFORMER, (8e-3,))}
-STEPS = 700  # of the default
+STEPS = 750  # of the default
 _WIDE: dict[str, Any] = {"model.dim": 384, "model.n_heads": 6, "model.n_kv_heads": 6, "model.hidden_dim": 1152}
 LARGER: dict[str, Program] = {
     "default, 2 x 384": Program(STACK | _WIDE, (4e-3, 6e-3), 8),

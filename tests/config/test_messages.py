@@ -62,7 +62,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
         (["--model.head_dim=33"], "rotary positions need an even head_dim, not 33; head_dim = 34 works"),
         (["--model.rope_factor=8", "--model.rope_low_freq_factor=4"], "be below model.rope_high_freq_factor = 4.0"),
-        (["--optim.schedule=wsd", "--optim.warmup_steps=480"], "reaches into the decay"),
+        (["--optim.schedule=wsd", "--optim.warmup_steps=700"], "reaches into the decay"),
         (["--optim.momentum=0"], "should be greater than 0"),
         (
             ["--train.batch_schedule=[[5, 8], [0, 4]]"],
@@ -117,7 +117,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=1e39"], "than or equal to 1267"),
         (["--activation_checkpointing.every=2"], 'has no effect without activation_checkpointing.mode = "full"'),
         (
-            ["--activation_checkpointing.mode=full", "--activation_checkpointing.every=9"],
+            ["--model.n_layers=4", "--activation_checkpointing.mode=full", "--activation_checkpointing.every=9"],
             "applies only to the first of 4 blocks; every = 3 works",
         ),
         (["--compile.backend=eager"], "compile.backend = eager has no effect without compile.enabled = true"),
@@ -291,7 +291,7 @@ def test_missing_base_is_named_with_the_file_that_wants_it(tmp_path: Path) -> No
         ("--sample.temperature=1e-6", "--sample.temperature=9.99e-7"),
         ("--sample.temperature=0", "--sample.temperature=-0.1"),
         ("--fsdp.reshard_after_forward=true", "--fsdp.reshard_after_forward=1"),
-        ("--optim.warmup_steps=499", "--optim.warmup_steps=500"),
+        ("--optim.warmup_steps=749", "--optim.warmup_steps=750"),
         ("--train.seq_len=1024", "--train.seq_len=1025"),
         (f"--data.skip_samples=[[0, {2**53 - 1}]]", f"--data.skip_samples=[[0, {2**53}]]"),
         ("--data.skip_samples=[[0, 8], [8, 9]]", "--data.skip_samples=[[0, 8], [7, 9]]"),

@@ -70,6 +70,7 @@ def test_old_runs_are_compared_by_the_same_keys_as_when_they_were_saved() -> Non
     data = {"packing", "document_mask", "objective", "noise_density", "mean_span_length", "target_len", "blind_source"}
     refused = model | {f"data.{key}" for key in data} | {"train.seq_len", "run.seed", "optim.name", "optim.freeze"}
     learned = optim | {"train.global_batch_size", "train.batch_schedule", "train.z_loss", "data.skip_samples"}
+    learned |= {"train.seq_len_schedule"}
     learned |= {"train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"}
     replayed = {"train.steps", "train.on_nonfinite", "train.max_skipped"}
     replayed |= {"spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"}
@@ -199,9 +200,9 @@ def test_a_changed_size_or_default_does_not_meet_an_older_run(monkeypatch: pytes
     before = schema.flatten(load.load(None, {}).config) | {"optim.gone": 3}
     unused = {"optim.momentum": 0.8}  # of sgd: no difference, and nothing to tell
     assert kept(before) == []
-    monkeypatch.setitem(LLAMA["1M"], "n_layers", 2)
+    monkeypatch.setitem(LLAMA["1M"], "n_layers", 3)
     assert kept(before | unused) == kept(before, model__size="1M") == ["model.n_layers"]
-    assert kept(before, model__n_layers=4) == ["model.qk_norm"], "a number that is given drops the size's switches"
+    assert kept(before, model__n_layers=2) == ["model.qk_norm"], "a number that is given drops the size's switches"
     assert kept(before, model__size="3M") == kept(before, model__family="gpt") == [], "another model is refused"
     older = before | {"optim.muon_momentum": 0.5, "train.steps": 400, "data.path": "elsewhere", "log.every": 3}
     assert kept(older) == ["model.n_layers", "optim.muon_momentum", "train.steps"]

@@ -70,7 +70,7 @@ class TrainConfig(Section):
         int,
         replace(ALLOWED_FOR_LATER_STEPS, keeps=True),
         UsedIf("train.epochs", "train.epochs = 0", lambda c: not c.train.epochs),
-    ] = Field(default=700, gt=0, le=10**12)
+    ] = Field(default=750, gt=0, le=10**12)
     """optimizer steps of the whole run"""
     epochs: float = Field(default=0.0, ge=0, le=10**6)
     """passes over the training data, e.g. 3 or 0.5, instead of steps; an epoch is samples / batch size steps, rounded \
