@@ -3,6 +3,7 @@
     search        changes to the default recipe, one at a time, on 819,200 tokens, one seed
     defaults      the default recipe, and with model.family = "resformer": cost, and the held-out text, three seeds
     peers         nanochat's and nanoGPT's own code (--nanochat, --nanogpt: clones), in the time of the former default
+    configs       the small configs of other architectures, next to the default
     larger        the recipe with 7 M parameters, ten minutes of two cores, and nanochat in that time
     widths        rates of models of three widths, with and without model.mup_base_dim
     table         print what is known, and plot it
@@ -388,6 +389,14 @@ COST_SEEDS = range(3, 6)  # measured beside nanochat, whose seeds 0 to 2 were be
 BESIDE = {NANOCHAT: PEERS[NANOCHAT], **OURS}
 
 
+CONFIGS = {"default": STEPS, "windows": STEPS, "experts": 600, "hybrid": 350}  # and their steps
+
+
+def config_jobs() -> list[Job]:
+    """Small configs on the held-out text."""
+    return [(name, run(steps * 2048, {"config": f"configs/{name}.toml"}), 0) for name, steps in CONFIGS.items()]
+
+
 def default_jobs() -> list[Job]:
     """The default and the resformer on the held-out text."""
     return [(name, one.run(one.rates[0], STEPS * 2048), seed) for seed in range(3) for name, one in OURS.items()]
@@ -407,9 +416,9 @@ def stored(search: "Search", stage: str) -> list[str]:
     for (name, key), found in sorted(rows.items(), key=lambda row: statistics.mean(mean_of(row[1]))):
         options, bits = json.loads(key), mean_of(found)
         tokens = tokens_of(options)
-        rate = options.get("optim.lr", options.get("rate"))
+        rate = options.get("optim.lr", options.get("rate", ""))
         seconds = statistics.mean(one["seconds"] for one in found)
-        cells = f"{rate:g}", f"{tokens:,}", ", ".join(f"{b:.4f}" for b in bits), f"{statistics.mean(bits):.4f}"
+        cells = str(rate), f"{tokens:,}", ", ".join(f"{b:.4f}" for b in bits), f"{statistics.mean(bits):.4f}"
         lines.append(f"| {name} | {' | '.join(cells)} | {seconds:,.0f} |")
     return lines
 
@@ -552,7 +561,7 @@ def plot_widths(search: "Search", file: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = "search", "defaults", "peers", "larger", "widths", "table"
+    stages = "search", "defaults", "configs", "peers", "larger", "widths", "table"
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -579,6 +588,8 @@ def main() -> None:
     if given.stage == "defaults":
         do("cost", cost_jobs(BESIDE, seeds=COST_SEEDS))
         do("final", default_jobs())
+    if given.stage == "configs":
+        do("configs final", config_jobs())
     if given.stage == "peers":
         do("peers cost", cost_jobs({"torchtitan_lite": FORMER_DEFAULT} | PEERS))
         do("peers rate", rate_jobs(PEERS, peer_tokens(search)))

@@ -54,7 +54,7 @@ def config_of(options: dict[str, object]) -> Config:
 
 def test_each_recipe_is_a_config() -> None:
     larger = [one.run(one.rates[0], 614_400) for one in learning.LARGER.values() if one.ours]
-    jobs = [*learning.WIDTH_JOBS.values(), *learning.default_jobs()]
+    jobs = [*learning.WIDTH_JOBS.values(), *learning.default_jobs(), *learning.config_jobs()]
     for options in [*learning.CANDIDATES.values(), *larger, *(options for _, options, _ in jobs)]:
         assert config_of(options).train.steps == options["train.steps"]
 
