@@ -2,6 +2,7 @@
 
     search        changes to the default recipe, one at a time, on 819,200 tokens, one seed
     defaults      the default recipe, and with model.family = "resformer": cost, and the held-out text, three seeds
+    bfloat16      the default and nanochat in bfloat16, in the same time, one seed
     peers         nanochat's and nanoGPT's own code (--nanochat, --nanogpt: clones), in the time of the former default
     configs       the small configs of other architectures, next to the default
     larger        the recipe with 7 M parameters, ten minutes of two cores, and nanochat in that time
@@ -389,6 +390,21 @@ COST_SEEDS = range(3, 6)  # measured beside nanochat, whose seeds 0 to 2 were be
 BESIDE = {NANOCHAT: PEERS[NANOCHAT], **OURS}
 
 
+BFLOAT16 = {
+    "default, bfloat16": Program(STACK | {"fsdp.param_dtype": "bfloat16"}, (8e-3,)),
+    "nanochat, bfloat16": Program(peer("nanochat", 2, 128, 1, 8) | {"dtype": "bfloat16"}, (12.0,)),
+}
+
+
+def bfloat16_jobs(search: "Search") -> list[Job]:
+    """As many tokens as cost what nanochat's cost in float32, which are measured in turn."""
+    both = {NANOCHAT: PEERS[NANOCHAT], **BFLOAT16}
+    each = {name: cost(search, "bfloat16 cost", cost_jobs(both), name) for name in both}
+    whole = peer_tokens(search)[NANOCHAT] * each[NANOCHAT]
+    tokens = {name: three_digits(whole / each[name]) for name in BFLOAT16}
+    return [(name, one.run(one.rates[0], tokens[name]), 0) for name, one in BFLOAT16.items()]
+
+
 CONFIGS = {"default": STEPS, "windows": STEPS, "experts": 600, "hybrid": 350}  # and their steps
 
 
@@ -442,11 +458,14 @@ def comparison(search: "Search") -> dict[str, tuple[int, float, list[dict[str, A
     here = {name: cost(search, "cost", cost_jobs(BESIDE, seeds=COST_SEEDS), name) for name in BESIDE}
     then = {name: cost(search, "peers cost", cost_jobs({name: one}), name) for name, one in PEERS.items()}
     scale = then[NANOCHAT] / here[NANOCHAT]  # to the seconds of the peers
-    for jobs, stage in ((final_jobs(search, "peers rate", PEERS, tokens), "peers final"), (default_jobs(), "final")):
+    both = bfloat16_jobs(search)
+    peers = final_jobs(search, "peers rate", PEERS, tokens)
+    for jobs, stage in ((peers, "peers final"), (default_jobs(), "final"), (both, "bfloat16 final")):
         for name, options, seed in jobs:
             if one := search.result(stage, name, options, seed):
                 n = tokens_of(options)
-                seconds = n * (then[name] if name in then else here[name] * scale)
+                known = tokens[NANOCHAT] * then[NANOCHAT]  # bfloat16: in the same time
+                seconds = n * then[name] if name in then else n * here[name] * scale if name in here else known
                 found.setdefault(name, (n, seconds, []))[2].append(one)
     return found
 
@@ -561,7 +580,7 @@ def plot_widths(search: "Search", file: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = "search", "defaults", "configs", "peers", "larger", "widths", "table"
+    stages = "search", "defaults", "bfloat16", "configs", "peers", "larger", "widths", "table"
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -588,6 +607,9 @@ def main() -> None:
     if given.stage == "defaults":
         do("cost", cost_jobs(BESIDE, seeds=COST_SEEDS))
         do("final", default_jobs())
+    if given.stage == "bfloat16":
+        do("bfloat16 cost", cost_jobs({NANOCHAT: PEERS[NANOCHAT], **BFLOAT16}))
+        do("bfloat16 final", bfloat16_jobs(search))
     if given.stage == "configs":
         do("configs final", config_jobs())
     if given.stage == "peers":

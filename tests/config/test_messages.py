@@ -76,8 +76,8 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         ),
         (
             ["--model.family=mamba"],
-            "should be 'gpt', 'llama', 'resformer', 'mistral', 'smollm3', 'olmo2', 'olmo3', 'olmo_hybrid', 'gemma3', 'qwen3_moe', "
-            "'olmoe' or 't5'; docs/own_model",
+            "should be 'gpt', 'llama', 'resformer', 'mistral', 'smollm3', 'olmo2', 'olmo3', 'olmo_hybrid', 'gemma3', "
+            "'qwen3_moe', 'olmoe' or 't5'; docs/own_model",
         ),
         (
             ["--model.layer_pattern=delta,full"],
