@@ -25,7 +25,7 @@ import train
 from tests.distributed.test_blocks import Operators
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import FsdpConfig
-from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.distributed.process_group import build_mesh
@@ -103,7 +103,12 @@ def recorded(t: Session) -> Iterator[list[Event]]:
 
     batch = Loader.batch
     dist.all_reduce = all_reduce  # type: ignore[assignment]
-    Loader.batch = lambda self, *args: (events.append(Event("batch")), batch(self, *args))[1]  # type: ignore[method-assign,func-returns-value]
+
+    def recorded_batch(self: Loader, first: int, size: int, parts: int = 1) -> Batch:
+        events.append(Event("batch"))
+        return batch(self, first, size, parts)
+
+    Loader.batch = recorded_batch  # type: ignore[method-assign]
     try:
         yield events
     finally:
