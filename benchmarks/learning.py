@@ -318,8 +318,9 @@ OURS: dict[str, Program] = {"default": Program(STACK, (8e-3,)), "resformer": Pro
 STEPS = 750  # of the default
 _WIDE: dict[str, Any] = {"model.dim": 384, "model.n_heads": 6, "model.n_kv_heads": 6, "model.hidden_dim": 1152}
 LARGER: dict[str, Program] = {
-    "default, 2 x 384": Program(STACK | _WIDE, (4e-3, 6e-3), 8),
-    "resformer, 2 x 384": Program(STACK | _WIDE | RESFORMER, (4e-3, 6e-3), 8),
+    # the rate is that of the default, scaled by muP's rule for Muon
+    "default, 2 x 384": Program(STACK | _WIDE, (4.6e-3,), 8),
+    "resformer, 2 x 384": Program(STACK | _WIDE | RESFORMER, (4.6e-3,), 8),
     "nanochat, 2 x 384": Program(peer("nanochat", 2, 384, 3, 8), (8.0, 12.0), 8),
 }
 SHORT = 61_440  # tokens of a run that measures what they cost
@@ -346,11 +347,12 @@ def three_digits(tokens: float) -> int:
 
 
 def rate_jobs(programs: dict[str, Program], tokens: dict[str, int]) -> list[Job]:
-    """Every rate of every program, in a part of the time."""
+    """Every rate of every program that has several, in a part of the time."""
     return [
         (name, one.run(rate, three_digits(tokens[name] / one.part)), 0)
         for name, one in programs.items()
         for rate in one.rates
+        if len(one.rates) > 1
     ]
 
 
@@ -360,9 +362,10 @@ def final_jobs(
     """Seeds of each program at its best rate on the search's text."""
     jobs: list[Job] = []
     for name, one in programs.items():
-        tried = dict(zip(one.rates, rate_jobs({name: one}, tokens), strict=True))
+        tried = dict(zip(one.rates, rate_jobs({name: one}, tokens), strict=False))
         found = {r: score["bits_per_byte"] for r, job in tried.items() if (score := search.result(stage, *job))}
-        if len(found) == len(one.rates):
+        found = found or dict.fromkeys(one.rates, 0.0) if len(one.rates) == 1 else found
+        if tokens[name] and len(found) == len(one.rates):
             rate = min(found, key=found.__getitem__)
             jobs += [(name, one.run(rate, tokens[name]), seed) for seed in range(seeds)]
     return jobs
@@ -480,6 +483,48 @@ def paired(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[fl
     difference = (sum(one) - sum(other)) / total
     errors = sum((a - b - difference * size) ** 2 for a, b, size in zip(one, other, sizes, strict=True))
     return difference, math.sqrt(errors * n / (n - 1)) / total
+
+
+def repeated() -> tuple[float, list[float]]:
+    """The share of held-out positions that begin 64 tokens which also occur in the text for training; by document."""
+    import numpy as np
+
+    from torchtitan_lite.api import load_config
+    from torchtitan_lite.data.dataset import prepare_all
+    from torchtitan_lite.tools.incidents.seen import Documents
+
+    config = load_config()
+    (source,) = prepare_all(config.data, config.tokenizer, lambda _: None).sources
+
+    def hashes(tokens: Any) -> Any:
+        """Of each 64 tokens: a polynomial modulo 2^64, by doubling the length six times."""
+        found, factor = tokens.astype(np.uint64) + 1, np.uint64(0x9E3779B97F4A7C15)
+        for n in (1, 2, 4, 8, 16, 32):
+            found, factor = found[:-n] * factor + found[n:], factor * factor
+        return found
+
+    train, held_out = Documents(source), Documents(source, "val")
+    known = np.unique(hashes(train.stream.read(0, int(train.ends[-1]))))
+    parts = [held_out.stream.read(*held_out.span(i)) for i in range(len(held_out.ends))]
+    hits = [np.isin(hashes(part), known) if len(part) >= 64 else np.zeros(0, bool) for part in parts]
+    total = sum(hit.sum() for hit in hits) / sum(map(len, parts))
+    return float(total), [float(hit.sum() / len(part)) for hit, part in zip(hits, parts, strict=True)]
+
+
+def unrepeated_table(found: dict[str, tuple[int, float, list[dict[str, Any]]]]) -> list[str]:
+    """The comparison on the documents that hold no 64 tokens of the text for training."""
+    share, of_documents = repeated()
+    fresh = [i for i, part in enumerate(of_documents) if part == 0]
+    lines = [f"{share:.1%} of held-out positions begin 64 tokens that also occur in the text for training.", ""]
+    lines.append(f"| program | all {len(of_documents)} documents | the {len(fresh)} without such positions |")
+    lines.append("|---|---:|---:|")
+    for name, (_, _, rows) in found.items():
+        both = [statistics.mean(mean_of(rows))]
+        both.append(
+            statistics.mean(sum(one["bits"][i] for i in fresh) / sum(one["bytes"][i] for i in fresh) for one in rows)
+        )
+        lines.append(f"| {name} | {both[0]:.3f} | {both[1]:.3f} |")
+    return lines
 
 
 def programs_table(found: dict[str, tuple[int, float, list[dict[str, Any]]]], against: str) -> list[str]:
@@ -622,7 +667,9 @@ def main() -> None:
         do("larger final", final_jobs(search, "larger rate", LARGER, larger_tokens(search), seeds=1))
     every = dict.fromkeys(json.loads(key)[0] for key in search.results)
     tables = [stored(search, stage) for stage in every if stage != "widths" and "cost" not in stage]
-    for lines in (*tables, programs_table(comparison(search), NANOCHAT), larger_table(search), widths_table(search)):
+    found = comparison(search)
+    tables += [programs_table(found, NANOCHAT), unrepeated_table(found), larger_table(search), widths_table(search)]
+    for lines in tables:
         print("\n".join(["", *lines]))
     if given.stage == "table":
         plot(search, given.plot)
