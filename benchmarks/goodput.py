@@ -24,7 +24,7 @@ class Report(NamedTuple):
 
 
 REPORTS = [
-    Report("Llama 3 (2024), 419 interruptions", 16_384, 54, "over 90%"),
+    Report("Meta, Llama 3 (2024), 419 interruptions", 16_384, 54, "over 90%"),
     Report("ByteRobust (2509.16293)", 9_600, 90, "97%"),
     Report("FT-HSDP (2602.00277), synchronous", 100_000, 54, "44%", 600.0),
     Report("FT-HSDP, replicas restart alone", 100_000, 54, "80%", 180.0),

@@ -110,7 +110,7 @@ def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = 
 
     >>> config = ttl.load_config(overrides={"data.path": "my_text", "model.size": "1M", "train.steps": 50})
     >>> config.train.steps, config.model.n_layers
-    (50, 4)
+    (50, 2)
 
     Args:
         file: a TOML file, e.g. of configs/, or the config.toml of a run. None: the defaults.

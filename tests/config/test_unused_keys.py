@@ -54,8 +54,8 @@ def test_an_inherited_key_that_nothing_reads_is_noted(tmp_path: Path, capsys: py
     assert loaded.config.optim.momentum == 0.9
     assert loaded.origins["optim.momentum"] == loaded.origins["model.rope_theta"] == "default"
     assert [note.split(": ", 1)[1] for note in loaded.notes] == [
-        'model.rope_theta = 500000.0 has no effect without model.family = "llama", "mistral", "smollm3", "olmo2", '
-        '"olmo3", "olmo_hybrid", "gemma3", "qwen3_moe" or "olmoe"; it stays at its default',
+        'model.rope_theta = 500000.0 has no effect without model.family = "llama", "resformer", "mistral", "smollm3", '
+        '"olmo2", "olmo3", "olmo_hybrid", "gemma3", "qwen3_moe" or "olmoe"; it stays at its default',
         'optim.momentum = 0.8 has no effect without optim.name = "sgd"; it stays at its default',
     ]
     assert train.main(["--check-config", f"--config={tmp_path / 'mine.toml'}", "--optim.name=adamw"]) == 0

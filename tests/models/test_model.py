@@ -113,10 +113,11 @@ def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None
         assert count == expected
         if "-" not in name:  # the publisher's own names of T5 are rough
             assert count / scale == pytest.approx(float(name[:-1]), rel=0.5 if name == "1B" else 0.08)
-    else:  # named after the matrices of the layers
+    else:  # named after the matrices of the layers, or with the head of the default vocabulary
+        head = 4096 * 128 if family in ("llama", "resformer") and name == "1M" else 0
         idle = sum(p.numel() for p in model.parameters()) - active_parameters(model)
         matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim > 1) - idle
-        assert matrices / scale == pytest.approx(float(name[:-1]), rel=0.25)
+        assert (matrices + head) / scale == pytest.approx(float(name[:-1]), rel=0.25)
 
 
 def test_published_experts_have_their_number_of_active_parameters() -> None:

@@ -14,7 +14,7 @@ def reference(name: str, number: int, weight: Tensor, steps: int = 3) -> Tensor:
     special = name.startswith("layers.1.")
     lr = SCALED["lr"] * (0.5 if special else 1.0)
     decay = 0.3 if special else 0.1 if weight.ndim > 1 else 0.0
-    weight, beta1, beta2 = weight.double(), 0.9, 0.95
+    weight, beta1, beta2 = weight.double(), 0.9, 0.99
     mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
     for step in range(1, steps + 1):
         grad = gradient(step, number, weight.shape).double()

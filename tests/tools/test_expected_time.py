@@ -111,7 +111,7 @@ def test_products_are_those_of_the_model(simulated: simulate.Simulated) -> None:
     attention = 12 * m.n_layers * m.n_heads * m.dim_of_heads * config.train.seq_len
     assert flops / tokens == pytest.approx(flops_per_token(model, config.train.seq_len) - attention, rel=0.01)
     forward = [w for w in work if isinstance(w, Attention) and w.phase == "forward"]
-    assert [(w.heads, w.scores, w.products) for w in forward] == [(4 * 4, 256**2 / 2, 2)]
+    assert [(w.heads, w.scores, w.products) for w in forward] == [(4 * m.n_heads, 256**2 / 2, 2)]
     assert work[forward[0]] == config.model.n_layers
 
 

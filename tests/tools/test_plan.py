@@ -157,7 +157,8 @@ def test_experts_take_the_products_of_a_dense_model_as_wide_as_the_active_ones()
     """And those of the routers, 8 outputs in 4 layers."""
     work, flops = {}, {}
     for family in ("llama", "qwen3_moe"):  # 384, and 2 of 8 experts with 192 each
-        plan = make_plan(config_with({"model.family": family, "tokenizer.vocab_size": VOCABULARY}, 1), 1, None)
+        same = {"model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 2, "tokenizer.vocab_size": VOCABULARY}
+        plan = make_plan(config_with({"model.family": family, **same}, 1), 1, None)
         products = [(p, n) for p, n in plan.simulated.work[0].items() if isinstance(p, Product)]
         work[family] = sum(n * 2 * p.batch * p.m * p.n * p.k for p, n in products)
         flops[family] = plan.flops_per_token

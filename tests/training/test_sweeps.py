@@ -58,7 +58,7 @@ def refused(changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("optim.lr", 1e-3), ("optim.betas", [0.9, 0.99]), ("optim.weight_decay", 0.0), ("optim.warmup_steps", 1)),
+        *(("optim.lr", 1e-3), ("optim.betas", [0.9, 0.95]), ("optim.weight_decay", 0.0), ("optim.warmup_steps", 1)),
         *(("optim.schedule", "constant"), ("optim.groups", [{"match": "*norm*"}]), ("optim.max_norm", 2.0)),
         *(("train.global_batch_size", 32), ("train.z_loss", 1e-4), ("model.init_from", "runs/other")),
     ],

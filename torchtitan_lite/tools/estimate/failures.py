@@ -78,7 +78,8 @@ class Parts:
     repair_s: float = 0.0
 
 
-class Outcome(NamedTuple):
+@dataclass(frozen=True)
+class Outcome:
     """Shares of the time of the simulated runs, for each interval between saves. They add up to 1."""
 
     steps: Array  # that counted: goodput
@@ -206,7 +207,7 @@ def best(parts: Parts, seed: int = 0, days: float = DAYS) -> Best:
     outcome = simulate(parts, intervals, days=days, runs=runs, seed=seed)
     i = int(outcome.steps.argmax())
     alike = intervals[outcome.steps >= outcome.steps[i] - _ALIKE]
-    shares = {name: float(share[i]) for name, share in outcome._asdict().items()}
+    shares = {name: float(share[i]) for name, share in vars(outcome).items()}
     return Best(float(intervals[i]), (float(alike.min()), float(alike.max())), shares)
 
 
