@@ -395,6 +395,7 @@ BESIDE = {NANOCHAT: PEERS[NANOCHAT], **OURS}
 
 BFLOAT16 = {
     "default, bfloat16": Program(STACK | {"fsdp.param_dtype": "bfloat16"}, (8e-3,)),
+    "resformer, bfloat16": Program(STACK | RESFORMER | {"fsdp.param_dtype": "bfloat16"}, (8e-3,)),
     "nanochat, bfloat16": Program(peer("nanochat", 2, 128, 1, 8) | {"dtype": "bfloat16"}, (12.0,)),
 }
 
