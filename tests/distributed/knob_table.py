@@ -120,6 +120,9 @@ CASES = {
     ),
     # blocks
     "checkpointing full": Case(2, {"activation_checkpointing.mode": "full"}, same_as="llama"),
+    "checkpointing full, value embeddings": Case(
+        2, {"model.family": "resformer", "activation_checkpointing.mode": "full"}
+    ),
     "checkpointing selective": Case(
         2, {"activation_checkpointing.mode": "selective", "activation_checkpointing.every": 2}, same_as="llama"
     ),

@@ -79,6 +79,7 @@ def test_a_config_of_theirs_that_is_wrong_or_not_supported_is_refused(content: d
             ModelConfig(family="olmoe", router_bias=True),
             r"no olmoe .* has a bias of its routers \(model\.router_bias\)",
         ),
+        (ModelConfig(family="resformer"), '"resformer" has no Hugging Face names'),
         (ModelConfig(family="olmo_hybrid", layer_pattern=["delta"]), r'kind "delta", and either "full" or "nope"'),
         (ModelConfig(family="olmo_hybrid", layer_pattern=["delta", "full", "nope"]), r'either "full" or "nope"'),
         (ModelConfig(family="llama", window=8), r'no Llama .* \(model\.window\); model\.family = "mistral" has'),

@@ -19,6 +19,7 @@ from torchtitan_lite.models.attention import attend, within_documents
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
     "llama": {"family": "llama", "n_kv_heads": 1, "qk_norm": True},
+    "resformer": {"family": "resformer", "n_kv_heads": 1},
     "gemma3": {"family": "gemma3", "n_kv_heads": 1, "window": 3, "layer_pattern": ["window", "full"]},
     "hybrid": {"family": "olmo_hybrid", "n_kv_heads": 1, "layer_pattern": ["delta", "full"]},
     "windows": {"family": "llama", "n_kv_heads": 1, "window": 4, "layer_pattern": ["window", "nope"]},

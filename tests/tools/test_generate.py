@@ -27,6 +27,7 @@ CONFIGS = {
     "windows": ModelConfig(
         dim=32, n_heads=4, n_kv_heads=2, n_layers=3, max_seq_len=24, window=5, layer_pattern=["window", "nope"]
     ),
+    "resformer": ModelConfig(family="resformer", dim=32, n_heads=4, n_layers=2, max_seq_len=24, qk_norm=True),
     "hybrid": ModelConfig(
         family="olmo_hybrid", dim=32, n_heads=4, n_layers=3, max_seq_len=24, layer_pattern=["delta", "full"]
     ),
