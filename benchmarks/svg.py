@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan_lite.files import write_durably
 
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "torchtitan_lite", "font.sans-serif": ["DejaVu Sans", "Verdana"]}
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "torchtitan_lite", "font.sans-serif": ["DejaVu Sans", "Verdana"]}
 
 
 def save(figure: Any, file: Path, title: str, note: str) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import assert_same_end, checkpoint, forget_after, losses, ranks, records, succeeded, tensors, tiny
+from torchtitan_lite.tools import load_model
 
 LLAMA = {"model__family": "llama", "model__n_heads": 4, "model__n_kv_heads": 1, "model__hidden_dim": 50}
 LLAMA |= {"model__window": 9, "model__layer_pattern": "window,nope"}
@@ -83,6 +85,13 @@ def test_12_steps_equal_6_steps_and_a_resume(name: str, text: Path, tmp_path: Pa
     first, last = (tensors(checkpoint(straight, step)) for step in (3, 12))
     assert not [key for key in last if first[key].equal(last[key])], "the comparison would hold trivially"
     assert losses(straight)[12][0] < losses(straight)[1][0] - 0.05
+    if name == "muon, experts":  # what scores and generates reads the biases of routers too
+        loaded = dict(load_model.open_model(run, torch.device("cpu"), torch.bfloat16).model.named_buffers())
+        biases = {key: bias for key, bias in loaded.items() if key.endswith("router.bias")}
+        assert len(biases) == 2
+        for key, bias in biases.items():
+            assert bias.abs().sum() > 0
+            assert bias.equal(last[key])
     if name == "dtensor, float16":  # a forgotten scale would show above; and a resume of the resume
         skipped = {r["step"]: r["skipped_steps"] for r in records(straight) if "skipped_steps" in r}
         assert 0 < skipped[6] < skipped[12], skipped

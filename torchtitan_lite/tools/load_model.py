@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.find_text import kind_of
 from torchtitan_lite.config.schema import Config, known_keys
@@ -77,19 +78,22 @@ def open_model(
         raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
     with torch.device("meta"):
         model = build(config, embeddings.shape[0])
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in own_tensors(model).items()}
     storage.compare(folder, {name: tuple(t.shape) for name, t in weights.items()}, shapes, "model", "it can't be used")
     if bpe.size(entries) > model.tok_embeddings.num_embeddings:
         raise DataError(
             f"{where}: its tokenizer has {bpe.size(entries)} entries, and the model in {folder} has "
             f"{model.tok_embeddings.num_embeddings}: it belongs to another model"
         )
-    placed = {name: weights[name].to(device, dtype) for name in shapes}
+    buffers = dict(model.named_buffers())
+    for name, buffer in buffers.items():
+        if name not in shapes:
+            setattr(model, name, torch.empty_like(buffer, device=device))
+    model.reset_buffers()
+    # saved buffers, the biases of routers, stay float32
+    placed = {name: weights[name].to(device, None if name in buffers else dtype) for name in shapes}
     model.load_state_dict(placed, strict=False, assign=True)
     model.tie_weights()
-    for name, buffer in list(model.named_buffers()):
-        setattr(model, name, torch.empty_like(buffer, device=device))
-    model.reset_buffers()
     source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
     prefix = "" if published else source_prefix(run)
     if prefix and answers(model):
