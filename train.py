@@ -206,7 +206,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, dynamic=config.data.objective == "pairs")
+    blocks.apply_compile(model, config.compile, dynamic=config.dynamic_lengths)
     parallelize.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.float8:
         float8.gather_in_float8(model)

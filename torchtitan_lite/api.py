@@ -262,7 +262,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     model.output.chunked = config.speed.chunked_loss
     cpu.apply(model, config.speed)
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, dynamic=config.data.objective == "pairs")
+    blocks.apply_compile(model, config.compile, dynamic=config.dynamic_lengths)
     materialise(model, _device(config.run.device), config.run.seed)
     if config.model.init_from:
         _load_initial(model, config)

@@ -94,13 +94,20 @@ def test_a_clock_that_was_set_back_leaves_no_negative_time(tmp_path: Path) -> No
     assert resumed(tmp_path, 10, spent_in(start=3)) == {"start": 8, "steps": 40}
 
 
+def test_an_attempt_that_writes_no_sums_is_idle_time(tmp_path: Path) -> None:
+    """One that finds the run finished renews the time of run.json."""
+    now = time.time()
+    about = {"goodput": {"seconds": {"steps": 5.0}, "time": now - 1000}, "step": 10, "time": now}
+    assert resumed(written(tmp_path, about=about), 10)["idle"] == pytest.approx(1000, abs=5)
+
+
 DAMAGED: list[Any] = [-1, "x", None, True, [], 1e300, float("nan"), float("inf"), 10**400]
 
 
 @pytest.mark.parametrize("value", DAMAGED, ids=lambda value: str(value)[:9])
 def test_damaged_sums_are_left_out(tmp_path: Path, value: Any) -> None:
     bad = {"steps": value, "start": 5}
-    about = {"goodput": {"seconds": bad}, "step": 10, "time": 0}
+    about = {"goodput": {"seconds": bad, "time": 0}, "step": 10, "time": 0}
     written(tmp_path, (10, 0, bad), (10, 0, value), (10, value, {"steps": 1}), about=about)
     spent = resumed(tmp_path, 10)
     assert all(s >= 0 for s in spent.values())

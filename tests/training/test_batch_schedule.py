@@ -28,6 +28,26 @@ def test_a_step_has_the_size_of_the_last_entry_before_it() -> None:
     assert TrainConfig(steps=2, global_batch_size=7).samples == 14
 
 
+def test_a_length_begins_where_its_share_says() -> None:
+    """0.7 of 350 steps are 245, although the binary fraction is a little less than 0.7."""
+    config = TrainConfig(steps=350, seq_len_schedule=[[0, 64], [0.7, 128]])
+    assert [config.parts(step) for step in (1, 245, 246, 350)] == [4, 4, 2, 2]
+    assert TrainConfig(steps=350, seq_len_schedule=[[0.5, 32]]).parts(1) == 1
+
+
+@pytest.mark.extended
+def test_compiled_blocks_resume_bitwise_among_lengths(text: Path, tmp_path: Path) -> None:
+    """A process that begins after a change of length compiles the same kernels as one that saw it."""
+    more = {"compile__enabled": True, "train__micro_batch_size": 1, "model__family": "llama"}
+    schedule = "--train.seq_len_schedule=[[0, 8], [0.375, 16], [0.75, 32]]"
+    command = [*tiny(text, tmp_path, run__name="run", **(PLAIN | more)), schedule]
+    succeeded(ranks(1, *command))
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    forget_after(tmp_path / "run", 4)
+    succeeded(ranks(1, *command))
+    assert_same_end(tmp_path / "run", tmp_path / "straight", 8)
+
+
 def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Path) -> None:
     """The same losses as a run whose batch size is changed by hand, on one rank and on two, and across a stop."""
     by_hand = tiny(text, tmp_path, run__name="by_hand", **PLAIN)

@@ -196,6 +196,18 @@ def kept(before: dict[str, Any], **given: Any) -> list[str]:
     return sorted(loaded.kept)
 
 
+def test_a_former_default_that_nothing_reads_is_no_mistake(tmp_path: Path) -> None:
+    """A run's config.toml names every key, in the values of its time."""
+    file = tmp_path / "config.toml"
+    file.write_text(
+        "[train]\nsteps = 500\nepochs = 2.0\n[optim]\nname = 'sgd'\nbetas = [0.9, 0.95]\nmuon_momentum = 0.95\n"
+    )
+    assert load.load(file, {}).config.train.epochs == 2.0
+    file.write_text("[train]\nsteps = 400\nepochs = 2.0\n[optim]\nname = 'adamw'\nmuon_momentum = 0.8\n")
+    with pytest.raises(ConfigError, match=r"muon_momentum = 0\.8 has no effect(.|\n)*steps = 400 has no effect"):
+        load.load(file, {})
+
+
 def test_a_changed_size_or_default_does_not_meet_an_older_run(monkeypatch: pytest.MonkeyPatch) -> None:
     before = schema.flatten(load.load(None, {}).config) | {"optim.gone": 3}
     unused = {"optim.momentum": 0.8}  # of sgd: no difference, and nothing to tell

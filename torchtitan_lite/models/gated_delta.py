@@ -143,7 +143,9 @@ class GatedDeltaNet(nn.Module):
         q, k, v = (conv(w(x), positions, memory).unflatten(-1, (self.n_heads, -1)) for w, conv in parts)
         key, value = self.dims
         q, k = unit(q) * key**-0.5, unit(k)
-        g = -self.A_log.float().exp() * F.softplus(self.wa(x).float() + self.dt_bias.float())
+        z = self.wa(x).float() + self.dt_bias.float()
+        # softplus, whose own backward has other strides than a compiled graph expects (aot_eager, torch 2.13)
+        g = -self.A_log.float().exp() * torch.logaddexp(z, torch.zeros_like(z))
         b = 2 * self.wb(x).float().sigmoid()
         g, b = g.unsqueeze(-1), b.unsqueeze(-1)  # (B, T, H, 1)
         state = q.new_zeros(len(q), self.n_heads, key, value)

@@ -92,7 +92,10 @@ class _Mark(NamedTuple):
 def _marks(folder: Path, about: Mapping[str, Any]) -> list[_Mark]:
     """The sums that a run has written. What is damaged is left out."""
     found = []
-    for record in [*records.read(folder / "metrics.jsonl"), {**about, "spent": _of_about(about)}]:
+    sums = about.get("goodput")  # with a time of its own: run.json's is renewed by attempts that have no sums
+    when = sums.get("time") if isinstance(sums, dict) else None
+    ends = {"step": about.get("step"), "time": when, "spent": _of_about(about)}
+    for record in [*records.read(folder / "metrics.jsonl"), ends]:
         seconds, step, when = seconds_of(record.get("spent")), record.get("step"), record.get("time")
         if seconds and type(step) is int and isinstance(when, int | float) and 0 <= when < _LONGEST_S:
             found.append(_Mark(step, when, seconds))
@@ -149,7 +152,7 @@ def share(seconds: Mapping[str, float], *, idle: bool = True) -> float:
 def of_run(seconds: Mapping[str, float]) -> dict[str, Any]:
     """For run.json."""
     shares = {"share": round(share(seconds), 4), "share_without_idle": round(share(seconds, idle=False), 4)}
-    return {"goodput": shares | {"seconds": dict(seconds)}}
+    return {"goodput": shares | {"seconds": dict(seconds), "time": round(time.time(), 3)}}
 
 
 def line(seconds: Mapping[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -35,7 +36,7 @@ def _seq_len_schedule(value: list[list[float]]) -> list[list[float]]:
     shares = [pair[0] for pair in value if len(pair) == 2 and 0 <= pair[0] < 1 <= pair[1] and pair[1] == int(pair[1])]
     if len(shares) < len(value) or any(a >= b for a, b in itertools.pairwise(shares)):
         raise ValueError("should be pairs of a share of the steps, from 0 to 1, and a length, by rising shares")
-    return [[share, int(length)] for share, length in value]
+    return value
 
 
 _BEFORE_THE_SCHEDULE = UsedIf(
@@ -111,7 +112,8 @@ losses exclude it"""
     @property
     def lengths(self) -> list[tuple[int, int]]:
         """The changes of seq_len_schedule: a step after which sequences have a length."""
-        return [(int(share * self.steps), int(length)) for share, length in self.seq_len_schedule]
+        # shares as they are written: 0.7 of 350 steps are 245, and the binary fraction is a little less
+        return [(int(Fraction(repr(share)) * self.steps), int(length)) for share, length in self.seq_len_schedule]
 
     def parts(self, step: int) -> int:
         """How many shorter sequences take the place of each sequence of a step (1-based)."""

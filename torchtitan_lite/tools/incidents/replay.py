@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import bitwise_setting
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name, optimizer_tensors, own_tensors, prefix
-from torchtitan_lite.config.schema import Config, flatten, resume_rule
+from torchtitan_lite.config.schema import Config, default_of, flatten, resume_rule
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.agreement import from_rank0, outcome_on_rank0, require_agreement
@@ -313,10 +313,12 @@ def not_the_same(recorded: Recorded, config: Config, setting: Mapping[str, Any])
         if recorded.setting.get(key, value) != value
     ]
     here = json.loads(json.dumps(flatten(config), default=str))
+    # a key that is newer than the checkpoint had its default
+    before = json.loads(json.dumps({key: default_of(key) for key in here}, default=str)) | dict(recorded.config)
     lines += [
-        f"{key} was {format_value(recorded.config[key])}, and is {format_value(here[key])} here"
+        f"{key} was {format_value(before[key])}, and is {format_value(here[key])} here"
         for key in filter(_matters, here)
-        if recorded.config.get(key, here[key]) != here[key]
+        if recorded.config and before[key] != here[key]
     ]
     sizes = {step: len(record["rank_losses"]) for step, record in recorded.steps.items() if "rank_losses" in record}
     lines += [

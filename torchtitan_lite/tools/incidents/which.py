@@ -189,7 +189,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.samples and (options.step is not None or options.find is not None or not 0 <= first < end):
         raise ConfigError("--samples needs the first sample and the one after the last, without --step and --find")
     record = read_record(options.run)
-    if options.samples and record.config.train.seq_len_schedule:
+    if options.samples and any(segment.cuts > 1 for segment in record.segments):
         raise ConfigError(
             "--samples: the sequences of a sample depend on its step, by train.seq_len_schedule; use --step"
         )
