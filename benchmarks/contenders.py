@@ -75,7 +75,7 @@ class Shape:
 SHAPES = {
     "default": Shape(
         128, 384, 4, 4, 2, vocab_size=4096, seq_len=256, micro_batch_size=8
-    ),  # the default experiment of 0.2
+    ),  # the former default experiment
     "17M": Shape(),
     "13M": Shape(320, 896, 7, 5, 5, vocab_size=6000, seq_len=768, micro_batch_size=2),
 }

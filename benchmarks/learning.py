@@ -41,7 +41,7 @@ from benchmarks.machine import cpu
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "learning.jsonl"
-FORMER_TOKENS = 1_024_000  # of the default of 0.2
+FORMER_TOKENS = 1_024_000  # of the former default
 WORKERS = 2
 _lock = threading.Lock()
 
@@ -56,7 +56,7 @@ STACK: dict[str, Any] = {
     **{"optim.betas": "[0.9, 0.99]", "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1, "optim.groups": HEAD},
     **{"optim.muon_embedding_lr_factor": 3.0, "train.seq_len_schedule": "[[0, 64], [0.8, 256]]"},
 }
-FORMER: dict[str, Any] = {  # the default of 0.2
+FORMER: dict[str, Any] = {  # the former default
     **{"model.qk_norm": "true", "optim.name": "muon", "optim.lr": 4e-3, "optim.schedule": "cosine"},
     **{"optim.min_lr_ratio": 0.1, "optim.muon_embedding_lr_factor": 3.0, "model.n_layers": 4, "model.n_heads": 4},
     **{"model.n_kv_heads": 2, "optim.muon_momentum": 0.95, "optim.betas": "[0.9, 0.95]"},
@@ -80,7 +80,6 @@ def changed(tokens: int, batch: int = 8, **keys: Any) -> dict[str, Any]:
 
 SEARCH_TOKENS = 400 * 2048
 WHOLE: dict[str, Any] = {"train__seq_len_schedule": "[]"}  # 256 tokens throughout
-WITH_TABLE = '[{match="output*", lr_factor=2.0}, {match="value_embeddings*", lr_factor=3.0}]'
 
 
 def first(batch: int = 8, **keys: Any) -> dict[str, Any]:
@@ -104,12 +103,10 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "4 heads of 32, constant, then linear to zero over 60 %": first(
         optim__schedule="wsd", optim__decay_ratio=0.6, optim__min_lr_ratio=0.0
     ),
-    "4 heads of 32, value embeddings": first(variant="value_embeddings", optim__groups=WITH_TABLE),
     "4 heads of 32, each with keys of its own": first(model__n_kv_heads=4),
     "4 heads of 32, feed-forward of 512": first(model__hidden_dim=512),
     "4 heads of 32, rate 1.2e-2": first(optim__lr=1.2e-2),
     "2 heads of 64": wide_heads(),
-    "2 heads of 64, value embeddings": wide_heads(variant="value_embeddings", optim__groups=WITH_TABLE),
     "2 heads of 64, no clipping": wide_heads(optim__max_norm="inf"),
     "2 heads of 64, momentum 0.85, betas 0.8, 0.99": wide_heads(optim__muon_momentum=0.85, optim__betas="[0.8, 0.99]"),
     "2 heads of 64, 4 sequences a step": wide_heads(4),
@@ -117,7 +114,6 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "64, 128, then 256 tokens": wide_heads(train__seq_len_schedule="[[0, 64], [0.4, 128], [0.8, 256]]"),
     "32, 64, 128, then 256 tokens": wide_heads(train__seq_len_schedule="[[0, 32], [0.25, 64], [0.5, 128], [0.8, 256]]"),
     "64, then 256 tokens": short_first(),
-    "64, then 256 tokens, value embeddings": short_first(variant="value_embeddings", optim__groups=WITH_TABLE),
     "64, then 256 tokens, rate 6e-3": short_first(optim__lr=6e-3),
     "64, then 256 tokens, embeddings at six times the rate": short_first(optim__muon_embedding_lr_factor=6.0),
     "64, then 256 tokens, three blocks": short_first(model__n_layers=3),
@@ -208,14 +204,13 @@ class Search:
         given += [f"--run.seed={seed}", "--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--log.every=25"]
         if text != HELD_OUT:
             given += ["--data.val_fraction=0.1"]
-        variant = options.get("variant", "")
-        command = [sys.executable, "-m", "benchmarks.learning_train", "train", variant, *given]
-        command += [f"--{key}={value}" for key, value in options.items() if key != "variant"]
+        command = [sys.executable, "-m", "benchmarks.learning_train", "train", *given]
+        command += [f"--{key}={value}" for key, value in options.items()]
         seconds = _cpu_seconds(command, self.out / f"{folder}.log") - self._start()
         if text == UNSCORED:
             return {"seconds": seconds}
         scored = self.out / folder / "score.json"
-        score = ["-m", "benchmarks.learning_train", "evaluate", variant]
+        score = ["-m", "benchmarks.learning_train", "evaluate"]
         score += [str(self.out / folder), *([] if text == HELD_OUT else ["--data", text]), "--json", str(scored)]
         _cpu_seconds([sys.executable, *score], self.out / f"{folder}.log")
         [row] = json.loads(scored.read_text(encoding="utf-8"))["models"][0]["texts"].values()
@@ -235,7 +230,7 @@ class Search:
                 more = ["--train.steps=1", "--optim.warmup_steps=0", "--run.device=cpu", "--run.threads=1", name]
                 more += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--data.val_fraction=0.1"]
                 more += [f"--run.out_dir={self.out}"]
-                self.start = _cpu_seconds([sys.executable, "-m", "benchmarks.learning_train", "train", "", *more], log)
+                self.start = _cpu_seconds([sys.executable, "-m", "benchmarks.learning_train", "train", *more], log)
         return self.start
 
     def _dev(self) -> Path:

@@ -344,6 +344,20 @@ def test_a_mixture_names_the_source(texts: Path, tmp_path: Path) -> None:
             assert all(Path(row["file"]).name == ("in.jsonl" if folder == texts else "b.jsonl") for row in rows)
 
 
+def test_shorter_sequences_of_a_mixture_are_in_the_order_of_the_rows(texts: Path, tmp_path: Path) -> None:
+    """Which takes turns within a sample: each source is read at once, for all of its rows."""
+    other = prepared(write_jsonl(tmp_path / "b.jsonl", [f"other {t}" for t in TEXTS]), tmp_path / "b")
+    config = config_of({str(texts): 0.5, str(other): 0.5}, train__seq_len_schedule=[[0, 16]])
+    run = run_of(config, tmp_path)
+    content = seen(run, "--step", "400")
+    tokens, targets = batch_of(config, 400, 2)
+    for i, sample in enumerate(range(6 * 399, 6 * 400)):
+        rows = [row for row in content["documents"] if row["sample"] == sample]
+        parts = [part for row in rows for part in read_parts([row], Path(row["source"]))]
+        check_quarters(parts, tokens[i], targets[i], read_meta(texts).end_token)
+        assert len({row["source"] for row in rows}) == 2
+
+
 def test_a_text_is_found_at_the_steps_that_hold_its_documents(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

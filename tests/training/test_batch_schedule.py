@@ -73,7 +73,7 @@ def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Pat
 
 
 def test_shorter_sequences_are_those_of_a_run_of_that_length(text: Path, tmp_path: Path) -> None:
-    """With two quarters of each sequence, then halves, then all: as by hand, on one rank and on two, across a stop."""
+    """Quarters, then halves, then full length: as by hand, the same on one rank and on two, and across a stop."""
     plain = {**PLAIN, "train__global_batch_size": 3, "train__seq_len": 32, "train__micro_batch_size": 1}
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="quarters", **(plain | {"train__steps": 3})), *QUARTERS))
     run = tmp_path / "run"
@@ -86,6 +86,10 @@ def test_shorter_sequences_are_those_of_a_run_of_that_length(text: Path, tmp_pat
     assert {step: losses(run)[step][0] for step in by_hand} == pytest.approx(
         {step: loss for step, (loss, _) in by_hand.items()}, rel=1e-5
     )
+    succeeded(ranks(1, *command, "--run.name=one"))
+    alone, both = ({step: loss for step, (loss, _) in losses(tmp_path / name).items()} for name in ("one", "run"))
+    assert len(both) == 8
+    assert alone == pytest.approx(both, rel=1e-4)
     tokens = [record["tokens"] for record in records(run) if "loss" in record]
     assert tokens == [96 * step for step in range(1, 9)], "a step has as many tokens as ever"
     shutil.copytree(run, tmp_path / "straight")
@@ -125,7 +129,7 @@ def test_what_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
         ([[0, 48]], {}, "48 tokens do not divide train.seq_len = 256; 32 works"),
         ([[0, 512]], {}, "512 tokens do not divide train.seq_len = 256; 256 works"),
         ([[0, 64]], {"data.packing": "best_fit"}, 'data.packing = "best_fit" has sequences of one length'),
-        ([[0.5, 64], [0.5, 32]], {}, "by rising shares"),
+        ([[0.5, 64], [0.5, 32]], {}, "with increasing shares"),
         ([[0, 64], [300, 256]], {}, "pairs of a share of the steps, from 0 to 1"),
         ([[0, 6.5]], {}, "and a length"),
     ],

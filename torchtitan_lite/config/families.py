@@ -1,8 +1,8 @@
 """The registry of model families: class, config keys and named sizes. It is plain data, so a config needs no torch.
 
 A new family is one file in models/ and one entry of FAMILIES. A size name below 100M counts the matrices of the layers
-only, as embeddings depend on the vocabulary; that of llama's 1M counts the head of the default vocabulary, too. The
-parameter counts of the larger sizes are tested.
+only, as embeddings depend on the vocabulary; that of llama's and resformer's 1M counts the head of the default
+vocabulary, too. The parameter counts of the larger sizes are tested.
 """
 
 import pkgutil

@@ -63,8 +63,8 @@ def apply_compile(model: Transformer, config: CompileConfig, *, dynamic: bool | 
             changes: what it computes then depends on the lengths before.
     """
     if config.enabled:
-        # dtype, freezing and checkpointing make different kinds of blocks; validation doubles their number
+        # dtype, freezing, checkpointing and lengths make different kinds of blocks; validation doubles their number
         compiler = torch.compiler.config
-        compiler.recompile_limit = max(compiler.recompile_limit, 4 * len(model.layers))
+        compiler.recompile_limit = max(compiler.recompile_limit, 16 * len(model.layers))
         for layer in model.layers:
             layer.compile(backend=config.backend, mode=config.mode, fullgraph=True, dynamic=dynamic)

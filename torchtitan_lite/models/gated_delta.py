@@ -70,7 +70,8 @@ def chunked(
     """T tokens: q and k (B, T, H, K), v (B, T, H, V), g and b (B, T, H, 1), S -> o (B, T, H, V) and the last S.
 
     Args:
-        documents: (B, T) or (1, T), the number of each token's document. `state` belongs to the first token's.
+        documents: (B, T) or (1, T), the number of each token's document. `state` belongs to the first token's. The
+            last S is right if there is one document, number 0: then a last chunk may be filled up.
     """
     tokens, n = q.shape[1], -(-q.shape[1] // CHUNK)
 

@@ -46,7 +46,7 @@ class TransformerBlock(llama.TransformerBlock):
         """(B, T, D) -> (B, T, D); of all tables, `added` is (B, T, tables, K, E)"""
         h, values = self.attention_norm(x), None
         if self.table is not None:
-            values = 3 * torch.sigmoid(self.gate(h)).unsqueeze(-1) * added[:, :, self.table]
+            values = (3 * torch.sigmoid(self.gate(h)).unsqueeze(-1) * added[:, :, self.table]).type_as(h)
         x = x + self.attention(h, cos, sin, cache, mask, values)
         return x + self.feed_forward(self.ffn_norm(x))
 

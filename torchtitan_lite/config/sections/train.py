@@ -35,7 +35,7 @@ def _batch_schedule(value: list[list[int]]) -> list[list[int]]:
 def _seq_len_schedule(value: list[list[float]]) -> list[list[float]]:
     shares = [pair[0] for pair in value if len(pair) == 2 and 0 <= pair[0] < 1 <= pair[1] and pair[1] == int(pair[1])]
     if len(shares) < len(value) or any(a >= b for a, b in itertools.pairwise(shares)):
-        raise ValueError("should be pairs of a share of the steps, from 0 to 1, and a length, by rising shares")
+        raise ValueError("should be pairs of a share of the steps, from 0 to 1, and a length, with increasing shares")
     return value
 
 

@@ -77,9 +77,9 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
     if not 0 < options.power <= 1:
         raise ConfigError(f"--power={options.power} should be above 0 and at most 1, e.g. 0.7 for 490 of 700 W")
     values = {flag: getattr(options, flag) for flag in INPUTS}
-    if options.mtbf is not None and not 0 < options.mtbf < math.inf:
+    if options.mtbf is not None and not 1 <= options.mtbf <= 1e12:
         raise ConfigError(
-            f"--mtbf={options.mtbf:g} should be above 0 and finite, e.g. {LLAMA3_HOURS:.0f}, as for Llama 3"
+            f"--mtbf={options.mtbf:g} should be from 1 to 1e12 hours, e.g. {LLAMA3_HOURS:.0f}, as for Llama 3"
         )
     if bad := [flag for flag, value in values.items() if not 0 <= value < math.inf or (not value and "gbs" in flag)]:
         raise ConfigError("; ".join(f"--{flag} should be finite, and not negative or a speed of 0" for flag in bad))

@@ -163,13 +163,18 @@ class Seen:
         )
         self._seed = config.run.seed
         self.causal = config.data.objective == "causal"
+        self._sequences: dict[int, dict[int, NDArray[np.int64]]] = {}  # by cuts and source, of `samples_with`
 
     def draw(self, sample: int, cuts: int = 1) -> tuple[MicroBatch, list[tuple[Documents, Range]]]:
         """A sample of the run as a batch of one row, or of `cuts` shorter ones, and what was read for it, in order."""
         log: list[tuple[Documents, Range]] = []
         for documents, reads in zip(self.documents, self.reads, strict=True):
             reads.note = lambda read, documents=documents: log.append((documents, read))  # type: ignore[misc]
-        return self._loader.batch(sample, 1, cuts).micro_batches[0], log
+        rows = self._loader.batch(sample, 1, cuts).micro_batches[0]
+        if cuts > 1:  # one read for each row, but a mixture draws one source after the other
+            which, _ = self.mixture.interleave.locate(np.arange(sample * cuts, (sample + 1) * cuts))
+            log = [log[i] for i in np.argsort(np.argsort(which, kind="stable"))]
+        return rows, log
 
     def parts(self, sample: int, cuts: int = 1) -> list[Part]:
         """The parts of documents that a sample of the run holds, in its order."""
@@ -179,11 +184,14 @@ class Seen:
         """Those of these samples that hold one of these documents.
 
         Args:
-            documents: by number of their source.
+            documents: by number of their source; the same in each call.
             cuts: into how many shorter sequences each sample is cut.
         """
         mixture, found = self.mixture if cuts == 1 else self.mixture.shorter(cuts), set[int]()
-        sequences = {k: self._sequences_with(mixture.sources[k], k, numbers) for k, numbers in documents.items()}
+        if cuts not in self._sequences:
+            each = {k: self._sequences_with(mixture.sources[k], k, numbers) for k, numbers in documents.items()}
+            self._sequences[cuts] = each
+        sequences = self._sequences[cuts]
         for first in range(samples.start * cuts, samples.stop * cuts, _SEQUENCES):
             chunk = np.arange(first, min(first + _SEQUENCES, samples.stop * cuts))
             which, numbers = mixture.interleave.locate(chunk)

@@ -101,8 +101,9 @@ def _losses_of(model: Transformer, seen: Seen, sample: int, cuts: int, device: t
     at = [i for i, (documents, read) in enumerate(reads) for _ in documents.parts(read)]  # the read of each part
     parts = [part for documents, read in reads for part in documents.parts(read)]
     ranges = [read for _, read in reads]
-    each = [_targets_of(part, i, rows, ranges) for part, i in zip(parts, at, strict=True)]
-    targets = torch.cat(each) if seen.causal else rows.targets  # (parts rows, T)
+    targets = rows.targets
+    if seen.causal:  # (parts rows, T)
+        targets = torch.cat([_targets_of(part, i, rows, ranges) for part, i in zip(parts, at, strict=True)])
     nats = []
     for i in range(0, len(targets), n := max(_ROWS // cuts, 1) * cuts):
         chunk = targets[i : i + n]
