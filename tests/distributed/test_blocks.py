@@ -113,8 +113,8 @@ def test_the_mode_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_blocks_are_not_compiled_for_each_length_of_pairs(dynamic: bool) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_blocks_are_not_compiled_for_each_length_of_pairs(dynamic: bool | None) -> None:
     """Block attention would be: train.py sets `dynamic`, and without it torch finds out at the second length."""
     torch._dynamo.reset()
     counters.clear()

@@ -94,4 +94,4 @@ def test_the_command_names_what_it_assumes() -> None:
     assert "expected: --checkpoint.every=" in said
     refused = python(*config, "--mtbf=0", "--copy-gbs=0", script="-m torchtitan_lite.plan")
     assert refused.returncode == 2
-    assert "--mtbf=0 should be above 0" in refused.stderr
+    assert "--mtbf=0 should be from 1 to 1e12 hours" in refused.stderr
