@@ -1,4 +1,4 @@
-"""The table of [fsdp] and related keys that test_knobs.py compares with an unsharded reference: at most 66 rows,
+"""The table of [fsdp] and related keys that test_knobs.py compares with an unsharded reference: at most 67 rows,
 of which 7 are of Muon, the only optimizer that communicates.
 
 The fast paths of [speed] are on, as by default, with blocks and chunks so small (knob_worker.py) that a sequence has
