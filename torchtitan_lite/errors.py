@@ -81,6 +81,12 @@ class DivergedError(UserError):
     exit_code = 1
 
 
+class MemoryFaultError(UserError):
+    """Memory that nothing wrote to has changed."""
+
+    exit_code = 1
+
+
 class NonFiniteError(UserError):
     """The loss or the gradient norm became NaN or infinite. That step's update was not applied."""
 
@@ -138,6 +144,8 @@ def _explained(error: Exception) -> str:
         message = _os_error(error)
     elif is_out_of_memory(error):
         message = ": ".join(["out of memory", *str(error).splitlines()[:1]])
+    elif isinstance(error, RuntimeError) and str(error).startswith(_NO_THREADS):
+        message = f"no more threads can be started; ulimit -u or -v, or the limits of a container, are too low: {error}"
     elif isinstance(error, UnicodeDecodeError):
         message = f"byte {error.object[error.start]:#04x} at position {error.start:,} is not {error.encoding}"
     elif isinstance(error, UnicodeEncodeError):
@@ -154,6 +162,9 @@ def _explained(error: Exception) -> str:
     else:
         return ""
     return message + _where(error)
+
+
+_NO_THREADS = "can't start new thread", "Resource temporarily unavailable"  # Python's words, and gloo's
 
 
 def _is_missing_in_torch(error: Exception) -> bool:

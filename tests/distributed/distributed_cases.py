@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing.save import require_finite
 from torchtitan_lite.checkpointing.select import verify_together
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors
@@ -53,6 +52,7 @@ from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate, squared_norm
 from torchtitan_lite.scoring.validation import Validation, evaluate
+from torchtitan_lite.training.intact import require_finite
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
 MODEL = ModelConfig(family="gpt", dim=30, n_heads=2, n_layers=2, max_seq_len=3)

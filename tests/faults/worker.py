@@ -45,14 +45,14 @@ from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.process import env_int
-from torchtitan_lite.training import sampling, tasks
+from torchtitan_lite.training import callbacks, sampling, tasks
 
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {
     "step": (train, "train_step"),
     "batch": (PrefetchingLoader, "batch"),
     "forward": (Transformer, "forward"),
-    "eval": (train, "validate"),
+    "eval": (callbacks, "evaluate"),
     "sample": (sampling, "sample"),
     "task": (tasks.Tasks, "score"),
     "load": (Checkpointer, "load_tensors"),
@@ -156,8 +156,9 @@ def _vanish(_: Any) -> None:
 
 
 def _flip(args: Any, bit: int = 3) -> None:
+    model = getattr(args[0], "model", args[0])  # of a session, or itself
     with torch.no_grad():
-        rows = local_rows(args[0].model.get_parameter("output.weight"))[0]
+        rows = local_rows(model.get_parameter("output.weight"))[0]
         rows.view(torch.int32)[0, 0] ^= 1 << bit
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import (
     HANGS_S,
@@ -27,6 +29,7 @@ from tests.helpers import (
     tiny,
 )
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.training import intact
 
 LAST = 12  # steps
 RUN = {
@@ -266,9 +269,89 @@ def test_torchrun_ends_with_the_cause_and_names_the_killed_rank(text: Path, tmp_
 def test_copies_that_differ_are_not_saved(start: Start, run: Path) -> None:
     """HSDP: a bit flips in the memory of one rank."""
     output = start("flip:3:7", n=4, fails=True, fsdp__dp_replicate=2)
-    assert re.search("step 10: copies of the model differ: rank (2, )?3 against the first copy", output)
+    assert re.search(
+        r"step 10: copies of the model differ: rank (2 \(\S+\), )?3 \(\S+\) against the first copy", output
+    )
     assert "output.weight" in output
     assert saved_steps(run) == [5]
+
+
+CHECK = {"spike__memory_check_every": 1}
+CHANGED = "after its update, memory changed by itself: rank {} ({}), in 1 tensor, the first is output.weight"
+
+
+def test_memory_that_changes_between_updates_stops_the_run_before_it_is_used(
+    start: Start, run: Path, straight: Path
+) -> None:
+    """The bit is one of the lowest, so nothing else sees it. The same command then ends as the undisturbed run."""
+    output = start("flip:1:7", fails=True, **CHECK)
+    assert f"step 6: {CHANGED.format(1, socket.gethostname())}" in output
+    assert CHANGED.format(1, socket.gethostname()) in status(run)["reason"]
+    assert saved_steps(run) == [5]
+    start(**CHECK)
+    ends_as(run, straight)
+
+
+@pytest.mark.parametrize("keys", [
+    {"optim__name": "muon", "optim__lr": 5e-3},
+    pytest.param({"optim__name": "sgd", "optim__lr": 0.1}, marks=extended),
+    pytest.param({"optim__rms_scaling": True, "optim__ema_decay": 0.9}, marks=extended),
+    pytest.param({"speed__shared_memory": False, "fsdp__param_dtype": "bfloat16"}, marks=extended),
+    pytest.param({"checkpoint__state_dict": "sharded", "checkpoint__async_save": True}, marks=extended),
+])  # fmt: skip
+def test_every_optimizer_is_stopped_before_it_uses_changed_memory(keys: dict[str, Any], start: Start) -> None:
+    output = start("flip:1:7", fails=True, **CHECK, **keys)
+    assert f"step 6: {CHANGED.format(1, socket.gethostname())}" in output
+
+
+def test_memory_that_changes_between_an_update_and_its_save_is_not_saved(start: Start, run: Path) -> None:
+    output = start("flip:0:10:eval", fails=True, **CHECK, eval__every=5)
+    assert f"step 10: {CHANGED.format(0, socket.gethostname())}" in output
+    assert saved_steps(run) == [5]
+
+
+@extended
+@pytest.mark.parametrize(("fault", "says"), [
+    ("flip:2:6", "step 8: copies of the model differ: rank 2 ({}) against the first copy, in "),
+    ("flip:2:9", f"step 8: {CHANGED.format(2, '{}')}"),
+])  # fmt: skip
+def test_copies_are_compared_at_the_cadence_of_the_memory_check(fault: str, says: str, start: Start, run: Path) -> None:
+    """HSDP. The first flip comes before the digests of step 8, the second after them. The next save is at step 10."""
+    output = start(fault, n=4, fails=True, fsdp__dp_replicate=2, spike__memory_check_every=4)
+    assert says.format(socket.gethostname()) in output
+    assert saved_steps(run) == [5]
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_memory_check_finds_nothing_in_a_sound_run(n: int, start: Start, run: Path, text: Path) -> None:
+    """Muon, an average of the weights (validation swaps it in), float16 that overflows, HSDP: the bits are equal."""
+    keys = {"optim__name": "muon", "optim__lr": 5e-3, "optim__ema_decay": 0.9, "eval__every": 3}
+    keys |= {"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 2.0**24}
+    keys |= {"fsdp__dp_replicate": 2, "train__micro_batch_size": 1} if n == 4 else {}
+    start(n=n, **keys, **CHECK)
+    start(n=n, **keys, run__name="without")
+    assert_same_end(run, run.with_name("without"), LAST)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_a_digest_tells_every_flipped_bit_and_every_exchange(dtype: torch.dtype, monkeypatch: Any) -> None:
+    """Tensors of an odd and an even length, which begin at an odd and an even element, in several pieces."""
+    monkeypatch.setattr(intact, "PIECE", 8)
+    store = torch.arange(3, 43).to(dtype)
+    for values in (store[1:21], store[:21], store[2:9].view(7, 1), store[5:6]):
+        mine = int(intact.digest(values))
+        assert mine == int(intact.digest(values.clone()))
+        words = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).view(-1)
+        for place in range(len(words)):
+            for bit in range(8 * values.element_size()):
+                before = words[place].clone()
+                words[place] ^= (1 << bit) - (2 << bit if bit == 8 * values.element_size() - 1 else 0)
+                assert int(intact.digest(values)) != mine, (place, bit)
+                words[place] = before
+        for place in range(1, len(words)):
+            swapped = values.clone().view(-1)
+            swapped[0], swapped[place] = values.view(-1)[place], values.view(-1)[0]
+            assert int(intact.digest(swapped)) != mine, place
 
 
 # --- disks ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,7 @@ def test_a_rewind_is_bit_for_bit_a_run_that_was_told_to_skip(rewound: Path, run:
 
 
 RETAINED = {"checkpoint__every": 3, "checkpoint__keep_latest": 1, "spike__rewind_steps": 6}
+CHECKED = {"spike__memory_check_every": 1}  # a digest must not outlast a rewind
 BACKGROUND = {"checkpoint__async_save": True, **IN_THE_NEXT_STEP}
 SHARDED = {"checkpoint__state_dict": "sharded", "checkpoint__api": "dcp"}
 # name -> number of ranks, the first poisoned sample, options, and what is skipped
@@ -193,7 +195,7 @@ REWINDS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "float16": (1, 96, FLOAT16 | {"grad_scaler__growth_interval": 3, "grad_scaler__init_scale": 64.0}, "[[72,102]]"),
     "batch schedule": (1, 80, {"train__batch_schedule": "[[8,4]]"}, "[[64,84]]"),
     "saved by DTensor, in the background": (2, 96, SGD | BACKGROUND, "[[72,102]]"),
-    "saved by DCP, in the background": (2, 96, MUON | BACKGROUND | SHARDED, "[[72,102]]"),
+    "saved by DCP, in the background": (2, 96, MUON | BACKGROUND | SHARDED | CHECKED, "[[72,102]]"),
     "further back": (1, 96, RETAINED, "[[54,102]]"),
     "with a range of its own": (1, 96, {"data__skip_samples": "[[104,110]]"}, "[[72,102],[104,110]]"),
     # which begins at the newest checkpoint, and is no earlier rewind
@@ -376,7 +378,7 @@ EQUAL = (
     "Computed again, it is equal bit for bit: this step was computed right. The cause is the data, the model, or "
     "weights that were damaged before"
 )
-DIFFERS = "Computed again, it differs, so a machine computed wrong: rank {}: the sum of its losses"
+DIFFERS = f"Computed again, it differs, so a machine computed wrong: rank {{}} ({socket.gethostname()}): the sum of"
 CHECK = SKIP | {"train__steps": 18, "spike__recheck": True, "train__on_nonfinite": "skip"} | IN_THE_NEXT_STEP
 
 

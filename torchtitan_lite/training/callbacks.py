@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan_lite.checkpointing.progress import on_rank0
-from torchtitan_lite.checkpointing.save import require_equal_copies, require_finite
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
@@ -21,8 +20,10 @@ from torchtitan_lite.monitoring.console import fitted, seen_of_sources, step_lin
 from torchtitan_lite.monitoring.metrics import peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
+from torchtitan_lite.training.intact import MemoryCheck, require_equal_copies, require_finite
 from torchtitan_lite.training.session import Callback, Session, StepResult, due
 
+MOST_RANKS = 1024  # of which a record has each one's loss: 21 bytes each, in every line of a long run
 # the records that tell that a step was validated, its tasks scored, and samples made: a file and a key
 _SCORED, _TASKS, _SAMPLES = ("metrics.jsonl", "eval_s"), ("metrics.jsonl", "task_s"), ("samples.jsonl", "prompt")
 
@@ -33,6 +34,9 @@ def build_callbacks(
     """The callbacks that this config asks for, in their order. Collective. UserError: one does not suit the run."""
     peak = peak_tokens_per_second(config, model, world)
     callbacks = [Callback(functools.partial(log_step, peak=peak), config.log.every, when_preempted=True)]
+    memory = MemoryCheck() if config.spike.memory_check_every else None
+    if memory:
+        callbacks.insert(0, Callback(memory.take, config.spike.memory_check_every, reads_step=False))
     if config.eval.every:
         score = functools.partial(validate, validation)
         again = missing(score, config.eval.every, *_SCORED)
@@ -45,6 +49,8 @@ def build_callbacks(
             callbacks.append(
                 Callback(tasks.score, config.eval.tasks_every, "evaluation", resume=resume, questions=tasks.digests)
             )
+    if memory:
+        callbacks.append(Callback(memory.compare, config.checkpoint.every, "save", when_preempted=True))
     callbacks.append(Callback(save, config.checkpoint.every, "save", when_preempted=True))
     if config.sample.every:
         from torchtitan_lite.training.sampling import Prompts, sample
@@ -110,7 +116,6 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
         "loss": _finite(result.loss.item()),  # not finite in a skipped step
         "mean_loss": s.meter.mean_loss(),
         "grad_norm": _finite(result.grad_norm.item()),
-        "rank_losses": [_finite(loss) for loss in s.guard.rank_losses],  # sums
         "lr": learning_rate(s.config.optim, state.step, steps),
         "tokens": state.tokens,
         "tokens_per_second": lap.tokens / lap.seconds,
@@ -119,6 +124,8 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
         **lap.parts,
         "spent": s.log.clock.spent(),
     }
+    if s.world.world_size <= MOST_RANKS:
+        record["rank_losses"] = [_finite(loss) for loss in s.guard.rank_losses]  # sums
     if s.scaler.enabled:
         record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
     if len(s.samples.sources) > 1:

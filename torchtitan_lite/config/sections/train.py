@@ -145,6 +145,9 @@ times the median absolute deviation, at least 2 % of the median"""
     """rewind: stop the run instead of rewinding more often"""
     recheck: bool = False
     """compute a step that is not finite, or a spike (skip, rewind), a second time: was it the data or the hardware?"""
+    memory_check_every: NonNegativeInt = 0
+    """every this many steps, compare parameters and optimizer state after the update with those before the next one, \
+and between copies (HSDP): a bit that flipped in memory stops the run; 0: off"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:

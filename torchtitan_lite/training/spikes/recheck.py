@@ -7,11 +7,13 @@ exception is a GPU without run.deterministic, which may add in another order eac
 """
 
 import math
+import socket
 from collections.abc import Callable
 
 from torch import Tensor
 
 from torchtitan_lite.data.loader import Batch
+from torchtitan_lite.distributed.agreement import from_all_ranks
 from torchtitan_lite.training.session import Session, Sums
 
 
@@ -44,10 +46,10 @@ def compute_again(
 
 
 def finding(s: Session, losses: list[float], again: float, grad_norm: float) -> str:
-    """What the second time says: equal, or different, and on which rank."""
-    before = s.guard.rank_losses
+    """What the second time says: equal, or different, and on which rank and machine. Collective."""
+    before, hosts = s.guard.rank_losses, from_all_ranks(socket.gethostname())
     wrong = [
-        f"rank {rank}: the sum of its losses was {then}, and is {now}"
+        f"rank {rank} ({hosts[rank]}): the sum of its losses was {then}, and is {now}"
         for rank, (then, now) in enumerate(zip(before, losses, strict=True))
         if not _equal(then, now)
     ]
