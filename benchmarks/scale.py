@@ -1,0 +1,168 @@
+"""What grows with the number of ranks, and where it ends: `python -m benchmarks.scale [RANKS ...]`, by default 2 to 32.
+
+Runs train.py with a tiny model on so many processes of this machine, and counts on rank 0, in the start, in a step and
+in a save: collectives, the bytes that it gives and gets in them, requests to the store; also open files, the files and
+the manifest of a checkpoint, and a line of the log. Wall times would show only that the ranks share two cores. A
+straight line through the counts is the law: its values for 1,024 and 16,384 ranks are printed, with its largest
+deviation from the counts. What one process does with the results of so many ranks is measured with made-up results.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import cpu
+
+ROOT = Path(__file__).parent.parent
+LARGE = 1024, 16_384
+STEPS = 6
+OPTIONS: dict[str, Any] = {
+    **{"model.dim": 64, "model.n_layers": 2, "model.n_heads": 2, "tokenizer.vocab_size": 512, "train.seq_len": 32},
+    **{"train.micro_batch_size": 1, "train.steps": STEPS, "log.every": 1, "eval.every": 0, "sample.every": 0},
+    **{"checkpoint.every": STEPS, "checkpoint.state_dict": "sharded", "checkpoint.async_save": False},
+    **{
+        "run.device": "cpu",
+        "run.threads": 1,
+        "speed.shared_memory": False,
+        "optim.name": "adamw",
+        "optim.warmup_steps": 0,
+    },
+}
+
+
+def measured(ranks: int, folder: Path) -> dict[str, float]:
+    """The counts of a world of this size."""
+    report, out = folder / f"{ranks}.json", folder / f"runs-{ranks}"
+    options = OPTIONS | {"run.out_dir": out, "run.name": "run", "train.global_batch_size": ranks}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "benchmarks.scale_rank", *(f"--{key}={value}" for key, value in options.items())]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COUNTS": str(report)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        sys.exit(ended.stderr[-4000:])
+    return named(json.loads(report.read_text(encoding="utf-8")), out / "run")
+
+
+def named(counts: dict[str, dict[str, float]], run: Path) -> dict[str, float]:
+    """Counts of a run, by what they are called in the table."""
+    [checkpoint] = (run / "checkpoints").glob("step-*")
+    lines = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "rank_losses" in line]
+    steps = STEPS - 1
+
+    def of(phase: str, what: str) -> float:
+        return counts[phase].get(what, 0) / (steps if phase == "step" else 1)
+
+    return {
+        "start: requests of rank 0 to the store": of("start", "requests"),
+        "start: collectives": of("start", "collectives"),
+        "start: bytes in collectives": of("start", "bytes"),
+        "step: collectives": of("step", "collectives"),
+        "step: bytes of the all-reduce of sums": 8 * (3 + len(json.loads(lines[-1])["rank_losses"])),
+        "save: collectives": of("save", "collectives"),
+        "save: bytes in collectives": of("save", "bytes"),
+        "save: files": len(list(checkpoint.iterdir())),
+        "save: bytes of manifest.json": (checkpoint / "manifest.json").stat().st_size,
+        "save: bytes of index.json": (checkpoint / "index.json").stat().st_size,
+        "log: bytes of a line": len(lines[-1]),
+    }
+
+
+def law(points: dict[int, float]) -> tuple[float, float, float]:
+    """The line a + b N through points by N, and the largest deviation from it, relative to the value."""
+    n, y = (torch.tensor(list(values), dtype=torch.float64) for values in (points, points.values()))
+    b = ((n - n.mean()) * (y - y.mean())).sum() / (n - n.mean()).square().sum()
+    a = y.mean() - b * n.mean()
+    return float(a), float(b), float(((a + b * n - y) / y.clamp(min=1)).abs().max())
+
+
+def table(found: dict[int, dict[str, float]]) -> Iterator[str]:
+    """Each quantity by ranks, its law, and the law's values for large worlds."""
+    sizes = sorted(found)
+    yield f"| on rank 0 | {' | '.join(map(str, sizes))} | law | deviation | {' | '.join(f'{n:,}' for n in LARGE)} |"
+    yield "|---|" + "---:|" * (len(sizes) + 4)
+    for name in found[sizes[0]]:
+        a, b, off = law({n: found[n][name] for n in sizes})
+        formula = f"{a:,.0f} + {b:,.4g} N" if abs(b) > 1e-6 else f"{a:,.0f}"
+        cells = [f"{found[n][name]:,.0f}" for n in sizes]
+        large = " | ".join(f"{a + b * n:,.0f}" for n in LARGE)
+        yield f"| {name} | {' | '.join(cells)} | {formula} | {off:.0%} | {large} |"
+
+
+def alone() -> Iterator[str]:
+    """What one process does with the results of so many ranks, in seconds."""
+    from torchtitan_lite.checkpointing import storage
+    from torchtitan_lite.distributed import agreement
+
+    yield f"| seconds of one process | {' | '.join(f'{n:,}' for n in LARGE)} |"
+    yield "|---|" + "---:|" * len(LARGE)
+    rows: dict[str, list[float]] = {}
+    for n in LARGE:
+        with tempfile.TemporaryDirectory() as folder:
+            made = made_up_checkpoint(Path(folder), n)
+            before = time.process_time()
+            storage.read_manifest(made)
+            rows.setdefault("read and check the manifest of a sharded checkpoint", []).append(
+                time.process_time() - before
+            )
+            before = time.process_time()
+            assert not storage.verify(made, "size")
+            rows.setdefault("compare the sizes of its files", []).append(time.process_time() - before)
+        report = agreement._to_bytes(("node-1234", "0" * 64))
+        before = time.process_time()
+        for _ in range(n):
+            agreement._from_bytes(report)
+        rows.setdefault("read the hosts and config digests of all ranks", []).append(time.process_time() - before)
+        files = {"shard-00000-of-00004.safetensors": {"bytes": 10**9, "sha256": "0" * 64}}
+        report = agreement._to_bytes((files, ""))
+        before = time.process_time()
+        for _ in range(n):
+            agreement._from_bytes(report)
+        rows.setdefault("read what all ranks have saved", []).append(time.process_time() - before)
+    for name, seconds in rows.items():
+        yield f"| {name} | {' | '.join(f'{s:.2f}' for s in seconds)} |"
+
+
+def made_up_checkpoint(folder: Path, ranks: int) -> Path:
+    """A sharded checkpoint of so many ranks whose shards are empty files."""
+    from torchtitan_lite.checkpointing import storage
+    from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_text
+    from torchtitan_lite.checkpointing.state import TrainState
+
+    made = storage.begin(folder, 1)
+    files = {}
+    for rank in range(ranks):
+        name = f"shard-{rank:05d}-of-{ranks:05d}.safetensors"
+        (made / name).touch()
+        files[name] = FileRecord(0, "0" * 64)
+    files["index.json"] = write_text(made / "index.json", "{}")
+    return storage.commit(made, TrainState(step=1), "sharded", ranks, files)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int, nargs="*", default=[2, 4, 8, 16, 32])
+    given = parser.parse_args()
+    print(cpu(), "\n")
+    found: dict[int, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in given.ranks:
+            found[ranks] = measured(ranks, Path(folder))
+            with contextlib.suppress(BrokenPipeError):
+                print(f"{ranks} ranks: done", file=sys.stderr, flush=True)
+    print("\n".join(table(found)), "\n")
+    print("\n".join(alone()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What grows with the number of ranks grows slowly: laws that benchmarks/scale.py measures on more of them."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import train
+from benchmarks import scale
+from tests.helpers import options, ranks, records, succeeded, tiny
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.training import callbacks
+
+SIZES = 2, 4, 8
+
+
+@pytest.fixture(scope="module")
+def found(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    """Counts on rank 0, by the number of ranks."""
+    counts = {}
+    for n in SIZES:
+        folder = tmp_path_factory.mktemp(f"ranks-{n}")
+        keys = scale.OPTIONS | {"data.path": text, "run.out_dir": folder, "run.name": "run"}
+        keys |= {"train.global_batch_size": n}
+        report = folder / "counts.json"
+        succeeded(ranks(n, *options(keys), entry="benchmarks.scale_rank", env={"COUNTS": str(report)}))
+        counts[n] = scale.named(json.loads(report.read_text()), folder / "run")
+    return counts
+
+
+@pytest.mark.parametrize("what", ["start: collectives", "step: collectives", "save: collectives"])
+def test_the_number_of_collectives_does_not_depend_on_the_ranks(what: str, found: dict[int, dict[str, float]]) -> None:
+    assert len({found[n][what] for n in SIZES}) == 1
+    assert found[2][what] > 5
+
+
+@pytest.mark.parametrize(("what", "most"), [
+    ("start: bytes in collectives", 256),
+    ("step: bytes of the all-reduce of sums", 8),
+    ("save: bytes in collectives", 1024),
+    ("save: files", 1),
+    ("save: bytes of manifest.json", 256),
+    ("log: bytes of a line", 30),
+])  # fmt: skip
+def test_what_rank_0_handles_grows_linearly_and_by_this_much_for_each_rank(
+    what: str, most: float, found: dict[int, dict[str, float]]
+) -> None:
+    """Twice the ranks add at most twice as much as before: nothing is quadratic."""
+    per_rank = [(found[b][what] - found[a][what]) / (b - a) for a, b in ((2, 4), (4, 8))]
+    assert 0 < per_rank[1] <= most, per_rank
+    assert per_rank[1] < 1.5 * per_rank[0] + 1, per_rank
+
+
+def test_the_manifest_of_16384_shards_is_read_in_seconds(tmp_path: Path) -> None:
+    checkpoint = scale.made_up_checkpoint(tmp_path, 16_384)
+    began = time.process_time()
+    manifest = storage.read_manifest(checkpoint)
+    assert len(manifest.files) == 16_386
+    assert not storage.verify(checkpoint, "size")
+    assert time.process_time() - began < 10
+
+
+def main(argv: Sequence[str]) -> int:
+    """An entry for `ranks`: train.py, with a limit that two ranks are above."""
+    callbacks.MOST_RANKS = 1
+    return train.main(argv)
+
+
+def test_records_of_many_ranks_have_no_list_of_them_and_can_be_replayed(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", train__steps=4, checkpoint__every=2, eval__every=0)
+    succeeded(ranks(2, *command, entry="tests.distributed.test_scale"))
+    assert not any("rank_losses" in record for record in records(tmp_path / "run"))
+    said = succeeded(ranks(2, *command, "--replay=4"))
+    assert "bit for bit: loss and gradient norm of 2 steps" in said
