@@ -1,20 +1,32 @@
-"""Machines that are killed and come back at random: `python -m tests.faults.machines [events [seed]]`.
+"""Machines that fail and come back at random: `python -m tests.faults.machines [events [seed]]`.
 
 Up to two of three machines train one run (`python -m torchtitan_lite.tools.elastic`), and the third is a spare. At
-random moments, also while they start, one of them is killed with all its processes (SIGKILL), or comes back, or leaves
-on SIGTERM, or the coordinator is killed and started again, sometimes with all machines that were in its world. The
-command has `checkpoint.resume = never`, which must be obeyed once: no checkpoint may be set aside. Some samples are
+random moments, also while they start, one of these happens:
+
+    killed        SIGKILL of a machine with all its processes
+    rank          SIGKILL of one training process
+    frozen        SIGSTOP of a machine and its processes, for less or more than the 20 s after which it counts as lost
+    left          SIGTERM of a machine
+    returned      a machine joins
+    coordinator   it is killed and started again, sometimes with all machines that were in its world
+    stranger      somebody sends random bytes to its port, and holds the connections
+    full          for some seconds every write of a checkpoint fails, as on a full disk
+    clock         for some seconds the clocks of all processes of the machines are an hour back
+
+The command has `checkpoint.resume = never`, which must be obeyed once: no checkpoint may be set aside. Some samples are
 poisoned, so that the loss jumps and the run rewinds. Each step must have seen each of its samples once, whichever
 machines trained it, rewinds must have skipped all others, and the losses must be those of an undisturbed process that
 was told to skip the same samples.
 
 The machines and their processes are forked from a process that has torch, instead of importing it each time: ten
-times as fast, and the same signals.
+times as fast, and the same signals. What happens at event i follows from the seed, i and which machines are there. If
+one fails, the command that leads to it again is printed.
 """
 
 import argparse
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import inspect
@@ -22,6 +34,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import sys
 import tempfile
@@ -32,6 +45,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from tests.faults.figures import busy, none_of, stamp
 from tests.helpers import HANGS_S, losses, ranks, succeeded, tiny
 from tests.tools.elastic_machines import ELASTIC, Machines, until
 from torchtitan_lite.checkpointing import storage
@@ -125,6 +139,8 @@ class ForkedProcess:
 def _machine(words: Sequence[str]) -> int:
     from torchtitan_lite.tools.elastic import __main__, machine
 
+    _set_clock()
+
     def forked(command: Sequence[str], env: dict[str, str], **_: Any) -> ForkedProcess:
         assert command[2] == "train.py", command
         return ForkedProcess(lambda: _worker(command[3:]), env, dies=True)
@@ -156,12 +172,39 @@ class Recorded:
         return getattr(self._samples, name)
 
 
+now = time.time  # which `clock` does not change
+
+
+def _flag(name: str) -> Path:
+    """Exists while something is wrong with this process's surroundings."""
+    return Path(os.environ["SAMPLES"]) / name
+
+
+def _set_clock() -> None:
+    flag = _flag("clock")
+    setattr(time, "time", lambda: now() - 3600 * flag.exists())  # noqa: B010
+
+
+def _fill_disk() -> None:
+    from torchtitan_lite.checkpointing.safetensors_file import HashingStream
+
+    flag, write = _flag("full"), HashingStream.write
+
+    def failing(self: HashingStream, *given: Any) -> Any:
+        if flag.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, *given)
+
+    setattr(HashingStream, "write", failing)  # noqa: B010
+
+
 def install() -> None:
     """Write down which samples each rank trained on in which world, at a pace; and poison some of them."""
     import train
     from tests.training import spike_worker
     from torchtitan_lite.data.loader import Loader
 
+    _fill_disk()
     spike_worker.poison()
     drawn: dict[int, list[int]] = {}
     batch, train_step = Loader.batch, train.train_step
@@ -181,7 +224,7 @@ def install() -> None:
     def recorded_step(s: Any, step: int) -> Any:
         began, first = time.monotonic(), s.state.samples_consumed
         result = train_step(s, step)
-        line = f"{world} {step} {time.time():.3f} {','.join(map(str, drawn.pop(first)))}\n"
+        line = f"{world} {step} {now():.3f} {','.join(map(str, drawn.pop(first)))}\n"
         with file.open("a") as out:  # one write: a kill cuts no line
             out.write(line)
         time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))
@@ -191,11 +234,22 @@ def install() -> None:
     train.train_step = recorded_step
 
 
+def processes_of(pid: int) -> list[int]:
+    """The children of a process that have not ended."""
+    found = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                state = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2][0]
+                found += [int(child)] if state != "Z" else []
+    return found
+
+
 class Soak:
     """One run, and what happens to it."""
 
     def __init__(self, folder: Path, text: Path, seed: int) -> None:
-        self._rng, self._folder, self._text = random.Random(seed), folder, text
+        self._seed, self._rng, self._folder, self._text = seed, random.Random(seed), folder, text
         self._samples = folder / "samples"
         self._samples.mkdir()
         self.run = folder / "run"
@@ -203,9 +257,11 @@ class Soak:
         env = {"SAMPLES": str(self._samples), "POISON": json.dumps(self.poisoned)}
         command = ["train.py", *arguments(folder, text, "run", **SPIKE)]
         self.machines = Forked(folder, command, "--nnodes", "1:2", "--settle", "0.5", env=env)
-        events = "killed", "killed with rank 0", "all killed", "returned", "left", "coordinator", "and its world"
+        events = ["killed", "killed with rank 0", "all killed", "returned", "left", "coordinator", "and its world"]
+        events += ["rank", "frozen", "stranger", "full", "clock"]
         self.counts = dict.fromkeys(events, 0)
         self.recoveries: list[float] = []
+        self.at = 0  # the number of the event that happens
         self._worlds = 0  # how many there had been before the last change
 
     def _poison(self) -> list[list[int]]:
@@ -228,7 +284,11 @@ class Soak:
         alive, gone = sorted(machines.alive), [name for name in NAMES if name not in machines.alive]
         last = next((line for line in reversed(machines.said().splitlines()) if ": world " in line), "")
         world = last.rpartition(": ")[2].split(", ") if last else []
-        if rng.random() < 0.12:
+        kind = rng.choice(("rank", "frozen", "stranger", "full", "clock", *["other"] * 10))
+        if kind != "other" and alive:
+            getattr(self, f"_{kind}")(rng.choice(alive))
+            self.counts[kind] += 1
+        elif rng.random() < 0.12:
             self.counts["coordinator"] += 1
             machines.coordinator.kill()
             machines.coordinator.wait(HANGS_S)
@@ -256,17 +316,53 @@ class Soak:
             machines.kill(name)
             self.counts["all killed"] += not machines.alive
 
+    def _rank(self, name: str) -> None:
+        """Kill one process of a machine, if it has any now."""
+        worlds = self.machines.worlds()
+        if children := processes_of(self.machines.alive[name].pid):
+            os.kill(self._rng.choice(children), signal.SIGKILL)
+            until(lambda: self.machines.worlds() > worlds, "a world after a process was killed")
+
+    def _frozen(self, name: str) -> None:
+        pids = [*processes_of(self.machines.alive[name].pid), self.machines.alive[name].pid]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if number == signal.SIGSTOP:
+                time.sleep(self._rng.choice((2, 5, 25)))  # part of what happens
+
+    def _stranger(self, _name: str) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(self._rng.randint(1, 20)):
+                with contextlib.suppress(OSError):
+                    one = stack.enter_context(socket.create_connection(("127.0.0.1", self.machines.port), timeout=5))
+                    one.sendall(self._rng.randbytes(self._rng.randint(0, 100_000)))
+            time.sleep(self._rng.uniform(0, 3))
+
+    def _full(self, _name: str) -> None:
+        self._for_a_while("full")
+
+    def _clock(self, _name: str) -> None:
+        self._for_a_while("clock")
+
+    def _for_a_while(self, flag: str) -> None:
+        (self._samples / flag).touch()
+        time.sleep(self._rng.uniform(0, 4))
+        (self._samples / flag).unlink()
+
     def events(self, number: int, minutes: float) -> int:
         """Let changes happen: some soon after the last, some once the run trains again. Returns how many."""
         self.machines.join("a")
         happened, ends, i = 0.0, time.monotonic() + 60 * minutes, 0
         while i < number and time.monotonic() < ends:
+            self.at, self._rng = i + 1, random.Random(f"{self._seed}/{i}")
             if self._rng.random() < 0.6:
                 self.recovered(happened)
                 time.sleep(self._rng.uniform(0, 4))
             else:
                 time.sleep(self._rng.uniform(0, 4))  # perhaps while they start
-            self._worlds, happened = self.machines.worlds(), time.time()
+            self._worlds, happened = self.machines.worlds(), now()
             self.event()
             if not self.machines.alive:  # nothing happens before one comes back
                 self.machines.join(self._rng.choice(NAMES))
@@ -284,7 +380,7 @@ class Soak:
 
     def _all_train(self) -> bool:
         said = self.machines.said()
-        assert self.machines.coordinator.poll() is None, said[-2000:] + "".join(map(self.machines.said, NAMES))[-6000:]
+        assert self.machines.coordinator.poll() is None, self.told()
         since_start = said[said.rfind("coordinator: waiting for ") :].splitlines()
         last = next((line for line in reversed(since_start) if " world " in line), "")
         names = last.rpartition(": ")[2].split(", ") if ": world " in last else []
@@ -292,11 +388,15 @@ class Soak:
         full = len(names) == min(len(self.machines.alive), 2)
         return full and {*names} <= {*self.machines.alive} and self.newest() > started
 
+    def told(self) -> str:
+        """The last that the coordinator and the machines have printed."""
+        return "\n".join(f"--- {name}\n{self.machines.said(name)[-3000:]}" for name in ("coordinator", *NAMES))
+
     def end(self) -> None:
         """Save, and compare with what should have been."""
         self.machines.coordinator.send_signal(signal.SIGTERM)
         codes = self.machines.codes()
-        assert not any(codes.values()), (codes, self.machines.said()[-3000:])
+        assert not any(codes.values()), f"{codes}\n{self.told()}"
 
     def seen(self) -> dict[int, list[int]]:
         """The samples that each step saw in the world that trained it last."""
@@ -320,12 +420,15 @@ def main() -> None:
     parser.add_argument("events", nargs="?", type=int, default=20)
     parser.add_argument("seed", nargs="?", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no event after so long")
+    parser.add_argument("--busy", type=int, default=0, help="so many other processes compute all the time")
     given = parser.parse_args()
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
     for module in ("train", "torch._dynamo"):
         importlib.import_module(module)
     gc.freeze()
-    print(soak(given.events, given.seed, given.minutes))
+    print(stamp(given.seed), flush=True)
+    with busy(given.busy):
+        print(f"{soak(given.events, given.seed, given.minutes)}; {stamp(given.seed)}")
 
 
 def soak(events: int, seed: int, minutes: float) -> str:
@@ -339,6 +442,9 @@ def soak(events: int, seed: int, minutes: float) -> str:
         try:
             happened = s.events(events, minutes)
             s.end()
+        except BaseException:
+            print(f"failed at event {s.at}; again: python -m tests.faults.machines {s.at} {seed}  ({stamp(seed)})")
+            raise
         finally:
             s.machines.close()
         trained = storage.find_steps(s.run / "checkpoints")[-1]
@@ -352,7 +458,8 @@ def soak(events: int, seed: int, minutes: float) -> str:
         return (
             f"{happened} events {s.counts}; {s.machines.worlds()} worlds, {trained} steps; recovery: median "
             f"{statistics.median(s.recoveries):.1f} s, worst {max(s.recoveries):.1f} s of {len(s.recoveries)}; "
-            f"{trained * BATCH} samples, none lost or doubled; {len(skipped)} rewinds skipped "
+            f"{none_of(trained * BATCH, 'samples lost or doubled')}; {none_of(happened, 'events lost a checkpoint')}; "
+            f"{len(skipped)} rewinds skipped "
             f"{sum(end - first for first, end in skipped)}; losses of the first "
             f"{min(trained, COMPARED)} steps within {difference:.1e}"
         )

@@ -1,0 +1,38 @@
+"""How a soak prints what it found: with the bound that its tries allow, and with what repeats it."""
+
+import contextlib
+import multiprocessing
+import subprocess
+from collections.abc import Iterator
+
+from tests.helpers import ROOT
+
+
+def none_of(tries: int, what: str) -> str:
+    """0 of so many tries, and the largest rate that would give such a result in 1 of 20 soaks (Clopper and Pearson)."""
+    bound = 1 - 0.05 ** (1 / tries) if tries else 1.0
+    return f"0 of {tries:,} {what} (below {100 * bound:.3g} % at 95 %)"
+
+
+def stamp(seed: object) -> str:
+    """The seed and the commit, which together give the same events."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=9"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return f"seed {seed}, commit {found or 'unknown'}"
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep so many processes computing."""
+    others = [multiprocessing.Process(target=_compute, daemon=True) for _ in range(processes)]
+    for one in others:
+        one.start()
+    yield
+    for one in others:
+        one.kill()
+
+
+def _compute() -> None:
+    number = 1
+    while True:
+        number = number * 3 % 1_000_003
