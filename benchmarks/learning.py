@@ -5,7 +5,7 @@
     bfloat16      the default and nanochat in bfloat16, in the same time, one seed
     peers         nanochat's and nanoGPT's own code (--nanochat, --nanogpt: clones), in the time of the former default
     configs       the small configs of other architectures, next to the default
-    larger        the recipe with 7 M parameters, five minutes of two cores, and nanochat in that time
+    larger        the recipe with 5.5 M parameters, ten minutes of two cores, and nanochat in that time
     widths        rates of models of three widths, with and without model.mup_base_dim
     table         print what is known, and plot it
 
@@ -275,7 +275,7 @@ class Program:
 
     options: dict[str, Any]
     rates: tuple[float, ...]
-    part: int = 4  # rates are chosen in 1/part of the time
+    trial: int = 0  # tokens of the runs that choose among the rates; 0: those of a quarter of the time
 
     @property
     def ours(self) -> bool:
@@ -311,15 +311,31 @@ FORMER_DEFAULT = Program(FORMER, (4e-3,))
 RESFORMER: dict[str, Any] = {"model.family": "resformer"}
 OURS: dict[str, Program] = {"default": Program(STACK, (8e-3,)), "resformer": Program(STACK | RESFORMER, (8e-3,))}
 STEPS = 750  # of the default
-_WIDE: dict[str, Any] = {"model.dim": 384, "model.n_heads": 6, "model.n_kv_heads": 6, "model.hidden_dim": 1152}
+
+
+def shape(n_layers: int, dim: int, **keys: Any) -> dict[str, Any]:
+    """The recipe with a model of this size."""
+    sizes = {"n_layers": n_layers, "dim": dim, "n_heads": dim // 64, "n_kv_heads": dim // 64, "hidden_dim": 3 * dim}
+    return STACK | {f"model.{key}": value for key, value in sizes.items()} | keys
+
+
+MUP: dict[str, Any] = {"model.mup_base_dim": 128}
+TRIAL = 301_056
+# 5.5 M and 7.3 M parameters
 LARGER: dict[str, Program] = {
-    # the rate is that of the default, scaled by muP's rule for Muon
-    "default, 2 x 384": Program(STACK | _WIDE, (4.6e-3,), 8),
-    "resformer, 2 x 384": Program(STACK | _WIDE | RESFORMER, (4.6e-3,), 8),
-    "nanochat, 2 x 384": Program(peer("nanochat", 2, 384, 3, 8), (8.0, 12.0), 8),
+    "default, 4 x 256": Program(shape(4, 256, **MUP), (8e-3, 1.2e-2), TRIAL),
+    "nanochat, 4 x 256": Program(peer("nanochat", 4, 256, 2, 8), NANOCHAT_RATES, 307_200),
+}
+SHAPES: dict[str, Program] = {  # others that were tried, in about the time of a trial
+    "resformer, 4 x 256": Program(shape(4, 256, **MUP) | RESFORMER, (8e-3,), TRIAL),
+    "2 x 384, rates not scaled": Program(shape(2, 384), (4.6e-3, 8e-3), 215_040),
+    "2 x 384": Program(shape(2, 384, **MUP), (8e-3,), 215_040),
+    "4 x 256, rates not scaled": Program(shape(4, 256), (5.6e-3, 8e-3), TRIAL),
+    "nanochat, 2 x 384": Program(peer("nanochat", 2, 384, 3, 8), (8.0,), 258_048),
 }
 SHORT = 61_440  # tokens of a run that measures what they cost
-LARGER_SECONDS = 600.0  # five minutes of two cores
+LARGER_SEEDS = 3
+LARGER_SECONDS = 1200.0  # ten minutes of two cores
 
 
 def cost_jobs(programs: dict[str, Program], tokens: int = SHORT, seeds: Iterable[int] = range(3)) -> list[Job]:
@@ -344,10 +360,10 @@ def three_digits(tokens: float) -> int:
 def rate_jobs(programs: dict[str, Program], tokens: dict[str, int]) -> list[Job]:
     """Every rate of every program that has several, in a part of the time."""
     return [
-        (name, one.run(rate, three_digits(tokens[name] / one.part)), 0)
+        (name, one.run(rate, one.trial or three_digits(tokens[name] / 4)), 0)
         for name, one in programs.items()
         for rate in one.rates
-        if len(one.rates) > 1
+        if len(one.rates) > 1 or one.trial
     ]
 
 
@@ -363,7 +379,7 @@ def final_jobs(
         if tokens[name] and len(found) == len(one.rates):
             rate = min(found, key=found.__getitem__)
             jobs += [(name, one.run(rate, tokens[name]), seed) for seed in range(seeds)]
-    return jobs
+    return sorted(jobs, key=lambda job: job[2])
 
 
 def former_seconds(search: "Search") -> float:
@@ -544,13 +560,13 @@ def programs_table(found: dict[str, tuple[int, float, list[dict[str, Any]]]], ag
 
 
 def larger_table(search: "Search") -> list[str]:
-    """The larger programs in five minutes of two cores."""
+    """The larger programs in ten minutes of two cores."""
     found: dict[str, tuple[int, float, list[dict[str, Any]]]] = {}
     tokens = larger_tokens(search)
-    for name, options, seed in final_jobs(search, "larger rate", LARGER, tokens, seeds=1):
+    for name, options, seed in final_jobs(search, "larger rate", LARGER, tokens, LARGER_SEEDS):
         if one := search.result("larger final", name, options, seed):
             found.setdefault(name, (tokens[name], LARGER_SECONDS, []))[2].append(one)
-    return programs_table(found, "nanochat, 2 x 384")
+    return programs_table(found, "nanochat, 4 x 256")
 
 
 def widths_table(search: "Search") -> list[str]:
@@ -669,8 +685,8 @@ def main() -> None:
         do("peers final", final_jobs(search, "peers rate", PEERS, peer_tokens(search)))
     if given.stage == "larger":
         do("larger cost", cost_jobs(LARGER, seeds=range(2)))
-        do("larger rate", rate_jobs(LARGER, larger_tokens(search)))
-        do("larger final", final_jobs(search, "larger rate", LARGER, larger_tokens(search), seeds=1))
+        do("larger rate", rate_jobs(SHAPES | LARGER, larger_tokens(search)))
+        do("larger final", final_jobs(search, "larger rate", LARGER, larger_tokens(search), LARGER_SEEDS))
     every = dict.fromkeys(json.loads(key)[0] for key in search.results)
     tables = [stored(search, stage) for stage in every if stage != "widths" and "cost" not in stage]
     found = comparison(search)

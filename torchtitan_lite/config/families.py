@@ -172,7 +172,7 @@ FAMILIES: dict[str, Family] = {
     "resformer": Family(
         "torchtitan_lite.models.resformer:ResFormer",
         RESFORMER,
-        keys=(*_ROTARY, "qk_norm"),
+        keys=(*_ROTARY, "qk_norm", "mup_base_dim"),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
     ),
