@@ -179,7 +179,9 @@ def rank_main(folder: Path, cells_file: Path) -> None:
 
 def flip_in_file(run: Path, name: str) -> None:
     """Flip a bit in the middle of a file of the newest checkpoint."""
-    path = run / "checkpoints" / f"step-{BASE}" / name
+    from torchtitan_lite.checkpointing import storage
+
+    path = storage.step_folder(run / "checkpoints", BASE) / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1 << 3
     path.write_bytes(data)
@@ -323,7 +325,7 @@ def launched(ranks: int, folder: Path, jobs: list[dict[str, Any]]) -> Iterator[d
         if not jobs:
             return
         errors = re.findall(r"^(?:\[rank\d+\]: )?(\w+Error: .*)$", ended.stderr, re.MULTILINE)
-        if not (folder / "begun").exists() or not errors:
+        if not (folder / "begun").exists() or not errors or not errors[0].startswith("IndexError"):
             sys.exit(ended.stderr[-4000:])
         yield jobs[0]["cell"] | {"error": f"the rank ends: {errors[0]}", "step": BASE, "loss": None, "lines": []}
         jobs = jobs[1:]

@@ -1,16 +1,16 @@
 """What grows with the number of ranks, and where it ends: `python -m benchmarks.scale [RANKS ...]`, by default 2 to 32.
 
 Runs train.py with a tiny model on so many processes of this machine, and counts on rank 0, in the start, in a step and
-in a save: collectives, the bytes that it gives and gets in them, requests to the store; also open files, the files and
-the manifest of a checkpoint, and a line of the log. Wall times would show only that the ranks share two cores. A
+in a save: collectives, the bytes that it gives and gets in them, requests to the store; also the files and the
+manifest of a checkpoint, and a line of the log. Wall times would show only that the ranks share two cores. A
 straight line through the counts is the law: its values for 1,024 and 16,384 ranks are printed, with its largest
 deviation from the counts. What one process does with the results of so many ranks is measured with made-up results.
 """
 
 import argparse
-import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,8 +18,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.machine import cpu
 
@@ -67,22 +65,19 @@ def named(counts: dict[str, dict[str, float]], run: Path) -> dict[str, float]:
         "start: collectives": of("start", "collectives"),
         "start: bytes in collectives": of("start", "bytes"),
         "step: collectives": of("step", "collectives"),
-        "step: bytes of the all-reduce of sums": 8 * (3 + len(json.loads(lines[-1])["rank_losses"])),
+        "step: bytes of the all-reduce of sums": of("step", "float64"),
         "save: collectives": of("save", "collectives"),
         "save: bytes in collectives": of("save", "bytes"),
         "save: files": len(list(checkpoint.iterdir())),
         "save: bytes of manifest.json": (checkpoint / "manifest.json").stat().st_size,
-        "save: bytes of index.json": (checkpoint / "index.json").stat().st_size,
         "log: bytes of a line": len(lines[-1]),
     }
 
 
 def law(points: dict[int, float]) -> tuple[float, float, float]:
     """The line a + b N through points by N, and the largest deviation from it, relative to the value."""
-    n, y = (torch.tensor(list(values), dtype=torch.float64) for values in (points, points.values()))
-    b = ((n - n.mean()) * (y - y.mean())).sum() / (n - n.mean()).square().sum()
-    a = y.mean() - b * n.mean()
-    return float(a), float(b), float(((a + b * n - y) / y.clamp(min=1)).abs().max())
+    b, a = statistics.linear_regression(list(points), list(points.values()))
+    return a, b, max(abs(a + b * n - y) / max(y, 1) for n, y in points.items())
 
 
 def table(found: dict[int, dict[str, float]]) -> Iterator[str]:
@@ -158,8 +153,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in given.ranks:
             found[ranks] = measured(ranks, Path(folder))
-            with contextlib.suppress(BrokenPipeError):
-                print(f"{ranks} ranks: done", file=sys.stderr, flush=True)
+            print(f"{ranks} ranks: done", file=sys.stderr, flush=True)
     print("\n".join(table(found)), "\n")
     print("\n".join(alone()))
 

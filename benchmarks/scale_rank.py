@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,6 +36,8 @@ def counting(report: Path) -> None:
         def call(*given: Any, **named: Any) -> Any:
             counts[phase][what] += 1
             counts[phase]["bytes"] += sum(n_bytes(value) for value in (*given, *named.values()))
+            if given and isinstance(given[0], Tensor) and given[0].dtype == torch.float64:  # only a step's sums are
+                counts[phase]["float64"] += n_bytes(given[0])
             return honest(*given, **named)
 
         return call

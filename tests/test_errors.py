@@ -31,7 +31,11 @@ def _raise(error: BaseException) -> Callable[[], int]:
         (RecursionError("deep"), 2, "x: the input is nested too deeply"),
         (MemoryError(), 2, "x: out of memory"),
         (RuntimeError("alloc_cpu.cpp: you tried to allocate 5 bytes\nmore"), 2, "x: out of memory: alloc_cpu.cpp"),
-        (RuntimeError("can't start new thread"), 2, "x: no more threads can be started; ulimit -u or -v, or the limits"),
+        (
+            RuntimeError("can't start new thread"),
+            2,
+            "x: no more threads can be started; ulimit -u or",
+        ),
         (RuntimeError("Resource temporarily unavailable"), 2, "x: no more threads can be started"),
         (OverflowError("timeout"), 2, "x: a number is too large: timeout"),
         (UserError("this and that"), 2, "x: this and that"),

@@ -124,7 +124,6 @@ def test_a_lost_machine(text: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in records(run) if "loss" in record] == list(range(1, step + 3))
 
 
-@pytest.mark.extended
 def test_checking_memory(text: Path, tmp_path: Path) -> None:
     (command,) = commands(section("Checking memory"))
     plain = a_run(text, tmp_path)
@@ -135,6 +134,7 @@ def test_checking_memory(text: Path, tmp_path: Path) -> None:
     assert "\ndone    " in succeeded(ranks(2, *checked))
 
 
+@pytest.mark.extended
 def test_a_flipped_bit(text: Path, tmp_path: Path) -> None:
     plain = a_run(text, tmp_path)
     succeeded(ranks(2, *plain, "--run.name=mine", fault="flip_after:1:5"))  # of a parameter, by the update of step 5

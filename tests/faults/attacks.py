@@ -1,6 +1,6 @@
 """Accidents at random moments, each many times: `python -m tests.faults.attacks [tries [seed [names ...]]]`.
 
-By default each has 20 tries. After a try, every checkpoint that is there is verified, nothing may have printed a
+By default each has 20 tries. After a try, every checkpoint that is there is verified, no rank may have printed a
 traceback, and the same command, undisturbed, has to end as the undisturbed run, bit for bit. Prints a row for each
 accident: how often it hit a running process, how the attacked commands ended, and in how many tries a promise was
 broken, with the bound that so many tries give.
@@ -33,11 +33,7 @@ TRACEBACK = "Traceback (most recent call last)"
 
 
 class Bench:
-    """Undisturbed runs on one and on two ranks, and the tools of an attack.
-
-    Args:
-        rng: of the try.
-    """
+    """Undisturbed runs on one and on two ranks, and the tools of an attack."""
 
     def __init__(self, folder: Path, text: Path) -> None:
         self.folder, self.text, self.rng = folder, text, random.Random(0)
@@ -151,17 +147,16 @@ def kill_of_a_preparation(b: Bench, name: str) -> None:
 
 
 def _killed_and_again(b: Bench, start: Callable[[], Ranks], log: Path, made: Path) -> None:
-    """Make something, and then once more, killed at some moment; and again."""
+    """Make something; once more from nothing, killed at some moment; and what the kill has left is finished."""
 
     def whole() -> float:
-        shutil.rmtree(made, ignore_errors=True)
-        made.unlink(missing_ok=True)
         began, ranks = time.monotonic(), start()
         assert ranks.wait(HANGS_S)
         assert ranks.codes == {0: 0}, log.read_text()
         return time.monotonic() - began
 
     lasted = whole()
+    shutil.rmtree(made) if made.is_dir() else made.unlink()
     b.killed(start(), b.rng.uniform(0, lasted))
     whole()
     assert TRACEBACK not in log.read_text(), log.read_text()

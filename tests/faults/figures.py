@@ -15,7 +15,7 @@ def none_of(tries: int, what: str) -> str:
 
 
 def stamp(seed: object) -> str:
-    """The seed and the commit, which together give the same events."""
+    """The seed and the commit, which together give the same choices. The moments also depend on the machine."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=9"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return f"seed {seed}, commit {found or 'unknown'}"
@@ -27,9 +27,11 @@ def busy(processes: int) -> Iterator[None]:
     others = [multiprocessing.Process(target=_compute, daemon=True) for _ in range(processes)]
     for one in others:
         one.start()
-    yield
-    for one in others:
-        one.kill()
+    try:
+        yield
+    finally:
+        for one in others:
+            one.kill()
 
 
 def _compute() -> None:

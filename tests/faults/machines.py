@@ -443,7 +443,8 @@ def soak(events: int, seed: int, minutes: float) -> str:
             happened = s.events(events, minutes)
             s.end()
         except BaseException:
-            print(f"failed at event {s.at}; again: python -m tests.faults.machines {s.at} {seed}  ({stamp(seed)})")
+            again = f"python -m tests.faults.machines {s.at} {seed}, with the same --busy"
+            print(f"failed at event {s.at}; again: {again}  ({stamp(seed)})")
             raise
         finally:
             s.machines.close()
@@ -458,7 +459,7 @@ def soak(events: int, seed: int, minutes: float) -> str:
         return (
             f"{happened} events {s.counts}; {s.machines.worlds()} worlds, {trained} steps; recovery: median "
             f"{statistics.median(s.recoveries):.1f} s, worst {max(s.recoveries):.1f} s of {len(s.recoveries)}; "
-            f"{none_of(trained * BATCH, 'samples lost or doubled')}; {none_of(happened, 'events lost a checkpoint')}; "
+            f"none of {trained * BATCH:,} samples: {none_of(happened, 'events lost or doubled one')}; "
             f"{len(skipped)} rewinds skipped "
             f"{sum(end - first for first, end in skipped)}; losses of the first "
             f"{min(trained, COMPARED)} steps within {difference:.1e}"

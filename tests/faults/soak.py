@@ -111,7 +111,7 @@ def main() -> None:
             try:
                 counts = soak(way, share, random.Random(f"{seed}/{number}"), inside, text)
             except BaseException:
-                print(f"failed; again: python -m tests.faults.soak {kills} {seed} {number}  ({stamp(seed)})")
+                print(f"failed; again: python -m tests.faults.soak {share} {seed} {number}  ({stamp(seed)})")
                 raise
             print(f"{way[0]:<8} {way[1]:<8} {'beside' if way[2] else 'now':<7} {counts}", flush=True)
             total = {key: total.get(key, 0) + value for key, value in counts.items()}

@@ -716,7 +716,7 @@ def test_a_machine_that_does_not_answer_is_lost(started: Start, tmp_path: Path) 
 def test_machines_that_are_killed_and_come_back_lose_nothing() -> None:
     """A small part of `python -m tests.faults.machines`, with real runs."""
     said = succeeded(python("6", "3", script="-m tests.faults.machines"))
-    assert " samples lost or doubled (below " in said.splitlines()[-1]
+    assert " events lost or doubled one (below " in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

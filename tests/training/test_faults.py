@@ -1,5 +1,6 @@
 """Faults of a cluster: signals, time limits, lost and hanging ranks, full disks, NaN. Tests check that they fired."""
 
+import itertools
 import json
 import os
 import random
@@ -295,13 +296,23 @@ def test_memory_that_changes_between_updates_stops_the_run_before_it_is_used(
 @pytest.mark.parametrize("keys", [
     {"optim__name": "muon", "optim__lr": 5e-3},
     pytest.param({"optim__name": "sgd", "optim__lr": 0.1}, marks=extended),
-    pytest.param({"optim__rms_scaling": True, "optim__ema_decay": 0.9}, marks=extended),
+    {"optim__rms_scaling": True, "optim__ema_decay": 0.9, "FAULT_TENSOR": "ema.output.weight"},
+    {"FAULT_TENSOR": "exp_avg_sq.output.weight"},
     pytest.param({"speed__shared_memory": False, "fsdp__param_dtype": "bfloat16"}, marks=extended),
     pytest.param({"checkpoint__state_dict": "sharded", "checkpoint__async_save": True}, marks=extended),
 ])  # fmt: skip
 def test_every_optimizer_is_stopped_before_it_uses_changed_memory(keys: dict[str, Any], start: Start) -> None:
-    output = start("flip:1:7", fails=True, **CHECK, **keys)
-    assert f"step 6: {CHANGED.format(1, socket.gethostname())}" in output
+    tensor = keys.get("FAULT_TENSOR", "output.weight")
+    given = {key: value for key, value in keys.items() if key != "FAULT_TENSOR"}
+    output = start("flip:1:7", fails=True, env={"FAULT_TENSOR": tensor}, **CHECK, **given)
+    assert f"step 6: {CHANGED.format(1, socket.gethostname()).replace('output.weight', tensor)}" in output
+
+
+def test_the_first_step_of_a_run_is_checked(start: Start, run: Path) -> None:
+    """Digests are taken before it, also after a resume."""
+    assert f"step 0: {CHANGED.format(1, socket.gethostname())}" in start("flip:1:1", fails=True, **CHECK)
+    start(**CHECK | {"train__steps": 5})
+    assert f"step 5: {CHANGED.format(1, socket.gethostname())}" in start("flip:1:6", fails=True, **CHECK)
 
 
 def test_memory_that_changes_between_an_update_and_its_save_is_not_saved(start: Start, run: Path) -> None:
@@ -337,7 +348,7 @@ def test_a_memory_check_finds_nothing_in_a_sound_run(n: int, start: Start, run: 
 def test_a_digest_tells_every_flipped_bit_and_every_exchange(dtype: torch.dtype, monkeypatch: Any) -> None:
     """Tensors of an odd and an even length, which begin at an odd and an even element, in several pieces."""
     monkeypatch.setattr(intact, "PIECE", 8)
-    store = torch.arange(3, 43).to(dtype)
+    store = (torch.arange(3, 43) * torch.tensor([1, -1]).repeat(20)).to(dtype)
     for values in (store[1:21], store[:21], store[2:9].view(7, 1), store[5:6]):
         mine = int(intact.digest(values))
         assert mine == int(intact.digest(values.clone()))
@@ -348,10 +359,13 @@ def test_a_digest_tells_every_flipped_bit_and_every_exchange(dtype: torch.dtype,
                 words[place] ^= (1 << bit) - (2 << bit if bit == 8 * values.element_size() - 1 else 0)
                 assert int(intact.digest(values)) != mine, (place, bit)
                 words[place] = before
-        for place in range(1, len(words)):
-            swapped = values.clone().view(-1)
-            swapped[0], swapped[place] = values.view(-1)[place], values.view(-1)[0]
-            assert int(intact.digest(swapped)) != mine, place
+        for one, other in itertools.combinations(range(len(words)), 2):
+            changed = values.clone().view(-1)
+            changed[one], changed[other] = values.view(-1)[other], values.view(-1)[one]
+            assert int(intact.digest(changed)) != mine, (one, other)
+            changed = -values.view(-1) * ((torch.arange(len(words)) == one) | (torch.arange(len(words)) == other))
+            changed = torch.where(changed == 0, values.view(-1), changed)
+            assert int(intact.digest(changed)) != mine, (one, other)
 
 
 # --- disks ------------------------------------------------------------------------------------------------------

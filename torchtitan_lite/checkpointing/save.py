@@ -1,4 +1,4 @@
-"""One save across all ranks, synchronous or in the background, and the checks before it.
+"""One save across all ranks, synchronous or in the background.
 
 Each rank prepares what it will write (state dicts, copies) while training waits. The ranks then agree that all have
 succeeded, rank 0 makes the folder, all write their files into it and exchange errors, and rank 0 commits (storage.py).

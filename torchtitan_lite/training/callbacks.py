@@ -1,4 +1,7 @@
-"""The work beside the steps: log, validate, score tasks, save, sample, profile, collect garbage. In this order."""
+"""The work beside the steps, in this order: log, validate, score tasks, save, sample, profile, collect garbage.
+
+With a check of memory, digests are taken first, and compared before a save.
+"""
 
 import contextlib
 import functools
@@ -23,7 +26,6 @@ from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, 
 from torchtitan_lite.training.intact import MemoryCheck, require_equal_copies, require_finite
 from torchtitan_lite.training.session import Callback, Session, StepResult, due
 
-MOST_RANKS = 1024  # of which a record has each one's loss: 21 bytes each, in every line of a long run
 # the records that tell that a step was validated, its tasks scored, and samples made: a file and a key
 _SCORED, _TASKS, _SAMPLES = ("metrics.jsonl", "eval_s"), ("metrics.jsonl", "task_s"), ("samples.jsonl", "prompt")
 
@@ -34,9 +36,9 @@ def build_callbacks(
     """The callbacks that this config asks for, in their order. Collective. UserError: one does not suit the run."""
     peak = peak_tokens_per_second(config, model, world)
     callbacks = [Callback(functools.partial(log_step, peak=peak), config.log.every, when_preempted=True)]
-    memory = MemoryCheck() if config.spike.memory_check_every else None
-    if memory:
-        callbacks.insert(0, Callback(memory.take, config.spike.memory_check_every, reads_step=False))
+    memory, every = MemoryCheck(), config.spike.memory_check_every
+    if every:
+        callbacks.insert(0, Callback(memory.take, every, reads_step=False, resume=memory.take))
     if config.eval.every:
         score = functools.partial(validate, validation)
         again = missing(score, config.eval.every, *_SCORED)
@@ -49,7 +51,7 @@ def build_callbacks(
             callbacks.append(
                 Callback(tasks.score, config.eval.tasks_every, "evaluation", resume=resume, questions=tasks.digests)
             )
-    if memory:
+    if every:
         callbacks.append(Callback(memory.compare, config.checkpoint.every, "save", when_preempted=True))
     callbacks.append(Callback(save, config.checkpoint.every, "save", when_preempted=True))
     if config.sample.every:
@@ -124,8 +126,7 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
         **lap.parts,
         "spent": s.log.clock.spent(),
     }
-    if s.world.world_size <= MOST_RANKS:
-        record["rank_losses"] = [_finite(loss) for loss in s.guard.rank_losses]  # sums
+    record |= {key: [_finite(loss) for loss in losses] for key, losses in s.rank_losses().items()}
     if s.scaler.enabled:
         record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
     if len(s.samples.sources) > 1:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from torchtitan_lite.checkpointing.storage import find_steps
 from torchtitan_lite.checkpointing.tensor_names import Tensors, optimizer_tensors, own_tensors
 from torchtitan_lite.distributed.agreement import from_all_ranks
 from torchtitan_lite.distributed.process_group import sum_over_ranks
@@ -23,7 +24,7 @@ from torchtitan_lite.terminal import counted
 from torchtitan_lite.training.session import Session, StepResult
 
 PIECE = 1 << 20  # elements whose products with weights are in memory at a time: 8 MiB
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by size of an element
 
 
 def require_finite(model: nn.Module, step: int) -> None:
@@ -50,7 +51,7 @@ def require_equal_copies(model: nn.Module, optimizer: torch.optim.Optimizer, ste
 
 
 def copies_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that hold copies of this rank's shards (HSDP); None: there are none."""
+    """The ranks that hold copies of this rank's shards; None without HSDP."""
     first = next(model.parameters())
     if not isinstance(first, DTensor) or "dp_replicate" not in (first.device_mesh.mesh_dim_names or ()):
         return None
@@ -58,25 +59,24 @@ def copies_group(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def rows_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """This rank's part of every parameter, buffer and optimizer state, by the names of a checkpoint."""
-    content = own_tensors(model) | optimizer_tensors(model, optimizer)
-    return {name: local_rows(tensor)[0] for name, tensor in content.items() if tensor.ndim}
+    """This rank's part of every parameter, buffer and optimizer state, by name."""
+    content = dict(model.named_buffers()) | own_tensors(model) | optimizer_tensors(model, optimizer)
+    return {name: local_rows(tensor)[0] for name, tensor in content.items()}
 
 
 def digests(tensors: Tensors) -> Tensor:
-    """The digest of each tensor, (len(tensors),) int64."""
-    return torch.stack([digest(tensor) for tensor in tensors.values()])
+    """The digest of each tensor, (len(tensors),) int64, on the device of the first one."""
+    found = [digest(tensor) for tensor in tensors.values()]
+    return torch.stack([one.to(found[0].device) for one in found])
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """() int64: the bits of each element times an odd weight of its place, summed modulo 2^64.
+    """() int64: the bits of each element, as an integer, times an odd weight of its place, summed modulo 2^64.
 
-    So a flipped bit always changes it, as 2^k times an odd number is not 0 modulo 2^64. Elements that change places do,
-    too.
+    Integers have at most 32 bits, and weights 21. So a flipped bit always changes the sum, as do two, and an exchange
+    of two elements: 2^k w = 2^m v has no solution for other k and m, or for other odd w and v.
     """
-    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
-    if bits.dtype == torch.int32 and len(bits) % 2 == 0:  # two at a time
-        bits = (bits.clone() if bits.storage_offset() % 2 else bits).view(torch.int64)
+    bits = tensor.detach().contiguous().flatten().view(_BITS[tensor.element_size()])
     weights = odd_numbers(PIECE, tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for piece in bits.split(PIECE):
@@ -146,6 +146,13 @@ class MemoryCheck:
         self.compare(s)  # a load updates, too, before it writes (checkpoint.py): so no digest outlasts a rewind
         self._taken = None
 
+    @staticmethod
+    def _saved(s: Session, step: int) -> str:
+        """A warning, if a save may have read the memory after it was compared."""
+        if step not in find_steps(s.checkpointer.folder):
+            return ""
+        return f", but the checkpoint of step {step} may have it: checkpoint.resume names an earlier one"
+
     def compare(self, s: Session, _: StepResult | None = None) -> None:
         """Compare with the digests that were taken after the last update, if they were. Collective then.
 
@@ -159,7 +166,7 @@ class MemoryCheck:
         if found := _differences(list(tensors), now != before):
             raise MemoryFaultError(
                 f"step {step}: after its update, memory changed by itself: {found[0]}, in {found[1]}. No update used "
-                "it, and it is in no checkpoint; the same command resumes from the newest one. If that machine is "
+                f"it{self._saved(s, step)}. The same command resumes from the newest checkpoint. If that machine is "
                 "named again, leave it out"
             )
         compare_copies(s.model, list(tensors), now, step)

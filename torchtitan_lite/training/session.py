@@ -82,6 +82,9 @@ class Callback:
     questions: Mapping[str, str] = field(default_factory=dict)  # hashes of what it scores: a resume reports changes
 
 
+MOST_RANKS = 1024  # above so many, a record has no list of losses: it would be the most of each line
+
+
 @dataclass
 class Session:
     """The context of a training step. What only one callback needs is that callback's own."""
@@ -126,6 +129,10 @@ class Session:
     def rewinding(self) -> bool:
         """Whether the last step was a loss spike, after which the run goes back to a checkpoint."""
         return self.spikes is not None and self.spikes.rewinding
+
+    def rank_losses(self) -> dict[str, list[float]]:
+        """For a record: the sum of each rank's losses in the last step, as "rank_losses". Empty above MOST_RANKS."""
+        return {"rank_losses": self.guard.rank_losses} if self.world.world_size <= MOST_RANKS else {}
 
     def close(self) -> None:
         """End the background threads."""

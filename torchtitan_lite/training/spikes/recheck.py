@@ -47,11 +47,11 @@ def compute_again(
 
 def finding(s: Session, losses: list[float], again: float, grad_norm: float) -> str:
     """What the second time says: equal, or different, and on which rank and machine. Collective."""
-    before, hosts = s.guard.rank_losses, from_all_ranks(socket.gethostname())
+    pairs = enumerate(zip(s.guard.rank_losses, losses, strict=True))
+    ranks = [(rank, then, now) for rank, (then, now) in pairs if not _equal(then, now)]
+    hosts = from_all_ranks(socket.gethostname()) if ranks else []  # the losses are the same on every rank
     wrong = [
-        f"rank {rank} ({hosts[rank]}): the sum of its losses was {then}, and is {now}"
-        for rank, (then, now) in enumerate(zip(before, losses, strict=True))
-        if not _equal(then, now)
+        f"rank {rank} ({hosts[rank]}): the sum of its losses was {then}, and is {now}" for rank, then, now in ranks
     ]
     if not wrong and not _equal(again, grad_norm):
         wrong = [

@@ -133,7 +133,7 @@ class Spikes:
         first = s.state.samples_consumed - s.config.train.batch_size(s.state.step)
         limits = (value if math.isfinite(value) else None for value in self._limits)
         values = dict(zip(("loss", "grad_norm", "loss_limit", "norm_limit"), (loss, grad_norm, *limits), strict=True))
-        return values | {"rank_losses": s.guard.rank_losses, "samples": [first, s.state.samples_consumed]}
+        return values | s.rank_losses() | {"samples": [first, s.state.samples_consumed]}
 
     def _act(self, s: Session, spike: dict[str, Any]) -> None:
         """Record a spike, and decide what follows. Raises SpikeError."""
