@@ -333,6 +333,15 @@ SHAPES: dict[str, Program] = {  # others that were tried, in about the time of a
     "4 x 256, rates not scaled": Program(shape(4, 256), (5.6e-3, 8e-3), TRIAL),
     "nanochat, 2 x 384": Program(peer("nanochat", 2, 384, 3, 8), (8.0,), 258_048),
 }
+_CHANGES: dict[str, dict[str, Any]] = {
+    "default, 4 x 256": {},
+    "256 tokens throughout": {"train.seq_len_schedule": "[]"},
+    "linear to zero": {"optim.schedule": "linear", "optim.min_lr_ratio": 0.0},
+    "resformer, 4 x 256": RESFORMER,
+}
+HALF: dict[str, dict[str, Any]] = {  # in half of the time, on the text of the search: what the difference comes from
+    name: run(1_126_400, shape(4, 256, **MUP) | {"optim.lr": 8e-3} | keys) for name, keys in _CHANGES.items()
+}
 SHORT = 61_440  # tokens of a run that measures what they cost
 LARGER_SEEDS = 3
 LARGER_SECONDS = 1200.0  # ten minutes of two cores
@@ -686,6 +695,7 @@ def main() -> None:
     if given.stage == "larger":
         do("larger cost", cost_jobs(LARGER, seeds=range(2)))
         do("larger rate", rate_jobs(SHAPES | LARGER, larger_tokens(search)))
+        do("larger half", ((name, options, 0) for name, options in HALF.items()))
         do("larger final", final_jobs(search, "larger rate", LARGER, larger_tokens(search), LARGER_SEEDS))
     every = dict.fromkeys(json.loads(key)[0] for key in search.results)
     tables = [stored(search, stage) for stage in every if stage != "widths" and "cost" not in stage]
