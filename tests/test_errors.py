@@ -37,6 +37,7 @@ def _raise(error: BaseException) -> Callable[[], int]:
             "x: no more threads can be started; ulimit -u or",
         ),
         (RuntimeError("Resource temporarily unavailable"), 2, "x: no more threads can be started"),
+        (RuntimeError("unable to start watchdog thread"), 2, "x: no more threads can be started"),
         (OverflowError("timeout"), 2, "x: a number is too large: timeout"),
         (UserError("this and that"), 2, "x: this and that"),
         (errors.SaveError("late"), 1, "x: late"),

@@ -164,7 +164,8 @@ def _explained(error: Exception) -> str:
     return message + _where(error)
 
 
-_NO_THREADS = "can't start new thread", "Resource temporarily unavailable"  # Python's words, and gloo's
+# as Python, gloo and faulthandler say it
+_NO_THREADS = "can't start new thread", "Resource temporarily unavailable", "unable to start watchdog thread"
 
 
 def _is_missing_in_torch(error: Exception) -> bool:
