@@ -124,6 +124,7 @@ def test_a_lost_machine(text: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in records(run) if "loss" in record] == list(range(1, step + 3))
 
 
+@pytest.mark.extended
 def test_checking_memory(text: Path, tmp_path: Path) -> None:
     (command,) = commands(section("Checking memory"))
     plain = a_run(text, tmp_path)

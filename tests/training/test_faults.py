@@ -296,7 +296,9 @@ def test_memory_that_changes_between_updates_stops_the_run_before_it_is_used(
 @pytest.mark.parametrize("keys", [
     {"optim__name": "muon", "optim__lr": 5e-3},
     pytest.param({"optim__name": "sgd", "optim__lr": 0.1}, marks=extended),
-    {"optim__rms_scaling": True, "optim__ema_decay": 0.9, "FAULT_TENSOR": "ema.output.weight"},
+    pytest.param(
+        {"optim__rms_scaling": True, "optim__ema_decay": 0.9, "FAULT_TENSOR": "ema.output.weight"}, marks=extended
+    ),
     {"FAULT_TENSOR": "exp_avg_sq.output.weight"},
     pytest.param({"speed__shared_memory": False, "fsdp__param_dtype": "bfloat16"}, marks=extended),
     pytest.param({"checkpoint__state_dict": "sharded", "checkpoint__async_save": True}, marks=extended),
@@ -333,7 +335,7 @@ def test_copies_are_compared_at_the_cadence_of_the_memory_check(fault: str, says
     assert saved_steps(run) == [5]
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", [1, pytest.param(4, marks=extended)])
 def test_a_memory_check_finds_nothing_in_a_sound_run(n: int, start: Start, run: Path, text: Path) -> None:
     """Muon, an average of the weights (validation swaps it in), float16 that overflows, HSDP: the bits are equal."""
     keys = {"optim__name": "muon", "optim__lr": 5e-3, "optim__ema_decay": 0.9, "eval__every": 3}
