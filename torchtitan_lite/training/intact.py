@@ -59,8 +59,8 @@ def copies_group(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def rows_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """This rank's part of every parameter, buffer and optimizer state, by name."""
-    content = dict(model.named_buffers()) | own_tensors(model) | optimizer_tensors(model, optimizer)
+    """This rank's part of everything that a checkpoint has, by name."""
+    content = own_tensors(model) | optimizer_tensors(model, optimizer)
     return {name: local_rows(tensor)[0] for name, tensor in content.items()}
 
 
@@ -73,8 +73,8 @@ def digests(tensors: Tensors) -> Tensor:
 def digest(tensor: Tensor) -> Tensor:
     """() int64: the bits of each element, as an integer, times an odd weight of its place, summed modulo 2^64.
 
-    Integers have at most 32 bits, and weights 21. So a flipped bit always changes the sum, as do two, and an exchange
-    of two elements: 2^k w = 2^m v has no solution for other k and m, or for other odd w and v.
+    A flipped bit always changes it. So do two among PIECE elements, and an exchange of two of them: such sums have less
+    than 64 bits, and 2^k w = 2^m v has no solution for other k and m, or for other odd w and v.
     """
     bits = tensor.detach().contiguous().flatten().view(_BITS[tensor.element_size()])
     weights = odd_numbers(PIECE, tensor.device)
@@ -139,7 +139,7 @@ class MemoryCheck:
     def take(self, s: Session, _: StepResult | None = None) -> None:
         """Keep the digests of this moment, to compare at the next update."""
         self._hook = self._hook or s.optimizer.register_step_pre_hook(lambda *_: self._before_update(s))
-        tensors = rows_of(s.model, s.optimizer)
+        tensors = dict(s.model.named_buffers()) | rows_of(s.model, s.optimizer)  # also those that are not saved
         self._taken = s.state.step, tensors, digests(tensors)
 
     def _before_update(self, s: Session) -> None:
