@@ -20,7 +20,8 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 5
 VENV := .venv
 PY := $(VENV)/bin/python
 OPTIONS = $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
-PYTEST = HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# a new worker in place of one that has crashed would wait for ever (pytest-xdist 3.8)
+PYTEST = HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)'))
 
 .PHONY: train test test-extended test-all check compat bench clean

@@ -20,8 +20,10 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # some containers set it; then each process compiles the package again, and each worker the tests
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# nohup starts this process with the signal ignored, and the runs that it starts would inherit that
+# nohup, and shells that start it in the background, leave signals ignored, which the runs that it starts would inherit
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.hookimpl(trylast=True)
