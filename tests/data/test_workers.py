@@ -1,5 +1,6 @@
 """Worker processes: the same files with any number of them, none left over, and a dead one reported."""
 
+import contextlib
 import json
 import os
 import signal
@@ -55,7 +56,7 @@ def test_a_killed_worker_is_reported_and_the_same_command_resumes(
 
 # a script without a `__main__` guard, which stops at the first result
 STOPPED = """
-import signal, sys
+import sys, time
 from torchtitan_lite.data.prepare import __main__ as command, worker, writer
 started = []
 class Noted(worker.Worker):
@@ -64,7 +65,8 @@ class Noted(worker.Worker):
         started.append(self._process.pid)
 def stop(*_):
     print(*started, flush=True)
-    signal.pause()
+    while True:
+        time.sleep(0.01)  # not signal.pause(), which a signal just before it would not end
 worker.Worker, writer.Writer.add = Noted, stop
 sys.exit(command.main(sys.argv[1:]))
 """
@@ -89,7 +91,8 @@ def test_no_worker_outlives_the_command(number: signal.Signals, tmp_path: Path) 
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    ) as process:
+    ) as process, contextlib.ExitStack() as stack:  # fmt: skip
+        stack.callback(process.kill)  # it would be waited for
         assert process.stdout is not None
         listed = next(line for line in process.stdout if line[0].isdigit())  # after "data    preparing ..."
         workers = [int(word) for word in listed.split()]

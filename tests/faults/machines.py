@@ -19,7 +19,8 @@ machines trained it, rewinds must have skipped all others, and the losses must b
 was told to skip the same samples.
 
 The machines and their processes are forked from a process that has torch, instead of importing it each time: ten
-times as fast, and the same signals. What happens at event i follows from the seed, i and which machines are there. If
+times as fast, and the same signals. `--real` starts them as a user does; then only the training processes' clocks go
+back. What happens at event i follows from the seed, i and which machines are there. If
 one fails, the command that leads to it again is printed.
 """
 
@@ -57,6 +58,7 @@ LEARNED = 45 * BATCH  # samples after which a poisoned batch is far above the lo
 COMPARED = 1000  # steps: later, two undisturbed runs on other world sizes differ by 1e-3 and more, as rounding grows
 SPIKE = {"spike__action": "rewind", "spike__window": 12, "spike__max_rewinds": 10_000, "spike__recheck": True}
 PACE_S = 0.02  # the least duration of a step
+AS_RANK = "as-rank"  # the first word of this module's command line in a training process of `--real`
 
 
 def arguments(folder: Path, text: Path, name: str, **more: Any) -> list[str]:
@@ -248,15 +250,16 @@ def processes_of(pid: int) -> list[int]:
 class Soak:
     """One run, and what happens to it."""
 
-    def __init__(self, folder: Path, text: Path, seed: int) -> None:
+    def __init__(self, folder: Path, text: Path, seed: int, real: bool) -> None:
         self._seed, self._rng, self._folder, self._text = seed, random.Random(seed), folder, text
         self._samples = folder / "samples"
         self._samples.mkdir()
         self.run = folder / "run"
         self.poisoned = self._poison()
         env = {"SAMPLES": str(self._samples), "POISON": json.dumps(self.poisoned)}
-        command = ["train.py", *arguments(folder, text, "run", **SPIKE)]
-        self.machines = Forked(folder, command, "--nnodes", "1:2", "--settle", "0.5", env=env)
+        program = [__file__, AS_RANK] if real else ["train.py"]
+        command = [*program, *arguments(folder, text, "run", **SPIKE)]
+        self.machines = (Machines if real else Forked)(folder, command, "--nnodes", "1:2", "--settle", "0.5", env=env)
         events = ["killed", "killed with rank 0", "all killed", "returned", "left", "coordinator", "and its world"]
         events += ["rank", "frozen", "stranger", "full", "clock"]
         self.counts = dict.fromkeys(events, 0)
@@ -421,6 +424,7 @@ def main() -> None:
     parser.add_argument("seed", nargs="?", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no event after so long")
     parser.add_argument("--busy", type=int, default=0, help="so many other processes compute all the time")
+    parser.add_argument("--real", action="store_true", help="each process is started, and imports torch")
     given = parser.parse_args()
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
     for module in ("train", "torch._dynamo"):
@@ -428,22 +432,22 @@ def main() -> None:
     gc.freeze()
     print(stamp(given.seed), flush=True)
     with busy(given.busy):
-        print(f"{soak(given.events, given.seed, given.minutes)}; {stamp(given.seed)}")
+        print(f"{soak(given.events, given.seed, given.minutes, given.real)}; {stamp(given.seed)}")
 
 
-def soak(events: int, seed: int, minutes: float) -> str:
+def soak(events: int, seed: int, minutes: float, real: bool = False) -> str:
     """Let the events happen and check the run. Returns a summary."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = folder / "text"
         text.mkdir()
         (text / "argparse.txt").write_text(inspect.getsource(argparse))
-        s = Soak(folder, text, seed)
+        s = Soak(folder, text, seed, real)
         try:
             happened = s.events(events, minutes)
             s.end()
         except BaseException:
-            again = f"python -m tests.faults.machines {s.at} {seed}, with the same --busy"
+            again = f"python -m tests.faults.machines {s.at} {seed}{' --real' * real}, with the same --busy"
             print(f"failed at event {s.at}; again: {again}  ({stamp(seed)})")
             raise
         finally:
@@ -491,4 +495,7 @@ def check_samples(s: Soak, trained: int) -> list[list[int]]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [AS_RANK]:
+        _set_clock()
+        _worker(sys.argv[2:])
     main()
