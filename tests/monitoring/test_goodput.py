@@ -101,6 +101,14 @@ def test_an_attempt_that_writes_no_sums_is_idle_time(tmp_path: Path) -> None:
     assert resumed(written(tmp_path, about=about), 10)["idle"] == pytest.approx(1000, abs=5)
 
 
+def test_a_clock_that_was_not_set_makes_no_idle_time(tmp_path: Path) -> None:
+    """A machine without a battery starts in 1970."""
+    about = {"goodput": {"seconds": {"steps": 5.0}, "time": 40.0}, "step": 10, "time": 40.0}
+    spent = resumed(written(tmp_path, about=about), 10)
+    assert spent["steps"] == 5
+    assert "idle" not in spent
+
+
 DAMAGED: list[Any] = [-1, "x", None, True, [], 1e300, float("nan"), float("inf"), 10**400]
 
 

@@ -79,6 +79,14 @@ def test_parts_follow_the_stated_rules() -> None:
     assert (synchronous.stall_s, synchronous.background_s, full.background_s) == (500.0, 0.0, 500.0)
 
 
+def test_columns_stay_apart_where_failures_are_many() -> None:
+    values = {name: default for name, (default, _, _) in INPUTS.items()}
+    lines = failures.failure_lines([100_000], 1.0, Saves(1e12, True, True), values, per_machine=8)
+    row = lines[-1].partition("(")[0].split() + lines[-1].partition(")")[2].split()
+    assert len(row) == 8 + 6, lines[-1]
+    assert row[1] == f"{100_000 * 54 * 24:,.1f}"
+
+
 def test_the_command_names_what_it_assumes() -> None:
     config = (
         "--config=configs/debug.toml",
@@ -92,6 +100,9 @@ def test_the_command_names_what_it_assumes() -> None:
     assert "--detect-s=99 " in said
     assert "until a failure is noticed (given)" in said
     assert "expected: --checkpoint.every=" in said
+    alone = python(*config, "--detect-s=99", script="-m torchtitan_lite.plan")
+    assert alone.returncode == 2
+    assert "--detect-s needs --mtbf=HOURS" in alone.stderr
     refused = python(*config, "--mtbf=0", "--copy-gbs=0", script="-m torchtitan_lite.plan")
     assert refused.returncode == 2
     assert "--mtbf=0 should be from 1 to 1e12 hours" in refused.stderr

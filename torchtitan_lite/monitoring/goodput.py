@@ -27,6 +27,7 @@ KINDS = {
     "idle": "between attempts",
 }
 _LONGEST_S = 1e10  # above any run, and any time of today: such a figure was not measured
+_NOT_SET_S = 1.7e9  # a clock that shows 2023 or earlier was not set when this was written
 
 
 class Clock:
@@ -71,7 +72,9 @@ class Clock:
         last = max(marks, key=lambda mark: total(mark.seconds))
         past = _back_to(last.seconds, _steps_s(marks, step))
         launched = time.time() - total(self.spent())
-        past["idle"] = past.get("idle", 0.0) + max(launched - last.time, 0.0)  # a clock may have been set back
+        # a clock may have been set in between, or back
+        idle = launched - last.time if last.time > _NOT_SET_S else 0.0
+        past["idle"] = past.get("idle", 0.0) + max(idle, 0.0)
         for kind, seconds in past.items():
             self.seconds[kind] += seconds
 

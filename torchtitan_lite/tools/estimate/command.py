@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     )
     costs = parser.add_argument_group("what a save and a failure cost, with --mtbf")
     for flag, (default, text, source) in INPUTS.items():
-        costs.add_argument(f"--{flag}", dest=flag, type=float, default=default, metavar="N", help=f"{text} ({source})")
+        costs.add_argument(f"--{flag}", dest=flag, type=float, metavar="N", help=f"{default:g}: {text} ({source})")
     own = parser.add_argument_group("own figures, for another device")
     for flag, (field, _, text) in FIGURES.items():
         own.add_argument(f"--{flag}", dest=field, type=float, metavar="N", help=text)
@@ -76,7 +76,10 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
         raise ConfigError(f"--mfu={options.mfu} should be above 0 and at most 1, e.g. 0.4")
     if not 0 < options.power <= 1:
         raise ConfigError(f"--power={options.power} should be above 0 and at most 1, e.g. 0.7 for 490 of 700 W")
-    values = {flag: getattr(options, flag) for flag in INPUTS}
+    given = {flag: value for flag in INPUTS if (value := getattr(options, flag)) is not None}
+    values = {flag: given.get(flag, default) for flag, (default, *_) in INPUTS.items()}
+    if given and options.mtbf is None:
+        raise ConfigError(f"--{next(iter(given))} needs --mtbf=HOURS, e.g. {LLAMA3_HOURS:.0f}, as for Llama 3")
     if options.mtbf is not None and not 1 <= options.mtbf <= 1e12:
         raise ConfigError(
             f"--mtbf={options.mtbf:g} should be from 1 to 1e12 hours, e.g. {LLAMA3_HOURS:.0f}, as for Llama 3"

@@ -232,7 +232,7 @@ def failure_lines(
         f"failures: {DAYS} days, one interruption in {mtbf_hours:,.0f} GPU-hours "
         f"(Llama 3's report: 419 in {DAYS} days on 16,384 GPUs, {LLAMA3_HOURS:,.0f})",
         f"  a checkpoint of {saves.n_bytes / 1e9:,.4g} GB, {'sharded' if saves.sharded else 'full'}, saved {how}; "
-        f"{per_machine} GPUs a machine",
+        f"{per_machine} GPU{'s' * (per_machine > 1)} a machine",
     ]
     for name, (default, text, source) in INPUTS.items():
         given = values[name] != default
@@ -248,10 +248,10 @@ def failure_lines(
         s = found.shares
         alike = f"({_short(found.range_s[0])} to {_short(found.range_s[1])})"
         lines.append(
-            f"{gpus:>9,}{DAYS * DAY_S / parts.mtbf_s:>10,.1f}{_short(parts.stall_s):>8}{_short(parts.background_s):>8}"
-            f"{_short(parts.restart_s):>9}{_short(young_s(parts)):>9}{_short(daly_s(parts)):>9}"
-            f"{_short(found.interval_s):>9} {alike:<22}{s['steps']:>8.1%}{s['repeated']:>10.1%}{s['saves']:>7.1%}"
-            f"{s['restarts']:>10.1%}{s['waiting']:>9.1%}{bare.shares['steps']:>11.1%}"
+            f"{gpus:>9,} {DAYS * DAY_S / parts.mtbf_s:>9,.1f} {_short(parts.stall_s):>7} {_short(parts.background_s):>7} "
+            f"{_short(parts.restart_s):>8} {_short(young_s(parts)):>8} {_short(daly_s(parts)):>8} "
+            f"{_short(found.interval_s):>8} {alike:<22} {s['steps']:>7.1%} {s['repeated']:>9.1%} {s['saves']:>6.1%} "
+            f"{s['restarts']:>9.1%} {s['waiting']:>8.1%} {bare.shares['steps']:>10.1%}"
         )
         if step_s is not None and gpus == step_s[0]:
             every = max(round(found.interval_s / step_s[1]), 1)
