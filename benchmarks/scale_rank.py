@@ -56,10 +56,10 @@ def counting(report: Path) -> None:
         phase = "between"
         return result
 
-    def saved(s: Any, result: Any) -> None:
+    def saved(*given: Any) -> None:
         nonlocal phase
         phase = "save"
-        save(s, result)
+        save(*given)
         phase = "between"
 
     def whole(s: Any) -> None:

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+import train
+from tests.distributed.knob_table import Case
+from tests.distributed.knob_worker import training
 from tests.helpers import (
     HANGS_S,
     ROOT,
@@ -25,11 +28,14 @@ from tests.helpers import (
     python,
     ranks,
     records,
+    run_distributed,
     succeeded,
     tensors,
     tiny,
 )
+from torchtitan_lite import errors
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.training import intact
 
 LAST = 12  # steps
@@ -321,6 +327,49 @@ def test_memory_that_changes_between_an_update_and_its_save_is_not_saved(start: 
     output = start("flip:0:10:eval", fails=True, **CHECK, eval__every=5)
     assert f"step 10: {CHANGED.format(0, socket.gethostname())}" in output
     assert saved_steps(run) == [5]
+
+
+@pytest.mark.parametrize("keys", [
+    {}, pytest.param({"checkpoint__async_save": True}, marks=extended),
+    pytest.param({"checkpoint__api": "dcp"}, marks=extended),
+])  # fmt: skip
+def test_memory_that_changes_while_it_is_saved_does_not_count(
+    keys: dict[str, Any], start: Start, run: Path, straight: Path
+) -> None:
+    """After whatever is done before a save. The same command then ends as the undisturbed run."""
+    output = start("flip:1:5:save", fails=True, **CHECK, **keys)
+    assert f"NOT SAVED  step 5: {CHANGED.format(1, socket.gethostname())}; older checkpoints are untouched" in output
+    assert f"train.py: step 5: {CHANGED.format(1, socket.gethostname())}. No update and no checkpoint used it" in output
+    assert saved_steps(run) == []
+    start(**CHECK, **keys)
+    ends_as(run, straight)
+
+
+def test_a_run_does_not_end_well_with_a_last_save_of_changed_memory(start: Start, run: Path) -> None:
+    output = start(f"flip:0:{LAST}:save", fails=True, **CHECK)
+    assert f"the last checkpoint was not saved: {CHANGED.format(0, socket.gethostname())}" in output
+    assert saved_steps(run) == [5, 10]
+    assert status(run)["status"] == "failed"
+
+
+def with_tables_of_another_processor(world: World) -> str:
+    """HSDP, and the second copy's rotary tables differ by a rounding. Later one changes. Returns the error."""
+    s = training(Case(world.world_size, {"fsdp.dp_replicate": 2}).config(), world)
+    memory, table = intact.MemoryCheck(), next(s.model.buffers())
+    table.mul_(1 + 1e-7 * (world.rank >= 2))
+    memory.take(s)
+    train.train_step(s, 1)
+    memory.take(s)
+    table.mul_(1 + 1e-7 * (world.rank == 3))
+    with pytest.raises(errors.MemoryFaultError) as raised:
+        train.train_step(s, 2)
+    return str(raised.value)
+
+
+@extended
+def test_tables_that_each_machine_computes_are_compared_with_themselves_only() -> None:
+    for error in run_distributed(with_tables_of_another_processor, 4):
+        assert re.search(r"memory changed by itself: rank 3 \(\S+\), in 1 tensor, the first is \S*rope", error)
 
 
 @extended

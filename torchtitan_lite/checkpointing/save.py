@@ -74,7 +74,7 @@ class BaseCheckpointer(ABC):
         self._buffers: Tensors = {}  # host copies of this rank's rows, reused by each save
 
     @abstractmethod
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, changed: Callable[[], str] = str) -> None:
         """Save a checkpoint, and return its outcome from `wait`."""
 
     @abstractmethod
@@ -99,12 +99,13 @@ class BaseCheckpointer(ABC):
 
         on_rank0(self.world, require)
 
-    def start_save(self, state: TrainState, prepare: Callable[[bool], Write]) -> None:
+    def start_save(self, state: TrainState, prepare: Callable[[bool], Write], changed: Callable[[], str] = str) -> None:
         """Write a checkpoint; with `async_save` in the background. Never raises: `wait` returns the outcome.
 
         Args:
             prepare: called at once, while training waits. Returns the function that writes; that function gets copies
                 if the argument is True.
+            changed: as for `save`.
         """
         assert self._thread is None, "wait for the previous save first"
         background = self.config.async_save
@@ -115,13 +116,15 @@ class BaseCheckpointer(ABC):
             prepared = prepare(background), self._n_bytes()
         except Exception as error:  # such as no memory for the copies, on this rank alone
             prepared = self._message(error)
+        if background and (why := changed()):
+            prepared = why
         stopped_s = time.perf_counter() - began
 
         def run() -> None:
             n_bytes = 0
             try:
                 with progress.doing(self._operation):
-                    error, n_bytes = self._write_and_commit(state, prepared)
+                    error, n_bytes = self._write_and_commit(state, prepared, str if background else changed)
             except Exception as caught:  # from a collective: another rank is lost
                 error = str(caught) or repr(caught)
             folder = storage.step_folder(self.folder, state.step)
@@ -163,11 +166,14 @@ class BaseCheckpointer(ABC):
         """The size of a checkpoint in bytes, without its JSON."""
         return sum(t.numel() * t.element_size() for tensors in self.parts().values() for t in tensors.values())
 
-    def _write_and_commit(self, state: TrainState, prepared: tuple[Write, int] | str) -> tuple[str, int]:
+    def _write_and_commit(
+        self, state: TrainState, prepared: tuple[Write, int] | str, changed: Callable[[], str]
+    ) -> tuple[str, int]:
         """Returns the error and the size in bytes.
 
         Args:
             prepared: the function that writes and the expected size, or the error of preparing them.
+            changed: called after the writing.
         """
         failed = prepared if isinstance(prepared, str) else ""
         _, error = self._exchange({}, failed)  # writing has collectives, so all ranks begin it or none
@@ -191,7 +197,8 @@ class BaseCheckpointer(ABC):
             records = write(folder)
         except Exception as caught:  # any error: the other ranks must not wait for this one
             error = self._message(caught)
-        files, error = self._exchange(records, error)
+        why = changed()
+        files, error = self._exchange(records, error or why)
 
         def commit() -> Path:
             if error:

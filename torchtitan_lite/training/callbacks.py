@@ -51,9 +51,8 @@ def build_callbacks(
             callbacks.append(
                 Callback(tasks.score, config.eval.tasks_every, "evaluation", resume=resume, questions=tasks.digests)
             )
-    if every:
-        callbacks.append(Callback(memory.compare, config.checkpoint.every, "save", when_preempted=True))
-    callbacks.append(Callback(save, config.checkpoint.every, "save", when_preempted=True))
+    keep = functools.partial(save, memory)
+    callbacks.append(Callback(keep, config.checkpoint.every, "save", when_preempted=True))
     if config.sample.every:
         from torchtitan_lite.training.sampling import Prompts, sample
 
@@ -174,7 +173,7 @@ def validate(validation: Validation, s: Session, _: StepResult | None = None) ->
         s.log.info(line)
 
 
-def save(s: Session, _: StepResult) -> None:
+def save(memory: MemoryCheck, s: Session, _: StepResult) -> None:
     """Save a checkpoint, after the previous save has ended, if that runs in the background.
 
     Raises:
@@ -187,7 +186,8 @@ def save(s: Session, _: StepResult) -> None:
     if not s.stopping and not due(s.state.step, s.config.log.every):  # else log_step has recorded it
         s.log.record({"step": s.state.step, "spent": s.log.clock.spent()})
     loss_since = s.meter.loss_since.tolist()
-    s.checkpointer.save(replace(s.state, grad_scaler=s.scaler.state_dict(), loss_since=loss_since))
+    state = replace(s.state, grad_scaler=s.scaler.state_dict(), loss_since=loss_since)
+    s.checkpointer.save(state, memory.changed)
     error = report_save(s, wait=s.stopping or not s.config.checkpoint.async_save)
     if s.stopping and error:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from torchtitan_lite.checkpointing.storage import find_steps
 from torchtitan_lite.checkpointing.tensor_names import Tensors, optimizer_tensors, own_tensors
 from torchtitan_lite.distributed.agreement import from_all_ranks
 from torchtitan_lite.distributed.process_group import sum_over_ranks
@@ -126,47 +125,50 @@ def _differences(names: Sequence[str], differs: Tensor) -> tuple[str, str] | Non
 
 
 class MemoryCheck:
-    """`spike.memory_check_every`: digests after an update, and again before the next one and before a save.
+    """`spike.memory_check_every`: digests after an update, and again before the next one and in a save.
 
-    With HSDP, these are also compared between copies. That finds flips between earlier updates, and updates that were
-    computed wrong.
+    With HSDP, those of what is saved are also compared between copies before the next update. That finds flips between
+    earlier updates, and updates that were computed wrong.
     """
 
     def __init__(self) -> None:
-        self._taken: tuple[int, Tensors, Tensor] | None = None  # after which step, what, and its digests
+        self._taken: tuple[int, Tensors, Tensor, int] | None = (
+            None  # after which step, what, digests, how many are saved
+        )
         self._hook: RemovableHandle | None = None
 
     def take(self, s: Session, _: StepResult | None = None) -> None:
         """Keep the digests of this moment, to compare at the next update."""
-        self._hook = self._hook or s.optimizer.register_step_pre_hook(lambda *_: self._before_update(s))
-        tensors = dict(s.model.named_buffers()) | rows_of(s.model, s.optimizer)  # also those that are not saved
-        self._taken = s.state.step, tensors, digests(tensors)
+        self._hook = self._hook or s.optimizer.register_step_pre_hook(lambda *_: self._before_update(s.model))
+        saved = rows_of(s.model, s.optimizer)
+        others = {name: buffer for name, buffer in s.model.named_buffers() if name not in saved}
+        self._taken = s.state.step, saved | others, digests(saved | others), len(saved)
 
-    def _before_update(self, s: Session) -> None:
-        self.compare(s)  # a load updates, too, before it writes (checkpoint.py): so no digest outlasts a rewind
-        self._taken = None
+    def changed(self) -> str:
+        """What has changed since the digests were taken, and on which machines; "" if nothing has. Collective.
 
-    @staticmethod
-    def _saved(s: Session, step: int) -> str:
-        """A warning, if a save may have read the memory after it was compared."""
-        if step not in find_steps(s.checkpointer.folder):
+        A save calls it after it has read the tensors, and before it commits them.
+        """
+        if self._taken is None:
             return ""
-        return f", but the checkpoint of step {step} may have it: checkpoint.resume names an earlier one"
+        _, tensors, before, _ = self._taken
+        found = _differences(list(tensors), digests(tensors) != before)
+        return f"after its update, memory changed by itself: {found[0]}, in {found[1]}" if found else ""
 
-    def compare(self, s: Session, _: StepResult | None = None) -> None:
-        """Compare with the digests that were taken after the last update, if they were. Collective then.
+    def _before_update(self, model: nn.Module) -> None:
+        """A load updates, too, before it writes (checkpoint.py): so no digest outlasts a rewind.
 
         Raises:
             MemoryFaultError, DivergedError: on every rank, with the ranks, their machines and the tensors.
         """
         if self._taken is None:
             return
-        step, tensors, before = self._taken
-        now = digests(tensors)
-        if found := _differences(list(tensors), now != before):
+        step, tensors, before, saved = self._taken
+        if changed := self.changed():
             raise MemoryFaultError(
-                f"step {step}: after its update, memory changed by itself: {found[0]}, in {found[1]}. No update used "
-                f"it{self._saved(s, step)}. The same command resumes from the newest checkpoint. If that machine is "
-                "named again, leave it out"
+                f"step {step}: {changed}. No update and no checkpoint used it. The same command resumes from the "
+                "newest checkpoint. If that machine is named again, leave it out"
             )
-        compare_copies(s.model, list(tensors), now, step)
+        # not what each host computes for itself, such as rotary tables, where the last bit depends on its processor
+        compare_copies(model, list(tensors)[:saved], before[:saved], step)
+        self._taken = None

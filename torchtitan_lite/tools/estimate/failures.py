@@ -248,10 +248,11 @@ def failure_lines(
         s = found.shares
         alike = f"({_short(found.range_s[0])} to {_short(found.range_s[1])})"
         lines.append(
-            f"{gpus:>9,} {DAYS * DAY_S / parts.mtbf_s:>9,.1f} {_short(parts.stall_s):>7} {_short(parts.background_s):>7} "
-            f"{_short(parts.restart_s):>8} {_short(young_s(parts)):>8} {_short(daly_s(parts)):>8} "
-            f"{_short(found.interval_s):>8} {alike:<22} {s['steps']:>7.1%} {s['repeated']:>9.1%} {s['saves']:>6.1%} "
-            f"{s['restarts']:>9.1%} {s['waiting']:>8.1%} {bare.shares['steps']:>10.1%}"
+            f"{gpus:>9,} {DAYS * DAY_S / parts.mtbf_s:>9,.1f} {_short(parts.stall_s):>7} "
+            f"{_short(parts.background_s):>7} {_short(parts.restart_s):>8} {_short(young_s(parts)):>8} "
+            f"{_short(daly_s(parts)):>8} {_short(found.interval_s):>8} {alike:<22} {s['steps']:>7.1%} "
+            f"{s['repeated']:>9.1%} {s['saves']:>6.1%} {s['restarts']:>9.1%} {s['waiting']:>8.1%} "
+            f"{bare.shares['steps']:>10.1%}"
         )
         if step_s is not None and gpus == step_s[0]:
             every = max(round(found.interval_s / step_s[1]), 1)
