@@ -221,7 +221,11 @@ def one_of_two_agents_dies(b: Bench, name: str) -> None:
     except subprocess.TimeoutExpired:
         b.hits += 1
         victim.send_signal(signal.SIGKILL)
-    b.ends[f"exit codes {sorted(agent.wait(HANGS_S) for agent in agents)}"] += 1
+    try:
+        b.ends[f"exit codes {sorted(agent.wait(HANGS_S) for agent in agents)}"] += 1
+    finally:
+        for agent in agents:
+            agent.kill()
     b.intact(2, name)
 
 
@@ -229,6 +233,7 @@ def _agents(b: Bench, name: str) -> list[subprocess.Popen[bytes]]:
     """Two torchruns with a rank each."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    launcher += ["--rdzv-conf", "timeout=30"]  # by default torchrun waits for the other one for ten minutes, and longer
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (b.folder / f"{name}.launcher").open("ab") as out:
         commands = [

@@ -517,4 +517,6 @@ def test_ranges_hold_on_other_world_sizes_and_across_a_resume(run: Run, tmp_path
     run(2, "straight", **keys, **TOLD)
     one, other = losses(tmp_path / "run"), losses(tmp_path / "straight")
     assert [value[0] for value in one.values()] == pytest.approx([value[0] for value in other.values()], rel=1e-4)
-    assert "data.skip_samples = [[72, 102]] so far, [] here" in run(2, "straight", code=1, **keys)
+    assert "data.skip_samples = [[72, 102]] so far, [] here" in run(
+        2, "straight", code=1, **keys, data__skip_samples="[]"
+    )
