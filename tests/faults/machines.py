@@ -20,8 +20,8 @@ was told to skip the same samples.
 
 The machines and their processes are forked from a process that has torch, instead of importing it each time: ten
 times as fast, and the same signals. `--real` starts them as a user does; then only the training processes' clocks go
-back. What happens at event i follows from the seed, i and which machines are there. If
-one fails, the command that leads to it again is printed.
+back. What happens at event i follows from the seed, i and which machines are there. If one fails, the command that
+leads to it again is printed.
 """
 
 import argparse

@@ -173,7 +173,7 @@ class BaseCheckpointer(ABC):
 
         Args:
             prepared: the function that writes and the expected size, or the error of preparing them.
-            changed: called after the writing.
+            changed: called once all ranks have written.
         """
         failed = prepared if isinstance(prepared, str) else ""
         _, error = self._exchange({}, failed)  # writing has collectives, so all ranks begin it or none
@@ -197,8 +197,8 @@ class BaseCheckpointer(ABC):
             records = write(folder)
         except Exception as caught:  # any error: the other ranks must not wait for this one
             error = self._message(caught)
-        why = changed()
-        files, error = self._exchange(records, error or why)
+        files, error = self._exchange(records, error)
+        error = error or changed()  # after that, because training's group has a time limit, and ranks write for long
 
         def commit() -> Path:
             if error:

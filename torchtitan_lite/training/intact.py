@@ -132,9 +132,8 @@ class MemoryCheck:
     """
 
     def __init__(self) -> None:
-        self._taken: tuple[int, Tensors, Tensor, int] | None = (
-            None  # after which step, what, digests, how many are saved
-        )
+        # after which step, what, its digests, and how many of them are in a checkpoint
+        self._taken: tuple[int, Tensors, Tensor, int] | None = None
         self._hook: RemovableHandle | None = None
 
     def take(self, s: Session, _: StepResult | None = None) -> None:
