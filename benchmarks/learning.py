@@ -5,7 +5,7 @@
     bfloat16      the default and nanochat in bfloat16, in the same time, one seed
     peers         nanochat's and nanoGPT's own code (--nanochat, --nanogpt: clones), in the time of the former default
     configs       the small configs of other architectures, next to the default
-    larger        the recipe with 5.5 M parameters, ten minutes of two cores, and nanochat in that time
+    larger        configs/larger.toml, with value embeddings and without, and nanochat, in ten minutes of two cores
     widths        rates of models of three widths, with and without model.mup_base_dim
     table         print what is known, and plot it
 
@@ -313,37 +313,19 @@ OURS: dict[str, Program] = {"default": Program(STACK, (8e-3,)), "resformer": Pro
 STEPS = 750  # of the default
 
 
-def shape(n_layers: int, dim: int, **keys: Any) -> dict[str, Any]:
-    """The recipe with a model of this size."""
-    sizes = {"n_layers": n_layers, "dim": dim, "n_heads": dim // 64, "n_kv_heads": dim // 64, "hidden_dim": 3 * dim}
-    return STACK | {f"model.{key}": value for key, value in sizes.items()} | keys
-
-
-MUP: dict[str, Any] = {"model.mup_base_dim": 128}
-TRIAL = 301_056
-# 5.5 M and 7.3 M parameters
+NANOCHAT_LARGER = "nanochat, 4 x 256"
+LARGER_STACK: dict[str, Any] = STACK | {
+    **{"model.dim": 256, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 4, "model.hidden_dim": 768},
+    **{"model.mup_base_dim": 128, "train.seq_len_schedule": "[[0, 64], [0.3, 128], [0.6, 256]]"},
+}
+# 5.5 M parameters, 7.1 M with value embeddings, 7.3 M
 LARGER: dict[str, Program] = {
-    "default, 4 x 256": Program(shape(4, 256, **MUP), (8e-3, 1.2e-2), TRIAL),
-    "nanochat, 4 x 256": Program(peer("nanochat", 4, 256, 2, 8), NANOCHAT_RATES, 307_200),
-}
-SHAPES: dict[str, Program] = {  # others that were tried, in about the time of a trial
-    "resformer, 4 x 256": Program(shape(4, 256, **MUP) | RESFORMER, (8e-3,), TRIAL),
-    "2 x 384, rates not scaled": Program(shape(2, 384), (4.6e-3, 8e-3), 215_040),
-    "2 x 384": Program(shape(2, 384, **MUP), (8e-3,), 215_040),
-    "4 x 256, rates not scaled": Program(shape(4, 256), (5.6e-3, 8e-3), TRIAL),
-    "nanochat, 2 x 384": Program(peer("nanochat", 2, 384, 3, 8), (8.0,), 258_048),
-}
-_CHANGES: dict[str, dict[str, Any]] = {
-    "default, 4 x 256": {},
-    "256 tokens throughout": {"train.seq_len_schedule": "[]"},
-    "linear to zero": {"optim.schedule": "linear", "optim.min_lr_ratio": 0.0},
-    "resformer, 4 x 256": RESFORMER,
-}
-HALF: dict[str, dict[str, Any]] = {  # in half of the time, on the text of the search: what the difference comes from
-    name: run(1_126_400, shape(4, 256, **MUP) | {"optim.lr": 8e-3} | keys) for name, keys in _CHANGES.items()
+    "default, 4 x 256": Program(LARGER_STACK, (8e-3,)),
+    "resformer, 4 x 256": Program(LARGER_STACK | RESFORMER, (8e-3,)),
+    NANOCHAT_LARGER: Program(peer("nanochat", 4, 256, 2, 8), NANOCHAT_RATES, 307_200),
 }
 SHORT = 61_440  # tokens of a run that measures what they cost
-LARGER_SEEDS = 3
+LARGER_COST = range(2, 4)  # the seeds of the costs of all three, measured in turn
 LARGER_SECONDS = 1200.0  # ten minutes of two cores
 
 
@@ -404,9 +386,11 @@ def peer_tokens(search: "Search") -> dict[str, int]:
 
 
 def larger_tokens(search: "Search") -> dict[str, int]:
-    """How many tokens each larger program trains on in its time."""
-    each = {name: cost(search, "larger cost", cost_jobs({name: one}), name) for name, one in LARGER.items()}
-    return {name: three_digits(LARGER_SECONDS / seconds) for name, seconds in each.items()}
+    """How many tokens each larger program trains on in its time. Those of nanochat were fixed first."""
+    here = {name: cost(search, "larger cost", cost_jobs(LARGER, seeds=LARGER_COST), name) for name in LARGER}
+    then = cost(search, "larger cost", cost_jobs(LARGER, seeds=range(2)), NANOCHAT_LARGER)
+    scale = then / here[NANOCHAT_LARGER]
+    return {name: three_digits(LARGER_SECONDS / (seconds * scale)) for name, seconds in here.items()}
 
 
 COST_SEEDS = range(3, 6)  # measured beside nanochat, whose seeds 0 to 2 were beside the former default
@@ -572,10 +556,10 @@ def larger_table(search: "Search") -> list[str]:
     """The larger programs in ten minutes of two cores."""
     found: dict[str, tuple[int, float, list[dict[str, Any]]]] = {}
     tokens = larger_tokens(search)
-    for name, options, seed in final_jobs(search, "larger rate", LARGER, tokens, LARGER_SEEDS):
+    for name, options, seed in final_jobs(search, "larger rate", LARGER, tokens):
         if one := search.result("larger final", name, options, seed):
             found.setdefault(name, (tokens[name], LARGER_SECONDS, []))[2].append(one)
-    return programs_table(found, "nanochat, 4 x 256")
+    return programs_table(found, NANOCHAT_LARGER)
 
 
 def widths_table(search: "Search") -> list[str]:
@@ -693,10 +677,10 @@ def main() -> None:
         do("peers rate", rate_jobs(PEERS, peer_tokens(search)))
         do("peers final", final_jobs(search, "peers rate", PEERS, peer_tokens(search)))
     if given.stage == "larger":
-        do("larger cost", cost_jobs(LARGER, seeds=range(2)))
-        do("larger rate", rate_jobs(SHAPES | LARGER, larger_tokens(search)))
-        do("larger half", ((name, options, 0) for name, options in HALF.items()))
-        do("larger final", final_jobs(search, "larger rate", LARGER, larger_tokens(search), LARGER_SEEDS))
+        do("larger cost", cost_jobs({NANOCHAT_LARGER: LARGER[NANOCHAT_LARGER]}, seeds=range(2)))
+        do("larger cost", cost_jobs(LARGER, seeds=LARGER_COST))
+        do("larger rate", rate_jobs(LARGER, larger_tokens(search)))
+        do("larger final", final_jobs(search, "larger rate", LARGER, larger_tokens(search)))
     every = dict.fromkeys(json.loads(key)[0] for key in search.results)
     tables = [stored(search, stage) for stage in every if stage != "widths" and "cost" not in stage]
     found = comparison(search)

@@ -67,6 +67,13 @@ def test_the_searched_default_is_the_default() -> None:
     assert found.train.model_copy(update={"micro_batch_size": default.train.micro_batch_size}) == default.train
 
 
+def test_the_larger_default_is_the_larger_config() -> None:
+    larger = load.load(ROOT / "configs" / "larger.toml", {}, world_size=1, n_gpus=0).config
+    found = config_of(learning.LARGER["default, 4 x 256"].run(8e-3, larger.train.steps * 2048))
+    assert (found.model, found.optim) == (larger.model, larger.optim)
+    assert found.train.model_copy(update={"micro_batch_size": larger.train.micro_batch_size}) == larger.train
+
+
 def test_no_result_is_of_a_recipe_that_changed_since() -> None:
     """Of the stages that can still be run."""
     lines = learning.RESULTS.read_text(encoding="utf-8").splitlines()

@@ -22,7 +22,7 @@ from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.mixture import Interleave, Mixture, shares_of
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.order import sample_index, sample_indices
+from torchtitan_lite.data.order import WINDOW, part_indices, sample_index, sample_indices
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Samples
@@ -66,6 +66,25 @@ def test_indexing_many_samples_equals_indexing_each(n: int, seed: int, first: in
 @given(st.integers(1, 2000), st.integers(0, 2**63 - 1), st.integers(0, 5))
 def test_each_epoch_has_every_sample_once(n: int, seed: int, epoch: int) -> None:
     assert sorted(sample_indices(np.arange(epoch * n, (epoch + 1) * n), n, seed).tolist()) == list(range(n))
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(st.integers(1, 3000), st.sampled_from([2, 4, 16]), st.integers(0, 2**63 - 1), st.integers(0, 5))
+def test_a_window_of_parts_has_all_parts_of_its_samples(n: int, n_parts: int, seed: int, window: int) -> None:
+    """So that short sequences of an epoch are, each once, those of the samples that it would have without them."""
+    size = min(n, WINDOW)
+    samples = sample_indices(np.arange(window * size, (window + 1) * size), n, seed)
+    parts = part_indices(np.arange(window * size * n_parts, (window + 1) * size * n_parts), n_parts, n, seed)
+    assert sorted(parts.tolist()) == sorted((samples[:, None] * n_parts + np.arange(n_parts)).ravel().tolist())
+    one = part_indices(np.array([window * size * n_parts + 1]), n_parts, n, seed)
+    assert one.tolist() == [parts[1]], "seeking to a part and arriving at it are the same"
+
+
+def test_a_batch_has_parts_of_many_samples() -> None:
+    n_parts, size = 4, 8
+    for first in range(0, 2 * WINDOW, size):
+        parts = part_indices(np.arange(first * n_parts, (first + size) * n_parts), n_parts, 5000, seed=3)
+        assert len(np.unique(parts // n_parts)) > 2 * size
 
 
 def test_a_sample_of_a_trillion_is_computed_directly() -> None:

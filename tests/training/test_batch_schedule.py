@@ -1,5 +1,6 @@
 """train.batch_schedule and train.seq_len_schedule: batches change from some steps on, exactly, also under a resume."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -7,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import assert_same_end, forget_after, losses, ranks, records, succeeded, tiny
+from tests.config.test_hostile_input import recommit
+from tests.helpers import assert_same_end, checkpoint, forget_after, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import TrainConfig
 from torchtitan_lite.errors import ConfigError
 
 SCHEDULE = "--train.batch_schedule=[[3, 4], [5, 9]]"
-QUARTERS = "--train.seq_len=8", "--train.global_batch_size=12", "--train.micro_batch_size=4"
 PLAIN: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 4, "eval__every": 0, "optim__schedule": "constant"}
 
 
@@ -72,20 +73,15 @@ def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Pat
     assert "train.batch_schedule" in refused.stderr
 
 
-def test_shorter_sequences_are_those_of_a_run_of_that_length(text: Path, tmp_path: Path) -> None:
-    """Quarters, then halves, then full length: as by hand, the same on one rank and on two, and across a stop."""
+def test_shorter_sequences_come_first(text: Path, tmp_path: Path) -> None:
+    """Quarters, then halves, then full length: the same on one rank and on two, and across a stop."""
     plain = {**PLAIN, "train__global_batch_size": 3, "train__seq_len": 32, "train__micro_batch_size": 1}
-    succeeded(ranks(1, *tiny(text, tmp_path, run__name="quarters", **(plain | {"train__steps": 3})), *QUARTERS))
     run = tmp_path / "run"
     command = [
         *tiny(text, tmp_path, run__name="run", **plain),
         "--train.seq_len_schedule=[[0, 8], [0.375, 16], [0.75, 32]]",
     ]
     assert "shorter ones at first" in succeeded(ranks(2, *command))
-    by_hand = losses(tmp_path / "quarters")
-    assert {step: losses(run)[step][0] for step in by_hand} == pytest.approx(
-        {step: loss for step, (loss, _) in by_hand.items()}, rel=1e-5
-    )
     succeeded(ranks(1, *command, "--run.name=one"))
     alone, both = ({step: loss for step, (loss, _) in losses(tmp_path / name).items()} for name in ("one", "run"))
     assert len(both) == 8
@@ -99,6 +95,38 @@ def test_shorter_sequences_are_those_of_a_run_of_that_length(text: Path, tmp_pat
     refused = ranks(1, *command, "--train.steps=9", "--train.seq_len_schedule=[[0.3, 16]]")
     assert refused.returncode == 2
     assert "train.seq_len_schedule" in refused.stderr
+
+
+def test_a_run_of_the_former_order_of_short_sequences(text: Path, tmp_path: Path) -> None:
+    """It is refused only where short sequences are needed: the rest is in the same order."""
+    run, short = tmp_path / "run", "--train.seq_len_schedule=[[0, 8], [0.75, 32]]"
+    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32, "train__steps": 4}))
+    succeeded(ranks(1, *plain))
+    made_before_0_4(run, 4)
+    later = ["--train.steps=8", short, "--resume-with-changes", "--checkpoint.every=1"]
+    assert "resumed after step 4" in succeeded(ranks(1, *plain, *later)), "it had none so far"
+    for step in (5, 6, 8):
+        made_before_0_4(run, step)
+    assert "finished: step 8" in succeeded(ranks(1, *plain, *later))
+    for command in (["--step", "5"], ["--find", "import"]):
+        refused = python(str(run), *command, script="-m torchtitan_lite.which")
+        assert (refused.returncode, "takes short sequences in another order" in refused.stderr) == (2, True)
+    replayed = ranks(1, *plain, *later[:2], "--replay=6")
+    assert (replayed.returncode, "use version 0.3 for it" in replayed.stderr) == (2, True), replayed.stderr
+    forget_after(run, 6)
+    assert "resumed after step 6" in succeeded(ranks(1, *plain, *later))
+    forget_after(run, 5)
+    refused = ranks(1, *plain, *later)
+    assert (refused.returncode, "use version 0.3 for it" in refused.stderr) == (2, True)
+
+
+def made_before_0_4(run: Path, step: int) -> None:
+    """Older checkpoints do not have this."""
+    file = checkpoint(run, step) / "state.json"
+    state = json.loads(file.read_text())
+    assert state.pop("order_of_parts") == 2
+    file.write_text(json.dumps(state))
+    recommit(file.parent)
 
 
 @pytest.mark.parametrize("value", ["[[0]]", "[[0, 0]]", "[[-1, 4]]", "[[5, 4], [5, 8]]", "[[9, 4], [5, 8]]", "[3, 4]"])

@@ -21,12 +21,18 @@ class TrainState:
     spikes: Mapping[str, Any] = field(default_factory=dict)  # see training/spikes/watch.py
     loss_since: list[float] = field(default_factory=list)  # of metrics.Meter; empty in older checkpoints
     end_token: int | None = None  # token id; None in checkpoints older than this field
+    order_of_parts: int = 1  # see data/order.py
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
     # must be equal for a bitwise resume; "setting" in state.json
     bitwise_setting: Annotated[Mapping[str, Any], Field(alias="setting")] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
+
+    @property
+    def has_schedule_of_lengths(self) -> bool:
+        """Whether the config has train.seq_len_schedule."""
+        return bool(self.config.get("train.seq_len_schedule"))
 
     def after_step(self, first: int, size: int, tokens: int) -> "TrainState":
         """The state after a step with samples first, ..., first + size - 1, of so many valid targets."""
@@ -45,6 +51,7 @@ class TrainState:
         return replace(
             self,
             end_token=fresh.end_token,
+            order_of_parts=self.order_of_parts if self.has_schedule_of_lengths else fresh.order_of_parts,
             validation=fresh.validation,
             tasks={**self.tasks, **fresh.tasks},
             bitwise_setting=fresh.bitwise_setting,

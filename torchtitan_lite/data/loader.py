@@ -13,7 +13,7 @@ Every rank gets the same number of micro-batches, because each forward is collec
 masked: they do not change the loss, which is divided by the number of valid targets of the global batch.
 
 While train.seq_len_schedule cuts sequences into P parts, sample i stands for the shorter sequences i P to i P + P - 1,
-which have an order of their own, and a micro-batch has P times as many rows.
+which come from several samples (order.py), and a micro-batch has P times as many rows.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor

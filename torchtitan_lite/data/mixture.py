@@ -90,7 +90,7 @@ class Mixture:
         self.interleave = Interleave(weights)
 
     def shorter(self, parts: int) -> "Mixture":
-        """The same mixture of sequences of T / parts tokens, each source in an order of its own."""
+        """The same mixture, with each sequence cut into this many."""
         cut = copy.copy(self)
         cut.sources = [source.shorter(parts) for source in self.sources]
         cut.seq_len = cut.target_len = self.seq_len // parts

@@ -7,6 +7,10 @@ average, because the domain is at most 4 n). A round function sees half of the b
 values caches it, and a batch takes a few numpy operations.
 
 The state is therefore one integer, and the order depends neither on the world size nor on batch sizes or steps.
+
+While train.seq_len_schedule cuts samples into P parts, the parts of each WINDOW consecutive samples of the run are
+permuted. So a batch has more documents, and a run sees the samples that it would see without the schedule: an order of
+its own for each length would draw a part of the text twice in an epoch, and another part never.
 """
 
 import functools
@@ -18,6 +22,8 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 
 _ROUNDS = 4
+WINDOW = 512  # samples
+ORDER_OF_PARTS = 2  # recorded with checkpoints; 1: up to version 0.3, a permutation of the epoch's parts
 
 
 def sample_index(i: int, n: int, seed: int) -> int:
@@ -33,6 +39,21 @@ def sample_indices(run_samples: Indices, n: int, seed: int) -> Indices:
         selected = epochs == epoch
         indices[selected] = _permutation(n, f"{seed}/{epoch}".encode())(positions[selected])
     return indices
+
+
+def part_indices(run_parts: Indices, n_parts: int, n: int, seed: int) -> Indices:
+    """The part of the dataset at each position of a run whose samples are cut into `n_parts`.
+
+    Part p of sample i of the dataset has the index i n_parts + p. If an epoch has fewer than WINDOW samples, it is the
+    window.
+    """
+    size = min(WINDOW, n) * n_parts
+    windows, positions = np.divmod(run_parts, size)
+    for window in np.unique(windows).tolist():
+        here = windows == window
+        positions[here] = Permutation(size, f"{seed}/parts/{window}".encode())(positions[here])
+    samples, parts = np.divmod(windows * size + positions, n_parts)
+    return sample_indices(samples, n, seed) * n_parts + parts
 
 
 class Permutation:

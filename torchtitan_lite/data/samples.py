@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_lite.data.order import Indices, sample_indices
+from torchtitan_lite.data.order import Indices, part_indices, sample_indices
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
@@ -48,6 +48,7 @@ class Samples:
     """The sequences of one split of a prepared folder."""
 
     n_samples: int  # in an epoch
+    n_parts = 1  # of each whole sample; see `shorter`
     mean_tokens: float  # valid targets per sequence, on average
     notes: tuple[str, ...] = ()  # logged at the start
 
@@ -68,15 +69,19 @@ class Samples:
             )
 
     def shorter(self, parts: int) -> "Samples":
-        """Sequences of T / parts tokens of the same text."""
+        """Each sequence cut into this many."""
         cut = copy.copy(self)
-        cut.seq_len = cut.target_len = self.seq_len // parts
-        cut.n_samples, cut.mean_tokens = (self._n_tokens - 1) // cut.seq_len, float(cut.seq_len)
+        cut.n_parts, cut.seq_len = parts, self.seq_len // parts
+        cut.target_len, cut.n_samples, cut.mean_tokens = cut.seq_len, self.n_samples * parts, float(cut.seq_len)
         return cut
 
     def indices(self, run_samples: Indices, seed: int | None) -> Indices:
         """The sequence index of each sample of a run."""
-        return run_samples if seed is None else sample_indices(run_samples, self.n_samples, seed)
+        if seed is None:
+            return run_samples
+        if self.n_parts > 1:
+            return part_indices(run_samples, self.n_parts, self.n_samples // self.n_parts, seed)
+        return sample_indices(run_samples, self.n_samples, seed)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
         rows = Rows.empty(len(run_samples), self.seq_len)

@@ -11,6 +11,7 @@ from typing import Any
 import tomli
 
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.compatibility import require_same_order
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, TrainConfig, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded
@@ -88,12 +89,15 @@ def read_record(folder: Path) -> Record:
 
     Raises:
         ConfigError: this is no run, its config can't be read, or its data has changed.
+        CheckpointError: it took short sequences in the order of an older version.
         DataError: the data can't be read.
     """
     loaded, data = prepared(Loaded(config_of(folder), {}))
     states = _states(folder)
     for state in states[-1:]:
         require_same_data(str(folder), data, state)
+        last = int(state.config.get("train.steps", state.step))
+        require_same_order(folder, state, range(1, last + 1))
     known = {0: 0, **{state.step: state.samples_consumed for state in states}}
     return Record(folder, loaded.config, data, _segments(loaded.config, changes_of(folder), known, jumps_of(folder)))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import bitwise_setting
+from torchtitan_lite.checkpointing.compatibility import bitwise_setting, require_same_order
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name, optimizer_tensors, own_tensors, prefix
 from torchtitan_lite.config.schema import Config, default_of, flatten, resume_rule
 from torchtitan_lite.config.toml import Loaded, format_value
@@ -232,6 +232,7 @@ def _values(
     unsure = ""
     if next_saved is not None:
         later = storage.read_state(storage.step_folder(folder / "checkpoints", next_saved))
+        require_same_order(folder, later, made)
         before, values = values, {**later.config, **later.bitwise_setting}
         # an older version did not record when the setting changed
         unknown = {k: [before[k], now] for k, now in values.items() if "." not in k and before.get(k, now) != now}
