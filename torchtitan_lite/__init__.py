@@ -5,7 +5,7 @@
 
 import importlib
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _TRAINING = ("load_config", "open_data", "build_model", "build_optimizer", "clip_grad_norm", "set_learning_rate")
 __all__ = (*_TRAINING, "load_model", "generate", "evaluate", "UserError")  # types: __init__.pyi

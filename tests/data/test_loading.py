@@ -151,6 +151,19 @@ def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
     assert [s["tokens"] for s in seen.values()] == [count * 32 for count in consumed]
 
 
+def test_short_sequences_are_the_samples_that_a_run_would_have(folders: dict[str, Path]) -> None:
+    whole = Samples(folders["typing"], "train", 16)
+    assert whole.n_samples > WINDOW
+    short = whole.shorter(2)
+    assert (short.seq_len, short.n_samples) == (8, 2 * whole.n_samples)
+    expected = whole.draw(np.arange(WINDOW), seed=1)
+    found = short.draw(np.arange(2 * WINDOW), seed=1)
+    for name in ("tokens", "targets", "begins"):
+        rows, parts = getattr(expected, name).reshape(-1, 8), getattr(found, name)
+        assert sorted(parts.tolist()) == sorted(rows.tolist()), name
+        assert parts.tolist() != rows.tolist()
+
+
 def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     other = make(text / "typing.txt", tmp_path, 300)
     config = DataConfig(sources={str(folders["tar"]): 1, str(other): 1})

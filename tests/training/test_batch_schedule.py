@@ -111,8 +111,11 @@ def test_a_run_of_the_former_order_of_short_sequences(text: Path, tmp_path: Path
     for command in (["--step", "5"], ["--find", "import"]):
         refused = python(str(run), *command, script="-m torchtitan_lite.which")
         assert (refused.returncode, "takes short sequences in another order" in refused.stderr) == (2, True)
-    replayed = ranks(1, *plain, *later[:2], "--replay=6")
-    assert (replayed.returncode, "use version 0.3 for it" in replayed.stderr) == (2, True), replayed.stderr
+    other = [*plain, "--run.name=other", short]
+    succeeded(ranks(1, *other))
+    made_before_0_4(tmp_path / "other", 4)
+    for replayed in (ranks(1, *plain, *later[:2], "--replay=6"), ranks(1, *other, "--replay=2")):
+        assert (replayed.returncode, "use version 0.3 for it" in replayed.stderr) == (2, True), replayed.stderr
     forget_after(run, 6)
     assert "resumed after step 6" in succeeded(ranks(1, *plain, *later))
     forget_after(run, 5)

@@ -89,8 +89,8 @@ up; 0: use steps"""
     seq_len_schedule: Annotated[list[list[float]], ASKS, AfterValidator(_seq_len_schedule)] = Field(
         default=[], examples=[[[0, 64], [0.8, 256]]]
     )
-    """shorter sequences at first, by share of the steps: with seq_len = 256, [[0, 64], [0.8, 256]] replaces each \
-sequence by four of 64 tokens, drawn from all of the text, in the first 80 % of the steps"""
+    """shorter sequences at first, by share of the steps: with seq_len = 256, [[0, 64], [0.8, 256]] cuts each sequence \
+into four of 64 tokens, mixed with those of other sequences, in the first 80 % of the steps"""
     z_loss: Annotated[NonNegativeFloat, ASKS] = 0.0
     """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
     router_aux_loss: Annotated[NonNegativeFloat, ASKS, _ROUTING] = 0.01
