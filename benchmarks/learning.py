@@ -325,7 +325,7 @@ LARGER: dict[str, Program] = {
     NANOCHAT_LARGER: Program(peer("nanochat", 4, 256, 2, 8), NANOCHAT_RATES, 307_200),
 }
 SHORT = 61_440  # tokens of a run that measures what they cost
-LARGER_COST = range(2, 5)  # the seeds of the costs of all three, measured in turn
+LONGER = 4 * SHORT  # a run's beginning and end cost ours 6 % of a short run, and those of peers are not counted
 LARGER_SECONDS = 1200.0  # ten minutes of two cores
 
 
@@ -339,7 +339,7 @@ def cost(search: "Search", stage: str, jobs: Iterable[Job], name: str) -> float:
     found: dict[bool, list[float]] = {}
     for job in jobs:
         if job[0] == name and (one := search.result(stage, *job)):
-            found.setdefault(job[1].get("compile", False), []).append(one["seconds"] / SHORT)
+            found.setdefault(job[1].get("compile", False), []).append(one["seconds"] / tokens_of(job[1]))
     return min(map(statistics.median, found.values()), default=math.nan)
 
 
@@ -387,7 +387,7 @@ def peer_tokens(search: "Search") -> dict[str, int]:
 
 def larger_tokens(search: "Search") -> dict[str, int]:
     """How many tokens each larger program trains on in its time. Those of nanochat were fixed first."""
-    here = {name: cost(search, "larger cost", cost_jobs(LARGER, seeds=LARGER_COST), name) for name in LARGER}
+    here = {name: cost(search, "larger cost", cost_jobs(LARGER, LONGER), name) for name in LARGER}
     then = cost(search, "larger cost", cost_jobs(LARGER, seeds=range(2)), NANOCHAT_LARGER)
     scale = then / here[NANOCHAT_LARGER]
     return {name: three_digits(LARGER_SECONDS / (seconds * scale)) for name, seconds in here.items()}
@@ -678,7 +678,7 @@ def main() -> None:
         do("peers final", final_jobs(search, "peers rate", PEERS, peer_tokens(search)))
     if given.stage == "larger":
         do("larger cost", cost_jobs({NANOCHAT_LARGER: LARGER[NANOCHAT_LARGER]}, seeds=range(2)))
-        do("larger cost", cost_jobs(LARGER, seeds=LARGER_COST))
+        do("larger cost", cost_jobs(LARGER, LONGER))
         do("larger rate", rate_jobs(LARGER, larger_tokens(search)))
         do("larger final", final_jobs(search, "larger rate", LARGER, larger_tokens(search)))
     every = dict.fromkeys(json.loads(key)[0] for key in search.results)
