@@ -70,14 +70,15 @@ def test_each_epoch_has_every_sample_once(n: int, seed: int, epoch: int) -> None
 
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(st.integers(1, 3000), st.sampled_from([2, 4, 16]), st.integers(0, 2**63 - 1), st.integers(0, 5))
-def test_a_window_of_parts_has_all_parts_of_its_samples(n: int, n_parts: int, seed: int, window: int) -> None:
-    """So that short sequences of an epoch are, each once, those of the samples that it would have without them."""
-    size = min(n, WINDOW)
-    samples = sample_indices(np.arange(window * size, (window + 1) * size), n, seed)
-    parts = part_indices(np.arange(window * size * n_parts, (window + 1) * size * n_parts), n_parts, n, seed)
-    assert sorted(parts.tolist()) == sorted((samples[:, None] * n_parts + np.arange(n_parts)).ravel().tolist())
-    one = part_indices(np.array([window * size * n_parts + 1]), n_parts, n, seed)
-    assert one.tolist() == [parts[1]], "seeking to a part and arriving at it are the same"
+def test_a_window_of_parts_has_all_parts_of_its_samples(n: int, n_parts: int, seed: int, epoch: int) -> None:
+    """So an epoch has each part once, and at each window's end those of the samples that a run would have by then."""
+    for first in range(0, n, WINDOW):
+        begin, end = epoch * n + first, epoch * n + min(first + WINDOW, n)
+        samples = sample_indices(np.arange(begin, end), n, seed)
+        parts = part_indices(np.arange(begin * n_parts, end * n_parts), n_parts, n, seed)
+        assert sorted(parts.tolist()) == sorted((samples[:, None] * n_parts + np.arange(n_parts)).ravel().tolist())
+        one = part_indices(np.array([begin * n_parts + 1]), n_parts, n, seed)
+        assert one.tolist() == [parts[1]], "seeking to a part and arriving at it are the same"
 
 
 def test_a_batch_has_parts_of_many_samples() -> None:

@@ -229,7 +229,7 @@ def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]
     for rank in range(world_size):
         loader = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed)
         for i, micro in enumerate(loader.batch(first, size, config.train.parts(step)).micro_batches):
-            # shorter sequences of one sample, one after the other
+            # the shorter sequences that stand for a sample, one after the other
             tokens, targets = (t.view(2, -1).tolist() for t in (micro.tokens, micro.targets))
             for row, both in enumerate(zip(tokens, targets, strict=True)):
                 rows[i * 2 * world_size + rank * 2 + row] = both

@@ -97,37 +97,46 @@ def test_shorter_sequences_come_first(text: Path, tmp_path: Path) -> None:
     assert "train.seq_len_schedule" in refused.stderr
 
 
-def test_a_run_of_the_former_order_of_short_sequences(text: Path, tmp_path: Path) -> None:
-    """It is refused only where short sequences are needed: the rest is in the same order."""
-    run, short = tmp_path / "run", "--train.seq_len_schedule=[[0, 8], [0.75, 32]]"
-    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32, "train__steps": 4}))
-    succeeded(ranks(1, *plain))
-    made_before_0_4(run, 4)
-    later = ["--train.steps=8", short, "--resume-with-changes", "--checkpoint.every=1"]
-    assert "resumed after step 4" in succeeded(ranks(1, *plain, *later)), "it had none so far"
-    for step in (5, 6, 8):
+def test_a_run_of_version_0_3(text: Path, tmp_path: Path) -> None:
+    """It is refused where it would have short sequences in both orders: the rest is in the same order."""
+    run = tmp_path / "run"
+    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32, "checkpoint__every": 1}))
+    short = [*plain, "--train.seq_len_schedule=[[0, 8], [0.75, 32]]"]
+    succeeded(ranks(1, *short))
+    for step in (5, 6, 7, 8):
         made_before_0_4(run, step)
-    assert "finished: step 8" in succeeded(ranks(1, *plain, *later))
-    for command in (["--step", "5"], ["--find", "import"]):
-        refused = python(str(run), *command, script="-m torchtitan_lite.which")
-        assert (refused.returncode, "takes short sequences in another order" in refused.stderr) == (2, True)
-    other = [*plain, "--run.name=other", short]
-    succeeded(ranks(1, *other))
-    made_before_0_4(tmp_path / "other", 4)
-    for replayed in (ranks(1, *plain, *later[:2], "--replay=6"), ranks(1, *other, "--replay=2")):
-        assert (replayed.returncode, "use version 0.3 for it" in replayed.stderr) == (2, True), replayed.stderr
-    forget_after(run, 6)
-    assert "resumed after step 6" in succeeded(ranks(1, *plain, *later))
+    assert "finished: step 8" in succeeded(ranks(1, *short))
+    longer = ranks(1, *short, "--train.steps=16")
+    forget_after(run, 7)
+    assert "resumed after step 7" in succeeded(ranks(1, *short)), "all later steps are of full length"
+    seen = python(str(run), "--step", "6", script="-m torchtitan_lite.which")
+    found = python(str(run), "--find", "import", script="-m torchtitan_lite.which")
+    succeeded(python(str(run), "--step", "7", script="-m torchtitan_lite.which"))
+    replayed = ranks(1, *short, "--replay=5")
+    succeeded(ranks(1, *short, "--replay=8"))
     forget_after(run, 5)
-    refused = ranks(1, *plain, *later)
-    assert (refused.returncode, "use version 0.3 for it" in refused.stderr) == (2, True)
+    for refused in (longer, seen, found, replayed, ranks(1, *short)):
+        assert (refused.returncode, "with version 0.3" in refused.stderr) == (2, True), refused.stderr
+    succeeded(ranks(1, *plain, "--train.seq_len_schedule=[]", "--resume-with-changes"))
+    succeeded(python(str(run), "--step", "6", script="-m torchtitan_lite.which"))
+
+
+def test_a_run_of_version_0_3_without_a_schedule_can_get_one(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32}))
+    succeeded(ranks(1, *plain, "--train.steps=4"))
+    made_before_0_4(run, 4)
+    short = [*plain, "--train.seq_len_schedule=[[0, 8], [0.75, 32]]", "--resume-with-changes"]
+    assert "resumed after step 4" in succeeded(ranks(1, *short))
+    succeeded(python(str(run), "--step", "3", "--to", "8", script="-m torchtitan_lite.which"))
+    assert "resumed after step 8" in succeeded(ranks(1, *short, "--train.steps=12"))
 
 
 def made_before_0_4(run: Path, step: int) -> None:
     """Older checkpoints do not have this."""
     file = checkpoint(run, step) / "state.json"
     state = json.loads(file.read_text())
-    assert state.pop("order_of_parts") == 2
+    assert state.pop("parts_since") == 0
     file.write_text(json.dumps(state))
     recommit(file.parent)
 

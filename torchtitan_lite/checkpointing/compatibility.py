@@ -18,20 +18,10 @@ from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import (
-    Config,
-    TrainConfig,
-    bitwise_keys,
-    default_of,
-    flatten,
-    known_keys,
-    resume_rule,
-)
+from torchtitan_lite.config.schema import Config, bitwise_keys, default_of, flatten, known_keys, resume_rule
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.order import ORDER_OF_PARTS
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import CheckpointError
 
 
 def fresh_state(
@@ -42,7 +32,7 @@ def fresh_state(
         end_token=data.end_token,
         validation=validation,
         tasks=tasks,
-        order_of_parts=ORDER_OF_PARTS,
+        parts_since=0,
         identity=identity(config, data),
         bitwise_setting=bitwise_setting(config, world),
         config=flatten(config),
@@ -72,24 +62,9 @@ def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named
         known = known_keys()
         saved = {key: default_of(key) for key in expected if key in known} | dict(state.identity)
         storage.compare(folder, saved, expected, "model, or other data")
-        require_same_order(folder, state, range(state.step + 1, int(state.config.get("train.steps", 0)) + 1))
         return asdict(state)
 
     return TrainState(**on_rank0(world, read_and_compare))
-
-
-def require_same_order(folder: Path, state: TrainState, steps: range) -> None:
-    """Raise CheckpointError if these steps of a run have short sequences in an order that this version can't make."""
-    if state.order_of_parts == ORDER_OF_PARTS or not state.has_schedule_of_lengths:
-        return
-    names = "steps", "seq_len", "seq_len_schedule"
-    train = TrainConfig.model_validate({name: state.config[f"train.{name}"] for name in names})
-    changes = {steps.start, *(after + 1 for after, _ in train.lengths)}
-    if any(train.parts(step) > 1 for step in changes if step in steps):
-        raise CheckpointError(
-            f"{folder}: since version 0.4, train.seq_len_schedule takes short sequences in another order than this run "
-            "did; use version 0.3 for it, or start another run with --run.name=NAME"
-        )
 
 
 def require_same_tensors(folder: Path, manifest: Manifest, parts: Parts, world: World) -> None:

@@ -119,6 +119,11 @@ losses exclude it"""
         """How many shorter sequences take the place of each sequence of a step (1-based)."""
         return self.seq_len // next((n for after, n in reversed(self.lengths) if after < step), self.seq_len)
 
+    def shortens(self, steps: range) -> bool:
+        """Whether one of these steps has shorter sequences."""
+        changes = {steps.start, *(after + 1 for after, _ in self.lengths)}
+        return any(self.parts(step) > 1 for step in changes if step in steps)
+
     @property
     def samples(self) -> int:
         """Sequences of the whole run."""

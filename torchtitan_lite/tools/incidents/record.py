@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import Any
 import tomli
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import require_same_order
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, TrainConfig, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.errors import CheckpointError, ConfigError
-from torchtitan_lite.monitoring import records
+from torchtitan_lite.monitoring import records, run_folder
 from torchtitan_lite.tools.load_model import require_same_data
 from torchtitan_lite.training.start import prepared
 
@@ -44,6 +44,7 @@ class Record:
     config: Config
     data: DataSet
     segments: list[Segment]
+    parts_since: float  # see `parts_since`
 
     @property
     def n_steps(self) -> int:
@@ -51,8 +52,14 @@ class Record:
         return self.segments[-1].last
 
     def within(self, steps: range) -> list[Segment]:
-        """The segments that have some of these steps."""
-        return [s for s in self.segments if s.first < steps.stop and s.last >= steps.start]
+        """The segments that have some of these steps.
+
+        Raises:
+            ConfigError: one of the steps had short sequences in the order of version 0.3.
+        """
+        found = [s for s in self.segments if s.first < steps.stop and s.last >= steps.start]
+        require_present_order(self.folder, any(s.cuts > 1 and s.first <= self.parts_since for s in found))
+        return found
 
     def n_samples(self, steps: range) -> int:
         """How many samples these steps see."""
@@ -89,17 +96,17 @@ def read_record(folder: Path) -> Record:
 
     Raises:
         ConfigError: this is no run, its config can't be read, or its data has changed.
-        CheckpointError: it took short sequences in the order of an older version.
         DataError: the data can't be read.
     """
     loaded, data = prepared(Loaded(config_of(folder), {}))
     states = _states(folder)
     for state in states[-1:]:
         require_same_data(str(folder), data, state)
-        last = int(state.config.get("train.steps", state.step))
-        require_same_order(folder, state, range(1, last + 1))
+    since = parts_since(folder)
     known = {0: 0, **{state.step: state.samples_consumed for state in states}}
-    return Record(folder, loaded.config, data, _segments(loaded.config, changes_of(folder), known, jumps_of(folder)))
+    return Record(
+        folder, loaded.config, data, _segments(loaded.config, changes_of(folder), known, jumps_of(folder)), since
+    )
 
 
 def config_of(folder: Path) -> Config:
@@ -120,6 +127,23 @@ def config_of(folder: Path) -> Config:
         return Config.model_validate(kept, context="layers")
     except ValueError as error:
         raise ConfigError(f"{file} can't be read: {error}") from None
+
+
+def parts_since(folder: Path) -> float:
+    """The step after which short sequences of a run came in the present order; infinite: they did not."""
+    for state in reversed(_states(folder)):
+        return math.inf if state.parts_since is None else state.parts_since
+    version = str((run_folder.read(folder).get("versions") or {}).get("torchtitan_lite", ""))
+    return math.inf if version.startswith("0.3.") else 0
+
+
+def require_present_order(folder: Path, former: bool) -> None:
+    """Raise ConfigError if steps that are asked for had short sequences in the order of version 0.3."""
+    if former:
+        raise ConfigError(
+            f"{folder}: these steps had short sequences (train.seq_len_schedule) in another order; look at them with "
+            "version 0.3"
+        )
 
 
 def _states(folder: Path) -> list[TrainState]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import bitwise_setting, require_same_order
+from torchtitan_lite.checkpointing.compatibility import bitwise_setting
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name, optimizer_tensors, own_tensors, prefix
 from torchtitan_lite.config.schema import Config, default_of, flatten, resume_rule
 from torchtitan_lite.config.toml import Loaded, format_value
@@ -33,7 +33,14 @@ from torchtitan_lite.monitoring import records, run_folder
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.terminal import counted, print_line
-from torchtitan_lite.tools.incidents.record import abandoned, changes_of, checkpoint_before, jumps_of
+from torchtitan_lite.tools.incidents.record import (
+    abandoned,
+    changes_of,
+    checkpoint_before,
+    jumps_of,
+    parts_since,
+    require_present_order,
+)
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, StepResult, settle
 from torchtitan_lite.training.spikes.watch import SpikeError
@@ -164,6 +171,10 @@ def read(config: Config, n: int) -> Recorded:
     between = {step: record for step, record in steps.items() if start < step <= last}
     if not between and not stopped:
         raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
+    since = parts_since(folder)
+    require_present_order(
+        folder, any(step <= since and config.train.parts(step) > 1 for step in range(start + 1, last + 1))
+    )
     values, unsure = _values(config, status, checkpoint, range(start + 1, last + 1), between, n)
     setting = {key: value for key, value in values.items() if "." not in key}
     keys = {key: value for key, value in values.items() if "." in key}
@@ -232,7 +243,6 @@ def _values(
     unsure = ""
     if next_saved is not None:
         later = storage.read_state(storage.step_folder(folder / "checkpoints", next_saved))
-        require_same_order(folder, later, made)
         before, values = values, {**later.config, **later.bitwise_setting}
         # an older version did not record when the setting changed
         unknown = {k: [before[k], now] for k, now in values.items() if "." not in k and before.get(k, now) != now}
