@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from torchtitan_lite.config.schema import TrainConfig
 from torchtitan_lite.errors import CheckpointError
@@ -78,4 +78,7 @@ class TrainState:
 def _train(config: Mapping[str, Any]) -> TrainConfig:
     """What decides about short sequences in a config by key; a younger key has its default."""
     keys = ("train.steps", "train.seq_len", "train.seq_len_schedule")
-    return TrainConfig.model_validate({key.removeprefix("train."): config[key] for key in keys if key in config})
+    try:
+        return TrainConfig.model_validate({key.removeprefix("train."): config[key] for key in keys if key in config})
+    except ValidationError as error:
+        raise CheckpointError(f"state.json is damaged: {error}") from None
