@@ -90,8 +90,13 @@ def test_a_signal_to_a_child_does_not_reach_its_parent() -> None:
     """Such as the workers of a pool that is ended."""
     with Preemption(0) as preemption:
         if not (pid := os.fork()):
-            os.kill(os.getpid(), TERM)
-            signal.pause()
+            try:
+                signal.alarm(100)  # ends a child that survives
+                os.kill(os.getpid(), TERM)
+                while True:  # another signal may end the pause
+                    signal.pause()
+            finally:
+                os._exit(1)  # not into pytest, which would wait here for ever
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -TERM
         os.kill(os.getpid(), USR1)  # which comes after it
         wait_until(preemption.requested)
