@@ -153,10 +153,10 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     try:
         with watchdog.loading("loading a checkpoint"), log.clock.on("load"):
             resumed = load_newest(config, checkpointer, fresh, log)
-        state = resumed.continued_by(fresh) if resumed else fresh
     except BaseException:
         watchdog.close()
         raise
+    state = resumed.continued_by(fresh) if resumed else fresh
 
     # 6. The guards: a loss scale for float16, updates that are not finite, and loss spikes.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)

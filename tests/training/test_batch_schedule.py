@@ -98,12 +98,12 @@ def test_shorter_sequences_come_first(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_of_version_0_3(text: Path, tmp_path: Path) -> None:
-    """It is refused where it would have short sequences in both orders: the rest is in the same order."""
+    """It goes on with sequences of full length only, which are in the same order. Its other steps are not listed."""
     run = tmp_path / "run"
     plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32, "checkpoint__every": 1}))
     short = [*plain, "--train.seq_len_schedule=[[0, 8], [0.75, 32]]"]
     succeeded(ranks(1, *short))
-    for step in (5, 6, 7, 8):
+    for step in range(1, 9):
         made_before_0_4(run, step)
     assert "finished: step 8" in succeeded(ranks(1, *short))
     longer = ranks(1, *short, "--train.steps=16")
@@ -119,24 +119,31 @@ def test_a_run_of_version_0_3(text: Path, tmp_path: Path) -> None:
         assert (refused.returncode, "with version 0.3" in refused.stderr) == (2, True), refused.stderr
     succeeded(ranks(1, *plain, "--train.seq_len_schedule=[]", "--resume-with-changes"))
     succeeded(python(str(run), "--step", "6", script="-m torchtitan_lite.which"))
+    forget_after(run, 6)
+    again = ranks(1, *plain, "--train.seq_len_schedule=[[0, 8]]", "--resume-with-changes")
+    assert (again.returncode, "with version 0.3" in again.stderr) == (2, True), "it keeps its order"
 
 
-def test_a_run_of_version_0_3_without_a_schedule_can_get_one(text: Path, tmp_path: Path) -> None:
+def test_replay_and_which_of_a_run_of_version_0_3_without_checkpoints(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32}))
-    succeeded(ranks(1, *plain, "--train.steps=4"))
-    made_before_0_4(run, 4)
-    short = [*plain, "--train.seq_len_schedule=[[0, 8], [0.75, 32]]", "--resume-with-changes"]
-    assert "resumed after step 4" in succeeded(ranks(1, *short))
-    succeeded(python(str(run), "--step", "3", "--to", "8", script="-m torchtitan_lite.which"))
-    assert "resumed after step 8" in succeeded(ranks(1, *short, "--train.steps=12"))
+    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32, "train__steps": 3}))
+    command = [*plain, "--train.seq_len_schedule=[[0, 8]]"]
+    succeeded(ranks(1, *command))
+    shutil.rmtree(run / "checkpoints")
+    status = json.loads((run / "run.json").read_text())
+    for versions, code in ((status["versions"], 0), ("damaged", 0), ({"torchtitan_lite": "0.3.0"}, 2)):
+        (run / "run.json").write_text(json.dumps(status | {"versions": versions}))
+        seen = python(str(run), "--step", "2", script="-m torchtitan_lite.which")
+        assert seen.returncode == code, seen.stderr
+    replayed = ranks(1, *command, "--replay=2")
+    assert (replayed.returncode, "with version 0.3" in replayed.stderr) == (2, True)
 
 
 def made_before_0_4(run: Path, step: int) -> None:
     """Older checkpoints do not have this."""
     file = checkpoint(run, step) / "state.json"
     state = json.loads(file.read_text())
-    assert state.pop("parts_since") == 0
+    assert state.pop("order_of_parts") == 2
     file.write_text(json.dumps(state))
     recommit(file.parent)
 

@@ -4,11 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
-
-from torchtitan_lite.config.schema import TrainConfig
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.terminal import counted
+from pydantic import Field
 
 
 @dataclass(frozen=True)
@@ -25,8 +21,7 @@ class TrainState:
     spikes: Mapping[str, Any] = field(default_factory=dict)  # see training/spikes/watch.py
     loss_since: list[float] = field(default_factory=list)  # of metrics.Meter; empty in older checkpoints
     end_token: int | None = None  # token id; None in checkpoints older than this field
-    # the step after which short sequences come in the order of data/order.py; None: they had that of version 0.3
-    parts_since: int | None = None
+    order_of_parts: int = 1  # of short sequences, see data/order.py; a run keeps it
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
@@ -47,38 +42,12 @@ class TrainState:
         )
 
     def continued_by(self, fresh: "TrainState") -> "TrainState":
-        """This saved state in a run that resumes: what describes the config and the machines is the run's own.
-
-        Raises:
-            CheckpointError: the run would go on with short sequences in another order than so far.
-        """
-        steps = int(fresh.config.get("train.steps", 0))
-        if (
-            self.parts_since is None
-            and _train(self.config).shortens(range(1, self.step + 1))
-            and _train(fresh.config).shortens(range(self.step + 1, steps + 1))
-        ):
-            raise CheckpointError(
-                f"short sequences (train.seq_len_schedule) have had another order since version 0.4, and this run of "
-                f"version 0.3 has some of both orders: those of the {counted(self.step, 'step')} so far, and later ones"
-                "\n  finish it with version 0.3, or start another run with --run.name=NAME"
-                "\n  or continue it without them: --train.seq_len_schedule=[] --resume-with-changes"
-            )
+        """This saved state in a run that resumes: what describes the config and the machines is the run's own."""
         return replace(
             self,
             end_token=fresh.end_token,
-            parts_since=self.step if self.parts_since is None else self.parts_since,
             validation=fresh.validation,
             tasks={**self.tasks, **fresh.tasks},
             bitwise_setting=fresh.bitwise_setting,
             config=fresh.config,
         )
-
-
-def _train(config: Mapping[str, Any]) -> TrainConfig:
-    """What decides about short sequences in a config by key; a younger key has its default."""
-    keys = ("train.steps", "train.seq_len", "train.seq_len_schedule")
-    try:
-        return TrainConfig.model_validate({key.removeprefix("train."): config[key] for key in keys if key in config})
-    except ValidationError as error:
-        raise CheckpointError(f"state.json is damaged: {error}") from None

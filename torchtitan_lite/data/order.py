@@ -23,6 +23,7 @@ Indices = NDArray[np.int64]
 
 _ROUNDS = 4
 WINDOW = 512  # samples
+ORDER_OF_PARTS = 2  # recorded with checkpoints; 1: that of version 0.3
 
 
 def sample_index(i: int, n: int, seed: int) -> int:

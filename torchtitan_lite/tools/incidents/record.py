@@ -3,7 +3,6 @@
 import bisect
 import contextlib
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, TrainConfig, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.order import ORDER_OF_PARTS
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.monitoring import records, run_folder
 from torchtitan_lite.tools.load_model import require_same_data
@@ -44,7 +44,7 @@ class Record:
     config: Config
     data: DataSet
     segments: list[Segment]
-    parts_since: float  # see `parts_since`
+    in_former_order: bool  # see `in_former_order`
 
     @property
     def n_steps(self) -> int:
@@ -55,10 +55,10 @@ class Record:
         """The segments that have some of these steps.
 
         Raises:
-            ConfigError: one of the steps had short sequences in the order of version 0.3.
+            ConfigError: one of them has short sequences in the order of version 0.3.
         """
         found = [s for s in self.segments if s.first < steps.stop and s.last >= steps.start]
-        require_present_order(self.folder, any(s.cuts > 1 and s.first <= self.parts_since for s in found))
+        require_present_order(self.folder, self.in_former_order and any(s.cuts > 1 for s in found))
         return found
 
     def n_samples(self, steps: range) -> int:
@@ -102,11 +102,9 @@ def read_record(folder: Path) -> Record:
     states = _states(folder)
     for state in states[-1:]:
         require_same_data(str(folder), data, state)
-    since = parts_since(folder)
     known = {0: 0, **{state.step: state.samples_consumed for state in states}}
-    return Record(
-        folder, loaded.config, data, _segments(loaded.config, changes_of(folder), known, jumps_of(folder)), since
-    )
+    segments = _segments(loaded.config, changes_of(folder), known, jumps_of(folder))
+    return Record(folder, loaded.config, data, segments, in_former_order(folder))
 
 
 def config_of(folder: Path) -> Config:
@@ -129,20 +127,20 @@ def config_of(folder: Path) -> Config:
         raise ConfigError(f"{file} can't be read: {error}") from None
 
 
-def parts_since(folder: Path) -> float:
-    """The step after which short sequences of a run came in the present order; infinite: they did not."""
+def in_former_order(folder: Path) -> bool:
+    """Whether short sequences of a run have the order of version 0.3."""
     for state in reversed(_states(folder)):
-        return math.inf if state.parts_since is None else state.parts_since
-    version = str((run_folder.read(folder).get("versions") or {}).get("torchtitan_lite", ""))
-    return math.inf if version.startswith("0.3.") else 0
+        return state.order_of_parts != ORDER_OF_PARTS
+    versions = run_folder.read(folder).get("versions")
+    return isinstance(versions, dict) and str(versions.get("torchtitan_lite")).startswith("0.3.")
 
 
 def require_present_order(folder: Path, former: bool) -> None:
-    """Raise ConfigError if steps that are asked for had short sequences in the order of version 0.3."""
+    """Raise ConfigError if steps that are asked for have short sequences in the order of version 0.3."""
     if former:
         raise ConfigError(
-            f"{folder}: these steps had short sequences (train.seq_len_schedule) in another order; look at them with "
-            "version 0.3"
+            f"{folder}: these steps have short sequences (train.seq_len_schedule) in the order of version 0.3; look at "
+            "them with version 0.3"
         )
 
 
