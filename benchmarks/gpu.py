@@ -268,8 +268,6 @@ def main(argv: Sequence[str]) -> None:
         for item in items:
             print(f"{item.call}  {item.seconds:4} s  {item.name}")
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):  # or it would end this process, but not the item
-        signal.signal(number, stop)
     if given.results.is_dir():
         parser.error(f"--results {given.results} is a folder; name a file in it")
     given.results.parent.mkdir(parents=True, exist_ok=True)
@@ -285,4 +283,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):  # or it would end this process, but not the item
+        signal.signal(signal_number, stop)
     main(sys.argv[1:])
